@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tritonamp.nested import leaves, mapped
+from tritonamp.nested import leaves, map_leaves
 
 Pair = namedtuple("Pair", "first second")
 
@@ -41,6 +41,6 @@ def test_same_as_pytrees(tree: Any) -> None:
     def is_leaf(value: Any) -> bool:
         return isinstance(value, tuple) and value[:1] == ("leaf",)
 
-    ours, theirs = mapped(wrapped, tree), tree_map(wrapped, tree)
+    ours, theirs = map_leaves(wrapped, tree), tree_map(wrapped, tree)
     assert type(ours) is type(theirs)
     assert tree_leaves(ours, is_leaf=is_leaf) == tree_leaves(theirs, is_leaf=is_leaf)

@@ -40,7 +40,7 @@ class Generators(NamedTuple):
         )
 
     def restore(self) -> None:
-        """Put the generators back to these states; others stay as they are."""
+        """Put the recorded generators back to these states."""
         random.setstate(self.python)
         if self.numpy is not None:
             importlib.import_module("numpy").random.set_state(self.numpy)
@@ -74,7 +74,7 @@ class AmbientState(NamedTuple):
         return cls(generators, torch.is_grad_enabled(), cache, autocast)
 
     def restore(self) -> None:
-        """Make everything that was recorded so again, in this thread."""
+        """Put everything that was recorded back, in this thread."""
         if self.generators is not None:
             self.generators.restore()
         torch.set_grad_enabled(self.grad)
@@ -85,18 +85,18 @@ class AmbientState(NamedTuple):
 
 
 class AmbientWatch:
-    """What is around each of many forwards with gradients, at the price of what moves.
+    """Records the ambient state of each of many forwards, and reads seldom what does not change.
 
-    To read the generators of Python and of torch on the CPU takes longer than an empty forward. A
-    generator that was the same eight times is read in every 32nd forward from then on, until it is
-    found to have moved; then in each again. The first forward that draws from it is recorded right:
-    the state before it is the one that was read. Up to 31 forwards after that one are not, and draw
-    other numbers if they run again. numpy's generator is not recorded: its price is seven times
-    that of all others. Where autocast is off, so are the dtypes that it would have.
+    Reading the generators of Python and of torch on the CPU takes longer than an empty forward. A
+    generator that was the same at eight readings is read at every 32nd forward, until a reading
+    finds that it has changed; then at each forward again. The first forward that draws from it is
+    recorded right: the state before it is the one that was read. Up to 31 forwards after it are
+    not, and draw other numbers if they run again. numpy's generator is not recorded: it takes seven
+    times as long as all others. While autocast is off, changes of its dtypes are not recorded.
     """
 
-    STILL = 8  # as often was a generator the same, until it is read seldom
-    EVERY = 32
+    STILL = 8  # readings without a change, after which a generator is read seldom
+    EVERY = 32  # forwards from one of these readings to the next
 
     def __init__(self) -> None:
         self._read: tuple[Callable[[], Any], ...] = (
@@ -105,8 +105,8 @@ class AmbientWatch:
         )
         self._states: list[Any] = [read() for read in self._read]
         self._still = [0, 0]
-        self._waits = [0, 0]  # forwards for which each state does
-        self._plain: AmbientState | None = None  # with these states, without autocast
+        self._waits = [0, 0]  # forwards until each is read again
+        self._plain: AmbientState | None = None  # of these states, without autocast or a GPU
 
     def now(self, gpus: Sequence[torch.device]) -> AmbientState:
         """Return the record of this moment, with the generators of these CUDA devices."""
@@ -114,7 +114,7 @@ class AmbientWatch:
             if self._waits[i]:
                 self._waits[i] -= 1
             else:
-                self._look(i)
+                self._read_generator(i)
         # private (torch 2.11 to 2.15): of all device types at once
         is_plain = not gpus and not torch._C._is_any_autocast_enabled()
         if is_plain and self._plain is not None:
@@ -126,8 +126,8 @@ class AmbientWatch:
             self._plain = state
         return state
 
-    def _look(self, i: int) -> None:
-        """Read one generator, and decide for how many forwards that does."""
+    def _read_generator(self, i: int) -> None:
+        """Read one generator, and decide for how many forwards it is not read again."""
         before, state = self._states[i], self._read[i]()
         is_same = torch.equal(state, before) if isinstance(state, Tensor) else state == before
         self._still[i] = self._still[i] + 1 if is_same else 0
@@ -146,9 +146,9 @@ def preserve(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Tell whether what runs here is not what it seems: functorch, or a dispatch mode.
+    """Tell whether functorch or a dispatch mode is active: ops may not run as they are called.
 
-    Those stand for tracing as well, but for torch.compile's, which ``torch.compiler`` tells.
+    That includes all tracing but torch.compile's, which ``torch.compiler.is_compiling`` tells.
     """
     # private (torch 2.11 to 2.15): nothing public asks for functorch's transforms or for modes
     functorch = torch._C._functorch.peek_interpreter_stack() is not None

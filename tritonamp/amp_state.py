@@ -22,15 +22,15 @@ class ResumeState(NamedTuple):
     """All that a resume needs beside the states of models and optimizers.
 
     Attributes:
-        scalers: states of scalers by loss_id; None: they say nothing about those of this policy.
+        scalers: states of scalers by loss_id; None: the policy keeps those that it has.
         counts: how many decisions had each outcome of ``COUNTS``.
         loss_scale: of the policy.
         healed: names of modules.
-        faults: what ``Response`` counts, and the gradients of the last good step, by which causes
-            are found.
-        schedulers: what is outstanding of their steps, by number of the optimizer.
-        outliers: the windows by which they are told, by loss_id.
-        state: the format of optimizer state in the run that saved, for people: any loads.
+        faults: the counts of ``Response``, and as "last_good" the gradient statistics of the last
+            good step, which the cause of a fault is found by.
+        schedulers: outstanding steps of schedulers, by number of the optimizer.
+        outliers: the windows that outliers are found by, by loss_id.
+        state: the format of optimizer state in the run that saved. For people: any format loads.
     """
 
     scalers: dict[int, dict[str, Any]] | None
@@ -44,17 +44,9 @@ class ResumeState(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, which ``parse_state`` takes."""
-        scalers = {str(loss_id): state for loss_id, state in (self.scalers or {}).items()}
-        return {
-            "loss_scalers": scalers,
-            "counts": self.counts,
-            "loss_scale": self.loss_scale,
-            "healed": self.healed,
-            "faults": self.faults,
-            "schedulers": self.schedulers,
-            "outliers": self.outliers,
-            "state": self.state,
-        }
+        fields = self._asdict()
+        scalers = fields.pop("scalers") or {}
+        return {"loss_scalers": {str(i): state for i, state in scalers.items()}, **fields}
 
 
 def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> ResumeState:
@@ -91,25 +83,27 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
             f"got a state with {state.loss_scale!r}: enable with loss_scale={state.loss_scale!r}, "
             "or leave this state out"
         )
-    return state._replace(scalers=None)  # a fixed scale is no reason to begin with it
+    return state._replace(scalers=None)  # a dynamic scale does not begin at somebody's fixed one
 
 
 def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> ResumeState:
     keys = set(state_dict) if isinstance(state_dict, dict) else set()
-    if _OWN <= keys <= _OWN | _EXTRA and all(map(_is_scaler, state_dict["loss_scalers"].values())):
+    if _OWN <= keys <= _OWN | _EXTRA and all(
+        map(_is_scaler_state, state_dict["loss_scalers"].values())
+    ):
         return ResumeState(
-            {int(loss_id): state for loss_id, state in state_dict["loss_scalers"].items()},
-            _counts(state_dict["counts"]),
-            state_dict["loss_scale"],
-            list(state_dict.get("healed") or []),
-            dict(state_dict.get("faults") or {}),
-            list(state_dict.get("schedulers") or []),
-            dict(state_dict.get("outliers") or {}),
-            state_dict.get("state", STATES[0]),
+            scalers={int(i): state for i, state in state_dict["loss_scalers"].items()},
+            counts=_checked_counts(state_dict["counts"]),
+            loss_scale=state_dict["loss_scale"],
+            healed=list(state_dict.get("healed") or []),
+            faults=dict(state_dict.get("faults") or {}),
+            schedulers=list(state_dict.get("schedulers") or []),
+            outliers=dict(state_dict.get("outliers") or {}),
+            state=state_dict.get("state", STATES[0]),
         )
-    if _is_scaler(state_dict):
+    if _is_scaler_state(state_dict):
         scalers = {0: state_dict}
-    elif keys and all(map(_is_apex, state_dict.items())):
+    elif keys and all(map(_is_apex_item, state_dict.items())):
         scalers = {
             int(key.removeprefix("loss_scaler")): _from_apex(state, scaler)
             for key, state in state_dict.items()
@@ -122,24 +116,24 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
             f"GradScaler ({sorted(_SCALER)}) or of apex.amp (loss_scaler0, ...), got {got}"
             + (_EMPTY if state_dict == {} else "")
         )
-    # these formats do not say whether it was fixed
+    # these formats do not say whether the scale was fixed: one that is as ours may have been
     same = all(state["scale"] == loss_scale for state in scalers.values())
     none = dict.fromkeys(COUNTS, 0)
     return ResumeState(scalers, none, loss_scale if same else "dynamic", [], {}, [], {})
 
 
-def _counts(counts: Any) -> dict[str, int]:
+def _checked_counts(counts: Any) -> dict[str, int]:
     """Return counts by name; raise ValueError where other names, or none, are given."""
     if not isinstance(counts, dict) or set(counts) | {"outliers", "vetoes"} != set(COUNTS):
         raise ValueError(f"amp.load_state_dict: expected counts of {list(COUNTS)}, got {counts!r}")
     return {name: counts.get(name, 0) for name in COUNTS}
 
 
-def _is_scaler(state: Any) -> bool:
+def _is_scaler_state(state: Any) -> bool:
     return isinstance(state, dict) and _SCALER <= set(state) <= _SCALER | _SCALER_SINCE
 
 
-def _is_apex(item: tuple[Any, Any]) -> bool:
+def _is_apex_item(item: tuple[Any, Any]) -> bool:
     key, state = item
     named = isinstance(key, str) and _APEX.fullmatch(key) is not None
     return named and isinstance(state, dict) and set(state) == {"loss_scale", "unskipped"}

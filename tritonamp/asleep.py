@@ -1,8 +1,10 @@
-"""What of one ``Amp`` is away from its device, for all who would touch it."""
+"""Which tensors of one ``Amp`` are in host memory; code that is about to touch them asks here."""
 
 
 class Asleep:
-    """The parts of one ``Amp`` that are in host memory: touching them there would crash.
+    """The parts of one ``Amp`` that are in host memory.
+
+    Their tensors on the device have no memory: a kernel that reads one would crash.
 
     Attributes:
         training: masters, optimizer state, gradients and averages are away.
@@ -14,7 +16,7 @@ class Asleep:
         self.weights = False
 
     def check_training(self) -> None:
-        """Raise RuntimeError where what training needs is away."""
+        """Raise RuntimeError if the tensors of training are away."""
         if self.training:
             raise RuntimeError(
                 "expected training on its device, got it asleep since amp.sleep(): masters, "
@@ -22,7 +24,7 @@ class Asleep:
             )
 
     def check_weights(self) -> None:
-        """Raise RuntimeError where the model's parameters are away."""
+        """Raise RuntimeError if the model's parameters are away."""
         if self.weights:
             raise RuntimeError(
                 "expected a model on its device, got one asleep since amp.sleep(weights=True): its "

@@ -19,6 +19,7 @@ from tritonamp.distributed.ddp import check_buckets, unwrapped
 from tritonamp.distributed.fsdp import fsdp2_modules, mp_policy
 from tritonamp.distributed.refused import check_gathered, check_spread
 from tritonamp.kernels._shards import is_sharded
+from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
 from tritonamp.step.rules import zero_eps
@@ -136,13 +137,12 @@ def warn_of_zero_eps(optimizers: Sequence[Optimizer], policy: Policy) -> None:
         found = (zero_eps(optimizer, group, policy.dtype) for group in optimizer.param_groups)
         eps = next((eps for eps in found if eps is not None), None)
         if eps is not None:
-            dtype = str(policy.dtype).removeprefix("torch.")
             logger.warning(
                 "%s steps on %s parameters itself, and its eps=%g is 0 there: a small gradient "
                 "makes parameters inf or NaN. Give eps=1e-4 or more, or level='O2', which steps in "
                 "FP32",
                 type(optimizer).__name__,
-                dtype,
+                short(policy.dtype),
                 eps,
             )
 
@@ -254,14 +254,15 @@ def check_cast_inputs(models: Sequence[nn.Module], policy: Policy) -> None:
 def check_sharding(
     models: Sequence[nn.Module], policy: Policy, optimizers: Sequence[Optimizer] = ()
 ) -> None:
-    """Refuse what cannot work with parameters divided among the ranks.
+    """Refuse parameters that are divided among the ranks in a way that cannot work.
 
-    By FSDP, tensor parallelism or an optimizer.
+    FSDP, tensor parallelism and ZeroRedundancyOptimizer divide them.
 
     Raises:
         ValueError: FSDP1, parameters that are spread over meshes apart or kept in main memory, a
             policy that cannot be carried out, or a ZeroRedundancyOptimizer of half parameters.
     """
+    # looked up, not imported: nobody has such an object before the module was imported
     if policy.cast_model and policy.master_weights:
         _check_sharded_optimizers(optimizers)
     fsdp1: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())

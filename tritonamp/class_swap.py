@@ -24,7 +24,7 @@ _pickled = _Pickled()
 
 
 class Swapped:
-    """The kinds of generated classes derive from this one, and say here what differs.
+    """The base of each kind of generated class, with what differs between the kinds.
 
     Attributes:
         _belongings: the attributes of an instance that ``install`` sets and ``uninstall`` removes.
@@ -40,7 +40,7 @@ class Swapped:
 
     @classmethod
     def _variant(cls, instance: Any, base: type) -> tuple[Hashable, ...]:
-        """Return what further arguments ``_members`` takes for this instance of ``base``."""
+        """Return the further arguments of ``_members`` for this instance of ``base``."""
         return ()
 
     @classmethod
@@ -50,7 +50,10 @@ class Swapped:
 
     @property
     def __class__(self) -> type:
-        """The class; once after ``__reduce_ex__`` the plain one, which pickle insists on."""
+        """The class; once after ``__reduce_ex__`` the plain one.
+
+        Pickle reads it next, and refuses to write ``__newobj__`` of any other class.
+        """
         cls: type = type(self)
         if _pickled.last is self:
             _pickled.last = None
@@ -122,8 +125,8 @@ def _generated(kind: type[Swapped], base: type, *variant: Hashable) -> type:
 def base_class(cls: type) -> type:
     """Return the class that a generated one was made from; of any other class, itself.
 
-    Somebody may have derived a class from a generated one, as ``register_parametrization`` does
-    for a module of its own: that becomes one like it, derived from the plain class.
+    Of a class that somebody derived from a generated one, as ``register_parametrization`` does for
+    a module, it is a new class like it, derived from the plain one.
     """
     if not issubclass(cls, Swapped):
         return cls

@@ -1,4 +1,4 @@
-"""What the modules and tensors of one model, or of several, are called; and dtypes."""
+"""Names of the tensors of one model, or of several; and of dtypes."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ def short(dtype: torch.dtype) -> str:
 
 
 def prefixes(models: Sequence[nn.Module]) -> list[str]:
-    """Return by model what its names begin with: nothing, or of several models its number."""
+    """Return what the names of each model begin with: "", or of several models its number."""
     return [f"{i}." if len(models) > 1 else "" for i in range(len(models))]
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
-    """Return parameter to full name, the first that it has, in the order of the models."""
+    """Return parameter to full name, in the order of the models; of tied ones the first name."""
     names: dict[Tensor, str] = {}
     for prefix, model in zip(prefixes(models), models, strict=True):
         for name, param in model.named_parameters():

@@ -26,12 +26,12 @@ from tritonamp.step.state_loading import load_state
 __all__ = ["SGD", "Adam", "AdamW", "Lion", "Muon"]
 
 
-class _TorchScalerAsks:
-    """Tells ``torch.amp.GradScaler`` whether a step unscales and skips by itself.
+class _SupportsAmpScaling:
+    """The flag by which ``torch.amp.GradScaler`` leaves unscaling and skipping to the step.
 
-    It does after ``fused=True``, as in torch's own optimizers, and with half parameters: torch's
-    scaler could not unscale those. Elsewhere torch's scaler, and who else asks (Lightning, before
-    it clips), takes the ordinary route: unscale, clip, read on the host whether to skip.
+    True after ``fused=True``, as in torch's own optimizers, and with half parameters, whose
+    gradients torch's scaler cannot unscale. Else torch's scaler unscales, and reads on the host
+    whether to skip; Lightning, which reads the flag before it clips, clips as usual.
     """
 
     def __get__(self, optimizer: "_Fused | None", owner: type) -> bool:
@@ -51,7 +51,7 @@ class _Fused:
 
     fused_rule: FusedRule
     _state_format = STATES[0]
-    _step_supports_amp_scaling = _TorchScalerAsks()  # private to torch (2.11 to 2.15)
+    _step_supports_amp_scaling = _SupportsAmpScaling()  # private to torch (2.11 to 2.15)
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
@@ -90,16 +90,17 @@ class _Fused:
         all_params = [p for group in self.param_groups for p in group["params"]]
         if self.defaults.get("differentiable"):
             with torch.enable_grad():
+                # torch's step without its decorators, which would turn gradients off again
                 inspect.unwrap(super().step.__func__)(self)  # type: ignore[misc]
             return loss
-        value = self._packed if self._state_format == "8bit" else self._master
+        value_of = self._pack_master if self._state_format == "8bit" else self._fp32_master
         stepped_on = [
-            value(p) if p.grad is not None and p.dtype in HALF_DTYPES else p for p in all_params
+            value_of(p) if p.grad is not None and p.dtype in HALF_DTYPES else p for p in all_params
         ]
-        grads = [None if p.grad is None else self._dense(p.grad) for p in all_params]
-        fused, memory = self._fused
+        grads = [None if p.grad is None else self._as_dense(p.grad) for p in all_params]
+        fused, memory = self._fused_step
         gradients = Gradients.of(memory, stepped_on, grads, all_params, known_as=all_params)
-        fused.step(gradients, *self._told_by_scaler())
+        fused.step(gradients, *self._grad_scale_and_found_inf())
         halves = [p for p, master in zip(all_params, stepped_on, strict=True) if p is not master]
         self._fp32_values.mark_rounded(self._fp32_values.indices(halves))
         self._fp32_values.note_step()
@@ -127,14 +128,14 @@ class _Fused:
         """Make those gradients half again; ``GradScaler`` calls it where there is no step."""
         self._shown_gradients.round_back()
 
-    def _dense(self, grad: Tensor) -> Tensor:
+    def _as_dense(self, grad: Tensor) -> Tensor:
         if grad.is_sparse:
             self.fused_rule.refuse_sparse()
             return grad.to_dense()
         return grad
 
-    def _told_by_scaler(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the factor on the gradients, and whether to skip."""
+    def _grad_scale_and_found_inf(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the factor on the gradients, and whether to skip, from attributes of a scaler."""
         scale = scalar(getattr(self, "grad_scale", None))
         found_inf = scalar(getattr(self, "found_inf", None))
         if scale is None:
@@ -144,9 +145,11 @@ class _Fused:
         overflow = (~torch.isfinite(grad_scale)).float()
         return grad_scale, overflow if found_inf is None else torch.maximum(found_inf, overflow)
 
+    # The next three are made at first use, not in __init__: torch's ``__getstate__`` leaves them
+    # out, so copies and unpickled optimizers have none.
+
     @property
     def _fp32_values(self) -> Fp32Values:
-        # copies and pickles come without it
         return self.__dict__.setdefault("_own_fp32_values", Fp32Values())
 
     @property
@@ -154,7 +157,7 @@ class _Fused:
         return self.__dict__.setdefault("_own_shown_gradients", ShownGradients())
 
     @property
-    def _fused(self) -> tuple[FusedStep, Memory]:
+    def _fused_step(self) -> tuple[FusedStep, Memory]:
         made = self.__dict__.get("_own_fused")
         if made is None:
             state = self._state_format
@@ -163,16 +166,16 @@ class _Fused:
             made = self.__dict__["_own_fused"] = fused, Memory()
         return made
 
-    def _master(self, param: Tensor) -> Tensor:
+    def _fp32_master(self, param: Tensor) -> Tensor:
         """Return the FP32 master of a half parameter; the state has it as ``master_param``."""
         state = self.state[param]
         if REMAINDER in state:  # loaded from an optimizer of state "8bit"
             state = self.state[param] = in_fp32(state, self.fused_rule, param)
-        # half itself if it has been through a torch optimizer
+        # it is half if torch's ``load_state_dict`` has cast it to the parameter's dtype
         state["master_param"] = state.get("master_param", param.detach()).float()
         return self._fp32_values.adopt(param, state["master_param"])
 
-    def _packed(self, param: Tensor) -> Tensor:
+    def _pack_master(self, param: Tensor) -> Tensor:
         """Keep the lower bits of a half parameter's FP32 value in the state; return ``param``."""
         state = self.state[param]
         self._fp32_values.lend(param, packs=True, remainder=state.get(REMAINDER))
@@ -202,7 +205,7 @@ class _Fused:
                 changed then.
         """
         load: Any = super().load_state_dict  # type: ignore[misc]
-        if is_installed(self):  # which has seen to all of it, see ``EnabledOptimizer``
+        if is_installed(self):  # ``EnabledOptimizer`` calls this, and keeps the state in FP32
             load(state_dict)
         else:
             load_state(self, load, state_dict, self.fused_rule)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which precision where: a frozen value, and the four levels that are values of it."""
+"""``Policy``: which precision is used where; and the levels, which are values of it."""
 
 import dataclasses
 import difflib
@@ -20,12 +20,10 @@ INIT_SCALE = 2.0**16  # torch.amp.GradScaler's
 
 @dataclass(frozen=True)
 class Policy:
-    """What runs in which precision; frozen.
+    """Which precision is used where; frozen.
 
-    Build variants with ``dataclasses.replace`` or by keywords of ``enable``.
-
-    All fields are checked together at construction; a conflict is a ValueError that says what to
-    change.
+    Make variants with ``dataclasses.replace`` or by keywords of ``enable``. All fields are checked
+    together at construction; a conflict is a ValueError that says what to change.
 
     Attributes:
         dtype: the half format, torch.float16 or torch.bfloat16.
@@ -36,41 +34,41 @@ class Policy:
             ``cast_model`` or ``half_parameters``).
         loss_scale: "dynamic", or a fixed number; 1.0 means no scaling.
         init_scale: where a dynamic loss scale begins.
-        cast_inputs: FP32 tensors given to the model are cast to ``dtype`` (which may stand for
-            True, None for False); or names of ``forward``'s arguments, or their positions from 0:
-            these are cast, and all that is in them, and the others stay as they are.
-        cast_outputs: dtype that half tensors returned by the model are cast to, or None to leave
-            them alone.
+        cast_inputs: True: all FP32 tensors given to the model are cast to ``dtype``. Names of
+            ``forward``'s arguments, or positions from 0: only tensors in these are cast. False:
+            none is cast. ``dtype`` stands for True, None for False.
+        cast_outputs: the dtype that half tensors returned by the model are cast to; None: they are
+            not cast.
         softmax_dtype: output dtype of softmax on half input under the op policy; None keeps the
             input's (FP32 accumulation inside either way), torch.float32 is what torch.autocast
             does.
         state_dict_dtype: torch.float32 (``model.state_dict()`` is what a plain model loads) or
             ``dtype``.
-        grad_dtype: torch.float32: gradients of half parameters are added up, and under DDP reduced,
-            in FP32, at two bytes a parameter more; None: they are half as the parameters are.
+        grad_dtype: torch.float32: gradients of half parameters are accumulated, and under DDP
+            reduced, in FP32, at two bytes a parameter more; None: in the parameters' dtype.
         state: the format of optimizer state. "fp32"; "bf16": moments in bfloat16; "8bit": moments
             of one byte, and FP32 masters kept as the half parameter and 16 more bits (Adam,
             AdamW and Lion).
-        offload: "state": FP32 masters and optimizer state are in pinned host memory between steps,
-            and go through the device, part by part, while the optimizer steps (of a CUDA device,
-            with Adam, AdamW, SGD or Lion, without FSDP2, and outside of CUDA graphs). The bits are
-            those of None: they stay on the device.
-        half_parameters: parameters that are half before ``enable`` stay as they are; without it
-            those that train get FP32 values.
+        offload: "state": FP32 masters and optimizer state stay in pinned host memory, and go
+            through the device part by part while the optimizer steps, with the same bits. For CUDA
+            devices and Adam, AdamW, SGD or Lion, without FSDP2 and CUDA graphs. None: they stay on
+            the device.
+        half_parameters: parameters that are half before ``enable`` stay half; without it those
+            that train get FP32 values.
         fp32_modules: names ("encoder.head") or classes of modules that stay FP32, parameters and
             arithmetic.
-        fuse_norms: RMSNorms that people have written run as ``rms_norm`` where they compute the
-            same (only with ``op_policy``).
-        on_nonfinite: what is done beside skipping the step, where a lower scale cannot help.
-            "skip": a line in the log; "explain": the failing batch runs again, and the operation is
-            named; "heal": also a module with such faults computes in FP32 from then on; "raise":
-            NonFiniteError. All but "skip" read the decision on the host at every step, and keep the
-            gradients of the model's outputs until then.
+        fuse_norms: hand-written RMSNorms that compute the same run as ``rms_norm`` (only with
+            ``op_policy``).
+        on_nonfinite: what happens beside the skip if a lower scale cannot help. "skip": a line in
+            the log; "explain": the failing batch runs again, and the operation is named; "heal":
+            also a module with such faults computes in FP32 from then on; "raise": NonFiniteError.
+            All but "skip" read the decision on the host at every step, and keep the gradients of
+            the model's outputs until then.
         raise_after: faults in a row until "raise" raises.
-        track_lost_updates: Adam and AdamW count the parameters whose half value an update did not
-            change.
-        skip_outliers: a step is skipped whose loss or gradient norm lies so many standard
-            deviations above those of the last 63 steps, at most 4 of any 64 steps; None: none is.
+        track_lost_updates: Adam and AdamW count the updates that did not change the half value of
+            their parameter.
+        skip_outliers: a step is skipped if its loss or its gradient norm lies so many standard
+            deviations above those of the last 63 steps; at most 4 of any 64 steps. None: none is.
     """
 
     dtype: torch.dtype = torch.float16
@@ -105,7 +103,9 @@ class Policy:
                 f"fp32_modules: expected module names and module classes, got {self.fp32_modules!r}"
             )
         object.__setattr__(self, "fp32_modules", modules)
-        object.__setattr__(self, "cast_inputs", _cast_inputs(self.cast_inputs, self.dtype))
+        object.__setattr__(
+            self, "cast_inputs", _normalised_cast_inputs(self.cast_inputs, self.dtype)
+        )
         for name in ("loss_scale", "init_scale"):
             if _is_number(getattr(self, name)):
                 object.__setattr__(self, name, float(getattr(self, name)))
@@ -163,14 +163,14 @@ class Policy:
 
     @property
     def trains_fp32_values(self) -> bool:
-        """Whether what trains has FP32 values: masters, or FP32 parameters."""
+        """Whether parameters that train have FP32 values: masters, or FP32 parameters."""
         return self.master_weights or not (self.cast_model or self.half_parameters)
 
     def bytes_per_parameter(self, state: str | None = None) -> float:
         """Return the bytes that a parameter takes on its device in training with Adam or AdamW.
 
-        Counted are the parameter itself (half where this policy casts it), its gradient, and,
-        without ``offload``, the FP32 master and both moments.
+        They are of the parameter itself (half if this policy casts it), its gradient, and, without
+        ``offload``, of the FP32 master and both moments.
 
         Args:
             state: another format of state than this policy's.
@@ -185,8 +185,8 @@ class Policy:
         return parameter + grad + lower_bits * (is_half and self.master_weights) + moments
 
 
-def _cast_inputs(given: Any, dtype: torch.dtype) -> Any:
-    """Return arguments as a tuple, and what one writes for cast_outputs as True or False."""
+def _normalised_cast_inputs(given: Any, dtype: torch.dtype) -> Any:
+    """Return arguments as a tuple; ``dtype`` or None, as for cast_outputs, as True or False."""
     if given is None or given is dtype:
         return given is not None
     if isinstance(given, str):
@@ -233,7 +233,7 @@ def _bad_values(policy: Policy) -> Iterable[str]:
         if not isinstance(getattr(policy, name), bool):
             yield f"{name}: expected True or False, got {getattr(policy, name)!r}"
     if not isinstance(policy.cast_inputs, bool):
-        yield from _bad_arguments(policy.cast_inputs)
+        yield from _bad_cast_inputs(policy.cast_inputs)
     scale = policy.loss_scale
     if scale != "dynamic" and (not _is_number(scale) or not 0 < float(scale) < math.inf):
         yield f"loss_scale: expected 'dynamic' or a positive finite number, got {scale!r}"
@@ -282,7 +282,7 @@ def _bad_values(policy: Policy) -> Iterable[str]:
         )
 
 
-def _bad_arguments(given: Any) -> Iterable[str]:
+def _bad_cast_inputs(given: Any) -> Iterable[str]:
     named = given if isinstance(given, tuple) else (given,)
     wrong = [a for a in named if isinstance(a, bool) or not isinstance(a, (str, int))]
     if not isinstance(given, tuple) or wrong:
@@ -360,7 +360,7 @@ def resolve(level: str | Policy, dtype: torch.dtype | None = None, **fields: Any
         ValueError: unknown level or field, or fields that contradict one another.
     """
     check_field_names(fields)
-    base, named_dtype = _base(level)
+    base, named_dtype = _base_policy(level)
     if named_dtype is not None and dtype not in (None, named_dtype):
         raise ValueError(
             f"level={level!r}: expected {named_dtype}, got dtype={dtype}: drop dtype, or use 'O1' "
@@ -377,7 +377,7 @@ def resolve(level: str | Policy, dtype: torch.dtype | None = None, **fields: Any
 
 
 def check_field_names(fields: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Refuse names that are no fields of Policy, with the nearest right ones.
+    """Refuse names that are no fields of Policy, and suggest the nearest right ones.
 
     Args:
         fields: the names.
@@ -398,7 +398,7 @@ def check_field_names(fields: Iterable[str], others: Iterable[str] = ()) -> None
     )
 
 
-def _base(level: str | Policy) -> tuple[Policy, torch.dtype | None]:
+def _base_policy(level: str | Policy) -> tuple[Policy, torch.dtype | None]:
     if isinstance(level, Policy):
         return level, None
     if isinstance(level, str) and level in LEVELS:

@@ -43,9 +43,9 @@ class Readback:
             self._started.append((buffer, attached))
 
     def restart(self, numbers: Tensor, attached: Any) -> None:
-        """Copy the numbers in the place of the copy that was started last, if it was not read.
+        """Copy the numbers into the copy that was started last, which keeps what it has attached.
 
-        That keeps what was attached to it; ``attached`` goes with a copy of its own.
+        If that was read, or had no room, it is a ``start`` with ``attached``.
         """
         if self._last is not None and self._started and self._started[-1][0] is self._last:
             self._last.fill(numbers)
@@ -66,7 +66,7 @@ class Readback:
 
 
 class _HostBuffer:
-    """A piece of main memory, pinned where the numbers are on a GPU: else CUDA is left alone.
+    """A piece of main memory; pinned if the numbers are on a GPU, else CUDA is not initialised.
 
     Attributes:
         values: the memory as a sequence: reading it goes past torch, so it costs no op.

@@ -1,4 +1,4 @@
-"""Faults on purpose, so that a test can see what a training loop makes of them.
+"""Injected faults, for tests of what a training loop does about them.
 
 Not imported by tritonamp itself: ``import tritonamp.testing``.
 """
@@ -29,8 +29,8 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     "error in step": (),
     "out of memory": (),
 }
-"""The kinds of faults, and what ``amp.history`` may say of the step; (): it is taken, or the loop
-gets an exception.
+"""The kinds of faults, and the causes that ``amp.history`` may give the step; (): none, the step is
+taken, or the loop gets an exception.
 """
 
 KINDS = tuple(CAUSES)
@@ -44,7 +44,7 @@ class InjectedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong in one step.
+    """A fault in one step.
 
     Attributes:
         kind: one of ``KINDS``.
@@ -79,20 +79,19 @@ class Fault:
 
     @property
     def causes(self) -> tuple[str, ...]:
-        """What ``amp.history`` may say of the step; (): nothing."""
+        """The causes that ``amp.history`` may give the step; (): none."""
         return CAUSES[self.kind]
 
 
 class FaultInjector:
-    """Lets some steps of a training loop go wrong, and remembers which.
+    """Injects faults into some steps of a training loop, and lists them.
 
     ::
 
         injector = tritonamp.testing.FaultInjector(model, optimizer, rate=0.1, seed=0)
         for x, y in loader:
             try:
-                with injector.step():                          # from the forward to the optimizer's
-                step
+                with injector.step():  # from the forward to the optimizer's step
                     loss = criterion(model(x), y)
                     amp.backward(injector.loss(loss))
                     optimizer.step()
@@ -100,25 +99,25 @@ class FaultInjector:
                 pass
             optimizer.zero_grad()
         skipped = {record.step for record in amp.history if record.cause}
-        assert {fault.step for fault in injector.injected if fault.causes} <= skipped  # the scale
-        may skip, too
+        # the scale may skip, too
+        assert {fault.step for fault in injector.injected if fault.causes} <= skipped
 
-    Works by hooks, which are there inside of ``step`` only. The same seed gives the same faults;
-    torch's random numbers are left alone.
+    Faults are injected by hooks, which exist inside of ``step`` only. The same seed gives the same
+    faults; torch's random numbers are left alone.
 
     Args:
         model: enabled or not.
-        optimizer: where ``KINDS`` that raise in its step are wanted.
+        optimizer: needed by the ``KINDS`` that raise in its step.
         rate: the probability of a fault in a step.
-        seed: of which, where and when.
+        seed: of the faults' kinds, places and steps.
         kinds: to choose from; default all (without ``optimizer`` those that need none).
 
     Attributes:
-        injected: what has happened, in order. What could not (a module that was not run, a batch of
-            integers) is not listed.
+        injected: the faults that happened, in order. A fault that could not happen (its module was
+            not run, the batch holds integers) is not listed.
 
     Raises:
-        ValueError: a rate that is none, unknown kinds.
+        ValueError: a rate outside of 0 to 1, or an unknown kind.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class FaultInjector:
         self._due: Fault | None = None
         self._happened = False
         for kind in kinds:
-            self._check(Fault(kind))
+            self._check_fault(Fault(kind))
 
     @contextlib.contextmanager
     def step(self, fault: Fault | None = None) -> Iterator[Fault | None]:
@@ -160,11 +159,11 @@ class FaultInjector:
             RuntimeError: ``fault`` did not happen: nothing came by its place.
         """
         if fault is not None:
-            self._check(fault)
-        due = self._draw() if fault is None else fault
+            self._check_fault(fault)
+        due = self._draw_fault() if fault is None else fault
         self._due = None if due is None else replace(due, step=self._steps + 1)
         self._happened = False
-        handles = [] if self._due is None else self._hooks(self._due)
+        handles = [] if self._due is None else self._register_hooks(self._due)
         try:
             yield self._due
             self._steps += 1
@@ -178,48 +177,48 @@ class FaultInjector:
             raise RuntimeError(f"{fault} did not happen: nothing came by there in this step")
 
     def loss(self, loss: Tensor) -> Tensor:
-        """``loss``; where "loss" is due inf or NaN in its place, with a backward."""
+        """Return ``loss``; if a fault "loss" is due, inf or NaN with the same graph."""
         if self._due is None or self._due.kind != "loss":
             return loss
         self._happened = True
         return loss + torch.full_like(loss, self._due.value)
 
-    def _check(self, fault: Fault) -> None:
+    def _check_fault(self, fault: Fault) -> None:
         if fault.kind not in CAUSES:
             raise ValueError(
                 f"kind: expected one of {', '.join(map(repr, KINDS))}, got {fault.kind!r}"
             )
         if fault.kind in _IN_STEP and self._optimizer is None:
             raise ValueError(f"{fault.kind!r} needs the optimizer: FaultInjector(model, optimizer)")
-        names = self._places(fault.kind)
+        names = self._places_for(fault.kind)
         if fault.place and fault.place not in names:
             raise ValueError(
                 f"place: expected for {fault.kind!r} one of {names}, got {fault.place!r}"
             )
 
-    def _places(self, kind: str) -> list[str]:
+    def _places_for(self, kind: str) -> list[str]:
         if kind in ("gradient", "missing gradient"):
             return [name for name, param in self._model.named_parameters() if param.requires_grad]
         if kind in ("overflow", "scale", "error in forward", "error in backward"):
             return [name for name, _ in self._model.named_modules()]
         return []
 
-    def _draw(self) -> Fault | None:
+    def _draw_fault(self) -> Fault | None:
         if self._random.random() >= self._rate:
             return None
         kind = self._random.choice(self._kinds)
-        place = self._random.choice(self._places(kind) or [""])
+        place = self._random.choice(self._places_for(kind) or [""])
         value = self._random.choice([math.inf, math.nan])
         return Fault(kind, place, math.inf if kind == "overflow" else value)
 
-    def _hooks(self, fault: Fault) -> list[Any]:
+    def _register_hooks(self, fault: Fault) -> list[Any]:
         """Register the hooks that let the fault happen, and return their handles."""
         model, optimizer = self._model, self._optimizer
         if fault.kind == "batch":
             return [model.register_forward_pre_hook(self._spoil_inputs, with_kwargs=True)]
         if fault.kind in _IN_STEP:
             assert optimizer is not None
-            return [optimizer.register_step_pre_hook(lambda *_: self._fail())]
+            return [optimizer.register_step_pre_hook(lambda *_: self._raise_fault())]
         if fault.kind in ("gradient", "missing gradient"):
             param = model.get_parameter(fault.place)
             return [param.register_post_accumulate_grad_hook(self._spoil_gradient)]
@@ -227,12 +226,14 @@ class FaultInjector:
             return []
         module = model.get_submodule(fault.place)
         if fault.kind == "error in forward":
-            return [module.register_forward_pre_hook(lambda *_: self._fail())]
+            return [module.register_forward_pre_hook(lambda *_: self._raise_fault())]
         if fault.kind == "overflow":
-            return [module.register_forward_hook(lambda module, args, output: self._spoil(output))]
+            return [
+                module.register_forward_hook(lambda module, args, output: self._spoil_tree(output))
+            ]
         return [module.register_forward_hook(self._watch_backward)]
 
-    def _fail(self) -> NoReturn:
+    def _raise_fault(self) -> NoReturn:
         self._happened = True
         assert self._due is not None
         if self._due.kind == "out of memory":
@@ -240,15 +241,15 @@ class FaultInjector:
         raise InjectedError(f"injected: {self._due.kind} {self._due.place}".rstrip())
 
     def _spoil_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._spoil((args, kwargs))
+        return self._spoil_tree((args, kwargs))
 
-    def _spoil(self, tree: Any) -> Any:
-        """``tree`` with one number of its first floating tensor replaced."""
+    def _spoil_tree(self, tree: Any) -> Any:
+        """Return ``tree`` with one number of its first floating tensor replaced."""
         assert self._due is not None
         leaves, spec = tree_flatten(tree)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
-                leaves[i] = leaf + self._at_one_place(leaf, self._due.value).to(leaf.dtype)
+                leaves[i] = leaf + self._zeros_but_one(leaf, self._due.value).to(leaf.dtype)
                 return tree_unflatten(leaves, spec)
         return tree
 
@@ -258,29 +259,29 @@ class FaultInjector:
             self._happened = True
             param.grad = None
         elif param.grad.numel():
-            param.grad += self._at_one_place(param.grad, self._due.value).to(param.grad.dtype)
+            param.grad += self._zeros_but_one(param.grad, self._due.value).to(param.grad.dtype)
 
     def _watch_backward(self, module: nn.Module, args: Any, output: Any) -> None:
         assert self._due is not None
-        hook: Callable[[Tensor], Any] = self._too_large
+        hook: Callable[[Tensor], Any] = self._make_too_large
         if self._due.kind == "error in backward":
-            hook = self._fail_with
+            hook = self._fail_in_backward
         for leaf in tree_flatten(output)[0]:
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel():
                 leaf.register_hook(hook)  # goes with this step's graph
                 return
 
-    def _fail_with(self, grad: Tensor) -> None:
+    def _fail_in_backward(self, grad: Tensor) -> None:
         if self._due is not None:  # else a backward after the block
-            self._fail()
+            self._raise_fault()
 
-    def _too_large(self, grad: Tensor) -> Tensor:
+    def _make_too_large(self, grad: Tensor) -> Tensor:
         if self._due is None:
             return grad
-        return (grad.float() + self._at_one_place(grad, _TOO_LARGE)).to(grad.dtype)
+        return (grad.float() + self._zeros_but_one(grad, _TOO_LARGE)).to(grad.dtype)
 
-    def _at_one_place(self, tensor: Tensor, value: float) -> Tensor:
-        """FP32 zeros of the shape of ``tensor``, and one ``value``."""
+    def _zeros_but_one(self, tensor: Tensor, value: float) -> Tensor:
+        """Return FP32 zeros of the shape of ``tensor``, with one ``value`` among them."""
         self._happened = True
         spoiled = torch.zeros(tensor.numel(), device=tensor.device)
         spoiled[self._random.randrange(tensor.numel())] = value

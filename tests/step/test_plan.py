@@ -386,7 +386,7 @@ def test_optimizers_without_enable(name: str, device: torch.device, compared: Co
     def training() -> list[Tensor]:
         model = net(device)
         optimizer = getattr(tritonamp.optim, name)(model.parameters(), lr=1e-2)
-        optimizer._fused[0]._backend = "triton"
+        optimizer._fused_step[0]._backend = "triton"
         for i in range(4):
             optimizer.zero_grad()
             x = torch.full((3, 2, 4, 4), 1.0 + i, device=device)

@@ -27,6 +27,8 @@ class Healing:
         context: of them.
         model_dtypes: of their tensors.
         inputs_in_fp32: gives a block in which modules are called with FP32 where FSDP2 casts.
+        rebuild: takes the healed modules after each change of them: gradients have other dtypes
+            then, for which ranks need other buckets.
 
     Attributes:
         names: of the healed modules; "" is the model.
@@ -40,12 +42,14 @@ class Healing:
         context: EnabledContext,
         model_dtypes: ModelDtypes,
         inputs_in_fp32: Callable[[Sequence[nn.Module]], AbstractContextManager[None]],
+        rebuild: Callable[[Sequence[nn.Module]], None],
     ) -> None:
         self._models = models
         self._policy = policy
         self._context = context
         self._model_dtypes = model_dtypes
         self._inputs_in_fp32 = inputs_in_fp32
+        self._rebuild = rebuild
         self.names: list[str] = []
         self.policy = policy
 
@@ -55,6 +59,10 @@ class Healing:
         Raises:
             ValueError: there is no such module, or nothing is computed in half.
         """
+        self._heal(name)
+        self._rebuild(self._modules)
+
+    def _heal(self, name: str) -> None:
         module = self.find(name)
         if name not in self.names:
             self._set_names([*self.names, name])
@@ -69,6 +77,10 @@ class Healing:
         """
         if name not in self.names:
             raise ValueError(f"module: expected one that is healed, {self.names}, got {name!r}")
+        self._unheal(name)
+        self._rebuild(self._modules)
+
+    def _unheal(self, name: str) -> None:
         module = self.find(name)
         self._model_dtypes.unwiden(module)
         if isinstance(module, EnabledModule):
@@ -91,14 +103,16 @@ class Healing:
             names = []
         for name in names:
             self.find(name)
+        if list(names) == self.names:
+            return
         for name in [name for name in self.names if name not in names]:
-            self.unheal(name)
+            self._unheal(name)
         for name in names:
-            self.heal(name)
+            self._heal(name)
+        self._rebuild(self._modules)  # once: every rank does it as often
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """The modules of these names."""
+    def _modules(self) -> list[nn.Module]:
         return [self.find(name) for name in self.names]
 
     def _set_names(self, names: list[str]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tritonamp.kernels._dynamo import never_alone
 from tritonamp.kernels.ranges import ranges, ranges_traced
-from tritonamp.nested import leaves, mapped
+from tritonamp.nested import leaves, map_leaves
 
 
 def _readable(value: Any, device: torch.device) -> Tensor | None:
@@ -37,7 +37,7 @@ class RangeHook:
         if self.is_silent or not torch.is_grad_enabled():  # without gradients no step will follow
             return None
         if torch.compiler.is_compiling():
-            return mapped(self._traced, output)
+            return map_leaves(self._traced, output)
         for value in leaves(output):
             found = _readable(value, self._on.device)
             if found is not None:

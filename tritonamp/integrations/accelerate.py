@@ -25,17 +25,17 @@ ENGINES = (
     DistributedType.FSDP,
 )
 DTYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-DTYPE_OPEN = (None, "O0", "O1", "O2", "O3")  # other levels, and policies, have a dtype of their own
+# levels without a dtype of their own, which other levels, and policies, have
+LEVELS_OF_ANY_DTYPE = (None, "O0", "O1", "O2", "O3")
 
 
 def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
-    """Has ``accelerator.prepare`` enable the models and optimizers that it is given together.
+    """Have ``accelerator.prepare`` enable the models and optimizers of one call.
 
     From then on ``accelerator.amp`` is their handle; ``backward``, ``clip_grad_norm_``,
-    ``clip_grad_value_``, ``unscale_gradients``, ``autocast``, ``save_state`` and ``load_state`` go
-    by it, and a step that was skipped on the device counts as ``step_was_skipped``, which waits for
-    the device when it is read. ``accelerator.log`` adds ``amp.metrics()``, without a wait.
-    ``free_memory`` disables them.
+    ``clip_grad_value_``, ``unscale_gradients``, ``autocast``, ``save_state`` and ``load_state`` use
+    it. ``step_was_skipped`` includes skips on the device, and waits for it when it is read.
+    ``accelerator.log`` adds ``amp.metrics()``, without a wait. ``free_memory`` disables them.
 
     Args:
         accelerator: in a single process or under DDP or FSDP2. Its ``mixed_precision`` "fp16" or
@@ -70,10 +70,10 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
             "accelerator: it has prepared a model or an optimizer already: call enable before "
             "accelerator.prepare"
         )
-    if settings.get("level") in DTYPE_OPEN and settings.get("policy") is None:
+    if settings.get("level") in LEVELS_OF_ANY_DTYPE and settings.get("policy") is None:
         settings = {"dtype": DTYPES[accelerator.mixed_precision], **settings}
     _keep_outputs(accelerator)
-    if is_installed(accelerator):  # with settings that hold no more
+    if is_installed(accelerator):  # by an earlier call, with other settings
         uninstall(accelerator)
     install(accelerator, _EnabledAccelerator, None, settings)
     accelerator.native_amp, accelerator.scaler = False, None
@@ -150,12 +150,12 @@ class _EnabledAccelerator(Swapped, accelerate.Accelerator):
         self, parameters: Any, max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if self.amp is not None and norm_type == 2 and self._are_all(parameters):
+        if self.amp is not None and norm_type == 2 and self._are_all_that_step(parameters):
             return self.amp.clip_grad_norm_(max_norm)  # inside the step
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def _are_all(self, parameters: list[Tensor]) -> bool:
-        """Return whether they are what the optimizers step on, the model's own or the masters."""
+    def _are_all_that_step(self, parameters: list[Tensor]) -> bool:
+        """Tell whether they are all parameters that train: the model's own, or the masters."""
         assert self.amp is not None
         masters, given = list(self.amp.master_params()), set(parameters)
         trained = {p for model in self._models for p in model.parameters() if p.requires_grad}
@@ -173,9 +173,9 @@ class _EnabledAccelerator(Swapped, accelerate.Accelerator):
 
 
 class _EnabledOptimizer(Swapped, AcceleratedOptimizer):
-    """A wrapper around an enabled optimizer, which tells a skip only to those who ask.
+    """A wrapper around an enabled optimizer, which reads a skip only when it is asked for.
 
-    A copy, which holds a plain optimizer, is a plain wrapper.
+    Its copies hold a plain optimizer, so they are plain wrappers.
     """
 
     _belongings = ("amp", "alone")
@@ -198,10 +198,7 @@ class _EnabledOptimizer(Swapped, AcceleratedOptimizer):
 
 
 class _SavedWithScaler:
-    """What Accelerator and Trainer save and load as ``scaler.pt``: the state of an Amp.
-
-    Otherwise it is the Amp's GradScaler.
-    """
+    """The Amp's GradScaler, but ``scaler.pt`` of Accelerator and Trainer holds the Amp's state."""
 
     def __init__(self, amp: tritonamp.Amp) -> None:
         self.state_dict = amp.state_dict

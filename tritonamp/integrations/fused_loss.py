@@ -38,7 +38,7 @@ class _StaysHalf(torch.Tensor):
 
 
 class _Rows(_StaysHalf):
-    """What logits are made of, in their place: ``linear_cross_entropy`` reads it."""
+    """The rows that logits are computed from, in their place, for ``linear_cross_entropy``."""
 
     call: LayerCall
 
@@ -50,7 +50,7 @@ class _Rows(_StaysHalf):
         return rows
 
     def view(self, *size: Any) -> Tensor:
-        """Return rows of logits; of all that is asked for, (-1, v) is what a loss asks for."""
+        """Return rows for (-1, v), which a loss asks for; for any other shape the logits."""
         rows, weight = self.call.rows, self.call.weight
         if size != (-1, len(weight)):
             return self.call.logits().as_subclass(_StaysHalf).view(*size)
@@ -70,8 +70,8 @@ class _Rows(_StaysHalf):
 class FusedLoss:
     """A loss whose cross entropy reads half logits: no FP32 copy of them, nor of their gradient.
 
-    It is ``tritonamp.functional.cross_entropy``, which computes in FP32 anyway; of ``UnreadLogits``
-    it is ``linear_cross_entropy``, for which they are never all there.
+    It is ``tritonamp.functional.cross_entropy``, which computes in FP32 anyway. ``UnreadLogits``
+    are not computed for it: their loss is ``linear_cross_entropy``.
 
     Args:
         stock: one of transformers' own, that does nothing else with logits.
@@ -89,7 +89,7 @@ class FusedLoss:
         if isinstance(logits, UnreadLogits):
             if logits.computed is None:
                 return self._stock(_Rows.of(logits.call), *args, **kwargs)
-            logits = logits.view(logits.shape)  # which is of torch's class
+            logits = logits.view(logits.shape)  # any operation returns a plain tensor
         return self._stock(logits.as_subclass(_StaysHalf), *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -103,7 +103,7 @@ def fuse_loss(model: nn.Module) -> None:
     Args:
         model: of transformers, or around one, as PEFT's are.
     """
-    own = _pretrained(model)
+    own = _find_pretrained(model)
     if own is not None and own.loss_function in _LOSSES:
         own.loss_function = FusedLoss(own.loss_function)
 
@@ -111,10 +111,10 @@ def fuse_loss(model: nn.Module) -> None:
 def without_logits(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Return a block in which the model's fused loss is computed without all logits at once.
 
-    Where that cannot be, because its last layer is no plain linear one, is sharded, has adapters or
-    is compiled, nothing is different in it.
+    The block changes nothing if the last layer is not a plain linear one, is sharded, has adapters
+    or is compiled.
     """
-    own = _pretrained(model)
+    own = _find_pretrained(model)
     if own is None or not isinstance(own.loss_function, FusedLoss):
         return contextlib.nullcontext()
     layer = own.get_output_embeddings()
@@ -124,5 +124,5 @@ def without_logits(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return leaves_logits_unread(layer)
 
 
-def _pretrained(model: nn.Module) -> PreTrainedModel | None:
+def _find_pretrained(model: nn.Module) -> PreTrainedModel | None:
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)

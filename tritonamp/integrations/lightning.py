@@ -22,9 +22,9 @@ class MixedPrecision(Precision):
 
     ``training_step`` and the other steps run under the op policy; under O3, which has none, they
     should call the module itself, ``self(x)``, whose inputs become half. Gradients are clipped
-    inside the optimizer's step, with fused optimizers too. Hooks and
-    ``configure_gradient_clipping`` see true FP32 gradients where a model or a callback overrides
-    ``on_before_optimizer_step`` or ``configure_gradient_clipping``; that costs a pass over them.
+    inside the optimizer's step, with fused optimizers too. If a model or a callback overrides
+    ``on_before_optimizer_step`` or ``configure_gradient_clipping``, these hooks see true FP32
+    gradients, at the cost of a pass over them.
     The Trainer's loggers get ``amp.metrics()`` every ``log_every_n_steps``, without a wait.
 
     Args:
@@ -41,18 +41,18 @@ class MixedPrecision(Precision):
     def __init__(self, **settings: Any) -> None:
         self.amp: tritonamp.Amp | None = None
         self._settings = settings
-        self._module: nn.Module | None = None  # while it is enabled
+        self._module: nn.Module | None = None  # the enabled model
         self._optimizers: list[Optimizer] = []
         self._unscaled: set[Optimizer] = set()  # since the last backward
         self._came_in_half = False
-        self._logged = -1  # the last batch that loggers were told about
+        self._logged = -1  # the last batch whose metrics loggers have
 
     # the run
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Enable what the strategy has placed and wrapped."""
+        """Enable the model and the optimizers, which the strategy has placed and wrapped."""
         self._optimizers = optimizers
         self._came_in_half = any(p.dtype in HALF_DTYPES for p in model.parameters())
         self.amp = tritonamp.enable(model, optimizers or None, **self._settings)
@@ -67,7 +67,7 @@ class MixedPrecision(Precision):
         assert self.amp is not None
         for module in self._module.modules():
             if isinstance(module, LightningModule):
-                # what a distributed strategy leaves there is the enabled one
+                # a distributed strategy may have left the enabled one there
                 vars(module).pop("forward", None)
         device = next((p.device for p in self.amp.master_params()), None)
         if device is not None:
@@ -79,7 +79,7 @@ class MixedPrecision(Precision):
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Return the context of the forward: the op policy."""
-        return contextlib.nullcontext() if self._module is None else self._enabled().autocast()
+        return contextlib.nullcontext() if self._module is None else self._current_amp().autocast()
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scales and counts."""
@@ -88,10 +88,13 @@ class MixedPrecision(Precision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a run with this plugin, or with Lightning's own MixedPrecision."""
         if state_dict:
-            self._enabled().load_state_dict(state_dict)
+            self._current_amp().load_state_dict(state_dict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the model's FP32 values again: a half model that was not enabled rounded them."""
+        """Load the model's FP32 values again.
+
+        Lightning has loaded them before ``connect``, into a half model, which rounded them.
+        """
         if self._module is None or not self._came_in_half or "state_dict" not in checkpoint:
             return  # ModelParallelStrategy has loaded an enabled model
         for module in self._module.modules():
@@ -99,7 +102,7 @@ class MixedPrecision(Precision):
                 module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
                 return
 
-    def _enabled(self) -> tritonamp.Amp:
+    def _current_amp(self) -> tritonamp.Amp:
         if self.amp is None:
             raise RuntimeError(
                 "MixedPrecision is not in use: give it to Trainer(plugins=[...]), and fit or "
@@ -112,24 +115,25 @@ class MixedPrecision(Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """``model.backward`` of the scaled loss, for the optimizers that are not toggled off."""
+        """Run ``model.backward`` on the scaled loss, for optimizers that are not toggled off."""
         feeds = [
             o
-            for o in self._enabled().fed_by(tensor)
+            for o in self._current_amp().fed_by(tensor)
             if any(p.requires_grad for group in o.param_groups for p in group["params"])
         ]
         self._unscaled.difference_update(feeds)
-        with self._toggled_off(), self._enabled().scale_loss(tensor, feeds) as scaled:
+        with self._toggled_off(), self._current_amp().scale_loss(tensor, feeds) as scaled:
             super().backward(scaled, model, optimizer, *args, **kwargs)
 
     @contextlib.contextmanager
     def _toggled_off(self) -> Iterator[None]:
         """Keep the gradients of parameters whose masters ``toggle_optimizer`` has switched off.
 
-        The graph does not see that they are: those of the model get back what they had.
+        It switches ``requires_grad`` of the masters, but the backward adds to the gradients of the
+        model's parameters: these get back the gradients that they had.
         """
         assert self._module is not None
-        masters = (master for _, master in self._enabled().named_master_params())
+        masters = (master for _, master in self._current_amp().named_master_params())
         pairs = zip(self._module.parameters(), masters, strict=True)
         grads = {p: p.grad for p, master in pairs if p.requires_grad and not master.requires_grad}
         for p in grads:
@@ -147,20 +151,20 @@ class MixedPrecision(Precision):
         closure_result = closure()
         if closure_result is None and model.automatic_optimization:
             return None  # training_step returned None
-        if _is_watched(model):
+        if _has_gradient_hook(model):
             self._unscale(optimizer)
         self._after_closure(model, optimizer)
         optimizer.step(**kwargs)
-        self._log(model.trainer)
+        self._log_metrics(model.trainer)
         return closure_result
 
-    def _log(self, trainer: Any) -> None:
-        """Hand what has arrived to the run's loggers, where Lightning logs its own metrics."""
-        # private (lightning 2.6): what its own callbacks ask, and the step they log
+    def _log_metrics(self, trainer: Any) -> None:
+        """Give the run's loggers ``amp.metrics()`` at the steps at which Lightning logs its own."""
+        # private (lightning 2.6): the condition and the step number of its own callbacks
         wanted = trainer._logger_connector.should_update_logs
         batch = trainer.fit_loop.epoch_loop._batches_that_stepped
         if trainer.loggers and wanted and batch != self._logged:  # once, with several optimizers
-            self._logged, metrics = batch, self._enabled().metrics()
+            self._logged, metrics = batch, self._current_amp().metrics()
             for logger in trainer.loggers if metrics else ():
                 logger.log_metrics(metrics, step=batch)
 
@@ -170,26 +174,26 @@ class MixedPrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clips the true gradients: by norm inside the step, where there is one optimizer."""
+        """Clip the true gradients: of a single optimizer by norm inside its step."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
         if (
             clip_val > 0
             and gradient_clip_algorithm == GradClipAlgorithmType.NORM
             and len(self._optimizers) == 1
         ):
-            self._enabled().clip_grad_norm_(clip_val)
+            self._current_amp().clip_grad_norm_(clip_val)
         elif clip_val > 0:
             self._unscale(optimizer)
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     def _unscale(self, optimizer: Optimizer) -> None:
         if optimizer not in self._unscaled:
-            self._enabled().unscale_(optimizer)
+            self._current_amp().unscale_(optimizer)
             self._unscaled.add(optimizer)
 
 
-def _is_watched(model: LightningModule) -> bool:
-    """Whether anybody may look at the gradients before the step."""
+def _has_gradient_hook(model: LightningModule) -> bool:
+    """Tell whether the model or a callback may read the gradients before the step."""
     hook, trainer = "on_before_optimizer_step", cast(Any, model.trainer)
     return (
         is_overridden("configure_gradient_clipping", model)

@@ -11,18 +11,18 @@ from tritonamp.integrations.fused_loss import fuse_loss, without_logits
 
 
 def enable(trainer: transformers.Trainer, *, fused_loss: bool = True, **settings: Any) -> None:
-    """Has ``trainer.train`` enable model and optimizer, and put them back when it is called again.
+    """Have ``trainer.train`` enable model and optimizer, and put them back when it is called again.
 
     The loop, its clipping (``max_grad_norm``, the true norm is logged), accumulation, evaluation
-    and checkpoints stay Trainer's; ``trainer.accelerator.amp`` is the handle. What Trainer logs of
-    the training has ``amp.metrics()`` in it.
+    and checkpoints stay Trainer's; ``trainer.accelerator.amp`` is the handle. Trainer's logs of the
+    training include ``amp.metrics()``.
 
     Args:
         trainer: of any subclass. Its ``fp16`` or ``bf16`` is the ``dtype`` where the settings do
             not say one; the casts are tritonamp's.
         fused_loss: the model's own loss (causal and masked language models, token classification)
-            reads half logits, and makes no FP32 copy of them; where the Trainer's own
-            ``compute_loss`` trains with it, many logits are never there all at once.
+            reads half logits, and makes no FP32 copy of them. With the Trainer's own
+            ``compute_loss``, many logits are computed and used a part at a time.
         settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: that of
             ``fp16`` or ``bf16``, else the one that the model was loaded in), ``scaler``, fields of
             ``Policy``...
@@ -61,7 +61,7 @@ class _EnabledTrainer(Swapped, transformers.Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        """Compute the loss, in training without the logits, where nobody else reads them."""
+        """Compute the loss; in training without all logits at once, if nothing else reads them."""
         stock = super().compute_loss
         others = return_outputs or self.compute_loss_func or self.label_smoother
         own = stock.__func__ is transformers.Trainer.compute_loss  # type: ignore[attr-defined]

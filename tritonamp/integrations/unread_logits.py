@@ -14,7 +14,7 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class LayerCall(NamedTuple):
-    """What half logits are made of."""
+    """The call of a linear layer that half logits are the result of."""
 
     rows: Tensor  # [..., d], what the model's last layer is given
     weight: Tensor  # [v, d], of that layer
@@ -29,13 +29,13 @@ class LayerCall(NamedTuple):
 
 
 class UnreadLogits(Tensor):
-    """Logits of a layer that nobody has read: shape, dtype, device and a place in the graph.
+    """Logits of a layer that nothing has read: shape, dtype, device and a place in the graph.
 
-    ``float`` and ``clone`` give others; any other operation computes them, once.
+    ``float`` and ``clone`` return unread ones, too; any other operation computes them, once.
 
     Attributes:
-        call: what they are made of.
-        computed: they themselves, once they were read; else None.
+        call: computes them.
+        computed: the computed logits; None: nothing has read them yet.
     """
 
     call: LayerCall
@@ -49,7 +49,7 @@ class UnreadLogits(Tensor):
         return unread
 
     @classmethod
-    def made(cls, call: LayerCall, dtype: torch.dtype) -> "UnreadLogits":
+    def without_graph(cls, call: LayerCall, dtype: torch.dtype) -> "UnreadLogits":
         """Return the logits of ``call`` without a place in the graph."""
         unread: Any = Tensor._make_wrapper_subclass(
             cls, (*call.rows.shape[:-1], len(call.weight)), dtype=dtype, device=call.rows.device
@@ -76,11 +76,13 @@ class UnreadLogits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.clone.default and args[0].computed is None:
-            return cls.made(args[0].call, args[0].dtype)  # DDP does it to all that a model returns
-        read = functools.partial(tree_map_only, cls, cls._read)
+            return cls.without_graph(
+                args[0].call, args[0].dtype
+            )  # DDP does it to all that a model returns
+        read = functools.partial(tree_map_only, cls, cls._compute)
         return func(*read(args), **read(kwargs or {}))
 
-    def _read(self) -> Tensor:
+    def _compute(self) -> Tensor:
         if self.computed is None:
             self.computed = self.call.logits().to(self.dtype)
         return self.computed
@@ -101,11 +103,11 @@ class _Unread(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, bias)
         ctx.set_materialize_grads(False)
         ctx.half = half
-        return UnreadLogits.made(LayerCall(rows, weight, bias, half), dtype)
+        return UnreadLogits.without_graph(LayerCall(rows, weight, bias, half), dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grads[0] is None:  # of what nobody has read: a function of many outputs, as DDP has
+        if grads[0] is None:  # nothing has read them: DDP passes all outputs through one function
             return None, None, None, None, None
         given = ctx.saved_tensors
         rows, weight, bias = given
@@ -125,26 +127,26 @@ class _Unread(torch.autograd.Function):
 def leaves_logits_unread(layer: nn.Linear) -> Iterator[None]:
     """Have ``layer`` return ``UnreadLogits`` inside the block, where they are half and many.
 
-    Few of them (``LinearHead.chunk_rows``) are computed: they take less memory than the gradient of
-    the weight, and are not computed again in the backward.
+    Few logits (``LinearHead.chunk_rows``) are computed at once: they take less memory than the
+    gradient of the weight, and the backward does not compute them again.
 
     Args:
         layer: with a plain weight, and no forward set on the instance.
     """
-    layer.forward = functools.partial(_forward, layer)  # type: ignore[method-assign]
+    layer.forward = functools.partial(_forward_unread, layer)  # type: ignore[method-assign]
     try:
         yield
     finally:
         del layer.forward
 
 
-def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
+def _forward_unread(layer: nn.Linear, input: Tensor) -> Tensor:
     kind = input.device.type
     casts = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if casts else input.dtype
     features = input.shape[-1]
     many = input.numel() > functional.LinearHead.chunk_rows(features) * features
-    seen = torch.compiler.is_compiling() or not torch.is_grad_enabled()
-    if many and dtype in HALF_DTYPES and not seen:
+    trains = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if many and dtype in HALF_DTYPES and trains:
         return UnreadLogits.of(LayerCall(input, layer.weight, layer.bias, dtype), dtype)
     return type(layer).forward(layer, input)

@@ -59,10 +59,11 @@ class Amp:
     def __init__(self, request: Request) -> None:
         self.scaler = request.scaler
         self._scalers = {0: request.scaler}
-        self._built = build_parts(request, _MovedBySteps(self))
+        self._built = build_parts(request, _StepState(self))
         dispatch.acquire()
         scaled_gradients.acquire(self._parts.scaled_gradients)
-        # at disable(), or when the last enabled model is gone without it
+        # Called by disable(), or when the models are gone without it: every module of theirs holds
+        # the context. At exit there is nothing to put back.
         self._release = weakref.finalize(self._parts.context, _release)
         self._release.atexit = False
         self._enabled = True
@@ -70,7 +71,10 @@ class Amp:
 
     @property
     def _parts(self) -> Parts:
-        """What all works on; raises RuntimeError while training is asleep."""
+        """The objects of this Amp, for methods that touch masters, optimizer state or gradients.
+
+        Raises RuntimeError while these are asleep; ``autocast`` and ``wake`` read ``_built``.
+        """
         self._built.sleep.asleep.check_training()
         return self._built
 
@@ -120,8 +124,8 @@ class Amp:
             loss: a tensor.
             optimizer: as for ``backward``.
             loss_id: as for ``backward``.
-            scaler: takes the place of that of ``loss_id``, and is the caller's to save and load.
-                Its window of outliers begins anew in a resumed run.
+            scaler: used in the place of that of ``loss_id``. The caller saves and loads it; its
+                window of outliers begins anew in a resumed run.
         """
         self._check_enabled("scale_loss")
         if not isinstance(loss, Tensor):
@@ -141,9 +145,9 @@ class Amp:
     ) -> Callable[..., Tensor]:
         """Return the loss function for the schedule of a pipeline of which the model is a stage.
 
-        For ``torch.distributed.pipelining``; it takes the place of ``amp.backward``, which the
-        schedule leaves no room for. From this call on the ranks of all stages decide together at
-        each step: call it on every rank, and step on every rank.
+        For ``torch.distributed.pipelining``, whose schedules run the backwards themselves: it
+        takes the place of ``amp.backward``. From this call on the ranks of all stages decide
+        together at each step: call it on every rank, and step on every rank.
 
         ::
 
@@ -155,8 +159,8 @@ class Amp:
                 under DDP or FSDP2. None: all ranks of the job.
 
         Returns:
-            a function that returns what ``loss_fn`` does, half losses in FP32; backwards of it
-            carry the loss scale.
+            a function that returns the value of ``loss_fn``, in FP32 if that is half; its backward
+            carries the loss scale.
 
         Raises:
             ValueError: ``loss_fn`` is not a function; ``on_nonfinite`` of the policy is not "skip",
@@ -174,7 +178,7 @@ class Amp:
 
     @property
     def _is_stage(self) -> bool:
-        """Whether ranks have other state than this one; ``tritonamp.save`` asks."""
+        """Whether other ranks have other state than this one; ``tritonamp.save`` reads it."""
         return self._built.ranks.staged
 
     def _check_fed(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
@@ -203,9 +207,10 @@ class Amp:
         if len(self._parts.optimizers) < 2:
             return list(self._parts.optimizers)
         found = list(nodes(loss))
-        # reentrant: hides its part
+        # reentrant checkpointing builds the graph of its part in the backward
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in found):
             return list(self._parts.optimizers)
+        # the graph holds the models' parameters, the optimizers hold their masters
         used, params = leaves(found), parameter_names(self._parts.models)
         pairs = zip(params, self.named_master_params(), strict=True)
         stepped = {master for param, (_, master) in pairs if param in used}
@@ -224,10 +229,10 @@ class Amp:
         gradients until the step.
 
         Args:
-            optimizer: the one or ones whose gradients these are; default all that a loss has fed.
+            optimizer: one or several; default all that a loss has fed.
 
         Returns:
-            for each of them that has gradients a 0-d flag on the device, not 0 where its step will
+            a 0-d flag on the device for each optimizer that has gradients, not 0 if its step will
             be skipped.
 
         Raises:
@@ -239,7 +244,7 @@ class Amp:
             scaled = [o for o in pending if not self._parts.weights[o].has_true_gradients]
         else:
             scaled = pending = self._check_fed(optimizer)
-        # where all are unscaled already, the stepper refuses
+        # if none is left, the stepper raises the error of a second call
         found = [self._parts.stepper.unscale_(o) for o in scaled or pending]
         return [found_inf for found_inf in found if found_inf is not None]
 
@@ -247,7 +252,7 @@ class Amp:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the true gradients to a total 2-norm.
 
-        Without a call of ``unscale_`` before, the step does it, at no extra pass.
+        The step does it, at no extra pass, unless ``unscale_`` was called before.
 
         Args:
             max_norm: of all gradients that the pending losses feed, unscaled; 0 or more.
@@ -267,12 +272,12 @@ class Amp:
 
     @between_graphs
     def veto(self, flag: bool | Tensor) -> None:
-        """Skip the step that the pending losses lead to, where ``flag`` is True.
+        """Skip the step that the pending losses lead to, if ``flag`` is True.
 
-        For a skip that somebody else wants: parameters, optimizer state and loss scale stay as they
-        are, and the cause is "veto". Several calls combine by or. A tensor is not waited for. Where
-        ranks train together, a veto of one is a veto of all; after ``clip_grad_norm_`` or
-        ``unscale_`` all of them must call it then, since they decide again together.
+        Parameters, optimizer state and loss scale stay as they are, and the cause is "veto".
+        Several calls combine by or. The device is not waited for. A veto of one rank is a veto of
+        all; after ``clip_grad_norm_`` or ``unscale_`` all ranks must call it, since they decide
+        again together.
 
         Args:
             flag: a bool, or a 0-d bool tensor on any device.
@@ -303,14 +308,13 @@ class Amp:
         """Step learning-rate schedulers, after ``optimizer.step()``, for steps that were taken.
 
         The device is not waited for: on a GPU a scheduler is stepped at once, as if the step was
-        taken. Where it was skipped, which is known about one step later, a later call does not step
-        the scheduler. A call without a step of the optimizer since the call before does nothing.
-        Ranks that train together, and all under ``torch.use_deterministic_algorithms``, wait for
-        the outcome of the step before the last: they all learn of it at the same call.
+        taken. A skip is known about one step later; a later call does not step the scheduler then.
+        A call without a step of the optimizer since the call before does nothing. Several ranks,
+        and any under ``torch.use_deterministic_algorithms``, wait for the outcome of the step
+        before the last: every rank learns of it at the same call.
 
         Args:
-            *schedulers: objects with ``step()``, and with the ``optimizer`` that they follow where
-                there are several.
+            *schedulers: objects with ``step()``; with several optimizers also with ``optimizer``.
 
         Raises:
             ValueError: not schedulers of an enabled optimizer, or one whose ``step`` needs
@@ -323,8 +327,8 @@ class Amp:
     def ema(self, decay: float) -> EMA:
         """Return an exponential moving average of the FP32 values that the optimizers step on.
 
-        It begins at the values of now. ``update()`` after ``optimizer.step()`` moves it, unless the
-        step was skipped.
+        It begins at the present values. ``update()`` after ``optimizer.step()`` moves it, unless
+        the step was skipped.
 
         Args:
             decay: in [0, 1); the average is ``decay * average + (1 - decay) * value``.
@@ -347,7 +351,7 @@ class Amp:
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        """Put the op policy around code of your own: a loss, a method that is not ``forward``."""
+        """Run code of your own under the op policy: a loss, a method that is not ``forward``."""
         self._check_enabled("autocast")
         self._built.sleep.asleep.check_weights()
         with self._built.context.entered():
@@ -366,8 +370,8 @@ class Amp:
         """Yield name and FP32 master of each parameter, in the order of ``named_parameters()``.
 
         A parameter without a master (FP32 itself, frozen, in no optimizer, or of a policy without
-        masters) stands for itself. Names are the model's own, also where it was given in DDP, and
-        tied weights come once; of several models each begins with the model's number, as in
+        masters) stands for itself. Names are the model's own, without DDP's prefix; tied weights
+        come once. Names of several models begin with the model's number, as in
         ``nn.ModuleList(models)``.
         """
         self._check_enabled("named_master_params")
@@ -391,16 +395,16 @@ class Amp:
             - growth_tracker: clean steps since the scale last moved.
             - steps: decisions to step; a step fed by two losses with own scales counts twice.
             - skipped: decisions to skip.
-            - scale_overflows: those because the scale was too high.
-            - forward_faults: those because a loss was inf or NaN.
-            - outliers: those that ``skip_outliers`` wanted.
-            - vetoes: those that ``veto`` wanted.
+            - scale_overflows: skips because the scale was too high.
+            - forward_faults: skips because a loss was inf or NaN.
+            - outliers: skips by ``skip_outliers``.
+            - vetoes: skips by ``veto``.
             - last_skip_reason: the cause of the last skip, or None.
             - grad_norm: of the last step that was not skipped.
             - healed: names of modules that compute in FP32 since a fault.
-            - fused: names of RMSNorms that people have written and that run as ``rms_norm``.
-            - backend: the one that is used.
-            - backend_reason: why.
+            - fused: names of hand-written RMSNorms that run as ``rms_norm``.
+            - backend: "triton" or "eager".
+            - backend_reason: why that one.
             - kernel_failures: operation to why its Triton kernel could not be compiled; it runs in
               eager torch.
             - lost_updates: by parameter group, the share of the last step's updates that changed no
@@ -429,10 +433,10 @@ class Amp:
 
     @property
     def history(self) -> list[StepRecord]:
-        """What became of the last 1000 steps, the oldest first. Waits for the device.
+        """The records of the last 1000 steps, the oldest first. Waits for the device.
 
-        Each has step, cause (None for a step that was taken), scale, grad_norm, parameters, detail
-        and loss.
+        A record has step, cause (None for a step that was taken), scale, grad_norm, parameters,
+        detail and loss.
         """
         self._parts.log.collect(wait=True)
         return list(self._parts.log.history.records)
@@ -440,7 +444,7 @@ class Amp:
     def metrics(self) -> dict[str, float]:
         """Return the latest numbers that have arrived, for a logger. Never waits for the device.
 
-        They are those of a step or a few before: nothing before the first has arrived.
+        They are one step or a few steps old; the dictionary is empty until the first have arrived.
 
         Returns:
             a dictionary.
@@ -448,13 +452,16 @@ class Amp:
             - amp/scale: the loss scale of that step.
             - amp/skipped: steps skipped so far.
             - amp/grad_norm: of the last step that was not skipped.
-            - amp/skipped_data, amp/skipped_scale_overflow...: skips by cause, where there were any
-              since ``enable``.
+            - amp/skipped_data, amp/skipped_scale_overflow...: skips by cause since ``enable``; a
+              cause without skips is left out.
             - amp/headroom_forward, amp/headroom_backward: under ``watch``, the least headroom of
               all modules in the last step that was read, in bits.
         """
-        read = [] if self._ranges is None else self._ranges.arrived()
-        return metrics(self._parts.log, read[-1] if read else ())
+        steps = self._arrived_ranges()
+        return metrics(self._parts.log, steps[-1] if steps else ())
+
+    def _arrived_ranges(self) -> list[list[RangeRecord]]:
+        return [] if self._ranges is None else self._ranges.arrived()
 
     def plot(self, path: str | Path) -> Path:
         """Draw loss scale, gradient norm and skips by cause of ``history``. Waits for the device.
@@ -472,27 +479,25 @@ class Amp:
             ValueError: a suffix that matplotlib cannot write.
             ImportError: matplotlib is not installed.
         """
-        read = [] if self._ranges is None else self._ranges.arrived()
-        return save_picture(self.history, path, read)
+        return save_picture(self.history, path, self._arrived_ranges())
 
     def watch(self, every: int = 100) -> LiveRanges:
-        """Read how far the values of each module are from the end of their format, while it runs.
+        """Measure in training how far the values of each module are from the end of their format.
 
-        Outputs and their gradients of every module but ``nn.Sequential`` are read where they are
+        Outputs and their gradients, of every module but ``nn.Sequential``, are read as they are
         computed, in the first step from now and then in every ``every``-th: 2 bytes a half element.
-        In the steps between a kernel is launched for each and returns at once. Nothing waits for
-        the device; forwards without gradients are not read. Where a forward grows towards the end
-        of its format, one WARNING for each module says in about how many steps it will be there.
+        In the steps between, a kernel for each returns at once. Nothing waits for the device;
+        forwards without gradients are not read. One WARNING for each module whose outputs grow
+        towards the end of their format says in about how many steps they reach it.
 
-        Call it before ``torch.compile`` has compiled the model, and before a CUDA graph is
-        captured: both keep what they have seen. ``ranges``, ``metrics`` and ``plot`` show what was
-        read.
+        Call it before ``torch.compile`` compiles the model, and before a CUDA graph is captured:
+        neither sees hooks that come later. ``ranges``, ``metrics`` and ``plot`` show the readings.
 
         Args:
             every: steps from one reading to the next, 1 or more.
 
         Returns:
-            an object with ``remove()``, which ends it, as ``disable`` does.
+            an object whose ``remove()`` ends the readings, as ``disable`` does.
 
         Raises:
             ValueError: ``every`` is not such a number.
@@ -513,11 +518,11 @@ class Amp:
         return self._ranges
 
     def ranges(self) -> list[RangeRecord]:
-        """Return what ``watch`` has read in the last step that it watched. Waits for the device.
+        """Return the readings of the last step that ``watch`` read. Waits for the device.
 
         Each record has module, direction ("forward" or "backward"), step, absmax, headroom_bits,
         zeros, subnormals, elements, dtype and steps_left; modules that returned no floating tensor
-        are left out. Empty until a watched step has been decided.
+        are left out. The list is empty until a step that was read has been decided.
 
         Raises:
             RuntimeError: ``watch`` was not called.
@@ -531,23 +536,22 @@ class Amp:
 
         Args:
             replay: also run the failing batch again, name the operation where inf or NaN began,
-                and try what cures it. True: the forward of the model (under ``on_nonfinite`` other
-                than "skip" its backward, too; there it has run already, at the first faults); a
-                function that computes the loss: that, with its backward. Where no step was skipped
-                the last batch runs, if it is still there. Parameters, buffers, gradients and random
-                numbers stay as they are. Where ranks train together, call it on all of them: each
-                runs its own batch, and all return the same.
+                and try cures. True runs the model's forward, and under ``on_nonfinite`` other than
+                "skip" its backward (there it has run already, at the first faults). A function that
+                computes the loss is run with its backward. If no step was skipped, the last batch
+                runs, if it is still there. Parameters, buffers, gradients and random numbers stay
+                as they are. Call it on all ranks: each runs its own batch, all return the same.
         """
         if replay is not False:
             self._check_replay("explain(replay=True)")
         return self._parts.response.explain(replay)
 
     def write_bundle(self, folder: str | Path) -> Path:
-        """Write all that replays the last skip elsewhere into a folder, and return the folder.
+        """Write a folder that replays the last skip elsewhere, and return its path.
 
         It holds the failing batch, the weights, the policy, the report, and a ``replay.py`` in
-        which only the model is still to be made. Where ranks train together, call it on all of
-        them: the one whose batch the report is about writes, weights are whole.
+        which only the model has to be filled in. Call it on all ranks: the rank whose batch the
+        report is about writes, with whole weights.
 
         Raises:
             RuntimeError: there is no such batch, or another rank could not write.
@@ -559,8 +563,8 @@ class Amp:
     def heal(self, module: str) -> None:
         """Have a module compute in FP32 from now on, its parameters included.
 
-        Where ranks train together, call it on all of them. Parameters that FSDP2 gathers with those
-        of a module around it are still gathered in half.
+        Call it on all ranks. Parameters that FSDP2 gathers with those of a module around it are
+        still gathered in half.
 
         Args:
             module: its name; "" is the model.
@@ -570,7 +574,6 @@ class Amp:
         """
         self._check_enabled("heal")
         self._parts.healing.heal(module)
-        self._parts.ranks.rebuild(self._parts.healing.modules)
 
     def unheal(self, module: str) -> None:
         """Undo ``heal``: have a module follow the policy again.
@@ -583,17 +586,16 @@ class Amp:
         """
         self._check_enabled("unheal")
         self._parts.healing.unheal(module)
-        self._parts.ranks.rebuild(self._parts.healing.modules)
 
     @property
     def policy(self) -> Policy:
-        """What runs in which precision, healed modules included."""
+        """The present policy, with healed modules among its ``fp32_modules``."""
         return self._parts.healing.policy
 
     def state_dict(self) -> dict[str, Any]:
         """Return loss scales, counts and outstanding scheduler steps, as plain values.
 
-        With the states of model and optimizer it is all that a resume needs.
+        With the states of model and optimizer a run resumes.
         """
         scalers = {loss_id: scaler.state_dict() for loss_id, scaler in self._scalers.items()}
         faults = {
@@ -601,14 +603,14 @@ class Amp:
             "last_good": list(self._parts.log.last_good()),
         }
         return ResumeState(
-            scalers,
-            self._parts.log.counts(),
-            self.policy.loss_scale,
-            self._parts.healing.names,
-            faults,
-            self._parts.schedulers.state(),
-            self._parts.stepper.decider.outlier_windows.state(self._scalers),
-            self.policy.state,
+            scalers=scalers,
+            counts=self._parts.log.counts(),
+            loss_scale=self.policy.loss_scale,
+            healed=self._parts.healing.names,
+            faults=faults,
+            schedulers=self._parts.schedulers.state(),
+            outliers=self._parts.stepper.decider.outlier_windows.state(self._scalers),
+            state=self.policy.state,
         ).to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -619,9 +621,8 @@ class Amp:
                 healed module that the model does not have; nothing was changed then.
         """
         state = parse_state(state_dict, self.policy.loss_scale, self.scaler.clone())
-        if state.healed != self._parts.healing.names:
-            self._parts.healing.load(state.healed)
-            self._parts.ranks.rebuild(self._parts.healing.modules)
+        # the last that raises: what comes after it only assigns
+        self._parts.healing.load(state.healed)
         if state.scalers is not None:
             kept = {0: self.scaler} | {i: s for i, s in self._scalers.items() if i in state.scalers}
             self._scalers = kept | {
@@ -636,15 +637,15 @@ class Amp:
 
     @between_graphs
     def sleep(self, *, weights: bool = False) -> int:
-        """Move what only training needs from the device to host memory, until ``wake``.
+        """Move the tensors that only training needs to host memory, until ``wake``.
 
-        FP32 masters, ``optimizer.state``, gradients and averages of ``ema`` leave. The model stays,
-        and runs forwards: another program, or a sampler, has the memory meanwhile. Tensors stay the
-        same objects, without memory: leave them alone until ``wake``. All methods but ``wake`` and
-        ``autocast``, and those of the optimizers, raise RuntimeError until then.
+        These are FP32 masters, ``optimizer.state``, gradients and averages of ``ema``. The model
+        stays on the device, and runs forwards: a sampler, or another program, can have the memory.
+        The tensors stay the same objects, without memory: leave them alone until ``wake``. All
+        methods but ``wake`` and ``autocast``, and those of the optimizers, raise RuntimeError.
 
         Losses that no step has answered stay pending. Waits for the device. On the CPU nothing
-        moves. Where ranks train together, call it on each.
+        moves. Call it on every rank.
 
         Args:
             weights: also move the model's parameters and buffers; its forward raises then.
@@ -664,12 +665,12 @@ class Amp:
 
     @between_graphs
     def wake(self) -> None:
-        """Move back what ``sleep`` has moved, with the same bits. Waits for the device.
+        """Move the tensors of ``sleep`` back, with the same bits. Waits for the device.
 
         Raises:
             RuntimeError: nothing is asleep.
-            torch.OutOfMemoryError: the device has no room: all is still asleep then, to be woken
-                when there is.
+            torch.OutOfMemoryError: the device has no room. Everything is still asleep then: call it
+                again when there is room.
         """
         self._check_enabled("wake")
         self._built.sleep.end()
@@ -677,7 +678,7 @@ class Amp:
     def disable(self) -> None:
         """Put model, optimizer and torch back as they were, with the trained values.
 
-        Parameters have the dtype again that they came in; half ones are rounded once.
+        Parameters get back the dtype that they had before ``enable``; half ones are rounded once.
 
         Raises:
             RuntimeError: called twice.
@@ -718,11 +719,12 @@ class Amp:
             raise RuntimeError(f"amp.{caller}(): this model was disabled{again}")
 
 
-class _MovedBySteps:
-    """All that steps move beside parameters, for ranks to take over from one another."""
+class _StepState:
+    """The state of Amp and optimizers, for a rank to take over from another one."""
 
     def __init__(self, amp: Amp) -> None:
-        self._amp = weakref.ref(amp)  # which holds the ranks, which hold this
+        # weak: the Amp holds the ranks, which hold this
+        self._amp = weakref.ref(amp)
 
     def state_dict(self) -> Any:
         amp = self._amp()

@@ -54,26 +54,26 @@ def enable(
 
     Args:
         model: a module, already on its device, or several. Parameters may be of any dtype: half
-            ones that train get FP32 values, frozen half and quantised ones stay as they are.
+            ones that train get FP32 values; frozen half ones and quantised ones stay as they are.
         optimizer: any torch.optim optimizer over the model's parameters, or several; None for
             inference.
         level: "O0" FP32; "O1" per-op casts; "O2" half weights with FP32 masters; "O3" pure half; or
             a Policy. None: ``policy``, or "O1".
-        dtype: torch.float16 or torch.bfloat16; None: the one that the model came in, if it has one
-            that its device computes in, else torch.float16.
+        dtype: torch.float16 or torch.bfloat16; None: the half dtype of the model's parameters, if
+            it has one that its device computes in, else torch.float16.
         backend: "auto", "triton" or "eager".
         scaler: a tritonamp.GradScaler with settings of your own; the loss scale is dynamic then.
-        policy: a Policy, the same as giving it as ``level``.
-        around_step: for libraries that adapt tritonamp: each ``optimizer.step()`` runs inside the
-            context manager that this gives for the optimizer, entered before anything is decided.
+        policy: a Policy, as ``level`` takes it.
+        around_step: for libraries that adapt tritonamp: returns a context manager for an optimizer,
+            in which each of its steps runs. It is entered before the step is decided.
         **policy_fields: fields of Policy that differ from the level's.
 
     Returns:
         the handle with ``backward``, ``clip_grad_norm_``, ``stats``, ``disable``...
 
     Raises:
-        ValueError: arguments that contradict one another or the model, named; nothing has been
-            changed then.
+        ValueError: arguments that contradict one another or the model, named; nothing was changed
+            then.
         UnsupportedDeviceError: the device cannot do what was asked for explicitly.
     """
     check_field_names(policy_fields, inspect.signature(enable).parameters)

@@ -91,7 +91,7 @@ class Parts:
         optimizers: the enabled ones.
         backend: that was chosen.
         fp32_values: of the models' half tensors.
-        context: what the models' modules know.
+        context: what forwards of the models' modules read.
         ranks: that train together.
         enabled_models: their dtypes and classes.
         weights: optimizer to its master weights.
@@ -102,10 +102,10 @@ class Parts:
         replays: run batches again.
         pending: the decisions that optimizers wait for.
         stepper: carries them out.
-        schedulers: of learning rates, stepped for steps that were taken.
-        sleep: moves what training needs to host memory.
-        first_loss: was it computed by a forward?
-        scaled_gradients: which torch's own clipping is not to be given.
+        schedulers: of learning rates, stepped only for steps that were taken.
+        sleep: moves the tensors of training to host memory.
+        first_loss: checks that a forward of the models computed the first loss.
+        scaled_gradients: warns where torch's own functions get gradients with a loss scale.
     """
 
     models: list[nn.Module]
@@ -129,19 +129,19 @@ class Parts:
     scaled_gradients: ScaledGradients
 
 
-def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
-    """Enable models and optimizers, and return all that works on them from then on.
+def build_parts(request: Request, step_state: Resumable) -> Parts:
+    """Enable models and optimizers, and return the objects that work on them from then on.
 
     Args:
         request: what is enabled, and how.
-        moved_by_steps: what ranks take over from one another beside parameters.
+        step_state: state that a rank takes over from another one beside parameters.
     """
     models, policy, backend = request.models, request.policy, request.backend.requested
-    _check_steps(request)
+    _check_steps(request)  # what follows changes models and optimizers, and must not raise
     offloads = policy.offload is not None and len(request.optimizers) > 0
     offload = Offload(request.device) if offloads else None
     fp32_values = Fp32Values(offload)
-    ranks = Ranks(list(dict.fromkeys([*models, *request.given])), fp32_values, moved_by_steps)
+    ranks = Ranks(list(dict.fromkeys([*models, *request.given])), fp32_values, step_state)
     forwards = Forwards(gradients=policy.on_nonfinite != "skip")
     context = EnabledContext(
         policy,
@@ -153,9 +153,9 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
         ranks=ranks,
         input_look=InputLook(policy) if policy.op_policy and policy.cast_inputs else None,
     )
-    enabled_models, weights = _enable(request, context, ranks)
-    healing = Healing(models, policy, context, enabled_models.dtypes, inputs_in_fp32)
-    log, replays, response = _diagnosis(request, weights, healing, forwards, ranks)
+    enabled_models, weights = _enable_models(request, context, ranks)
+    healing = Healing(models, policy, context, enabled_models.dtypes, inputs_in_fp32, ranks.rebuild)
+    log, replays, response = _build_diagnosis(request, weights, healing, forwards, ranks)
     pending = PendingDecisions(policy, backend, request.scaler, weights, ranks)
     decider = Decider(weights, pending, log, forwards, ranks, policy.skip_outliers)
     stepper = Stepper(
@@ -195,29 +195,24 @@ def build_parts(request: Request, moved_by_steps: Resumable) -> Parts:
         first_loss=FirstLoss(models, watches=context.autocast),
         scaled_gradients=ScaledGradients(
             partial(_scaled_params, policy, pending, weights),
-            partial(_left_out, policy, models, weights),
+            partial(_params_without_optimizer, policy, models, weights),
         ),
     )
 
 
-def _diagnosis(
+def _build_diagnosis(
     request: Request,
     weights: Weights,
     healing: Healing,
     forwards: Forwards,
     ranks: Ranks,
 ) -> tuple[StepLog, Replays, Response]:
-    """Return what tells why a step was skipped, what runs it again, and what is done about it."""
+    """Return the log of steps, the replays of skipped ones, and the response to a skip."""
     models, policy = request.models, request.policy
-
-    def heal(name: str) -> None:
-        healing.heal(name)
-        ranks.rebuild(healing.modules)
-
     together = ReplayRanks(ranks)
     log = StepLog(_Names(models, weights), policy.dtype, log_skips=policy.on_nonfinite == "skip")
     replays = Replays(models, policy, log, forwards, healing, together)
-    return log, replays, Response(policy, log, heal, forwards, replays, together)
+    return log, replays, Response(policy, log, healing.heal, forwards, replays, together)
 
 
 def _check_steps(request: Request) -> None:
@@ -229,11 +224,12 @@ def _check_steps(request: Request) -> None:
             check_offload(optimizer, rule, request.device)
 
 
-def _enable(
+def _enable_models(
     request: Request, context: EnabledContext, ranks: Ranks
 ) -> tuple[EnabledModels, dict[Optimizer, MasterWeights]]:
     """Cast the models, and give the optimizers FP32 values to step on."""
     optimizers, policy = request.optimizers, request.policy
+    # asked before the cast, which changes dtypes
     stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
     kept = [m for model in request.models for m in fp32_modules(model, policy)]
@@ -256,20 +252,19 @@ def _master_weights(
     came_half: Sequence[Tensor],
     sharding: Sharding | None,
 ) -> MasterWeights:
-    """Give an optimizer FP32 values to step on, and FP32 state for what came half."""
+    """Give an optimizer FP32 values to step on, and FP32 state for parameters that came half."""
     if policy.trains_fp32_values:
+        # frozen ones, too, if the cast has made them FP32
         wide = [p for p in came_half if p.requires_grad or p.dtype is torch.float32]
         if widen_state(optimizer, wide):
             logger.warning(_ROUNDED_STATE, type(optimizer).__name__)
-    packs = state_format(optimizer, policy.state) == "8bit"
-    trains, grad_dtype = policy.trains_fp32_values, policy.grad_dtype
     weights = MasterWeights(
         optimizer,
         fp32_values,
-        trains,
-        grad_dtype,
+        policy.trains_fp32_values,
+        policy.grad_dtype,
         sharding=sharding,
-        packs=packs,
+        packs=state_format(optimizer, policy.state) == "8bit",
         offloads=policy.offload is not None,
     )
     weights.load_master_params()
@@ -277,7 +272,7 @@ def _master_weights(
 
 
 class _Names(NamedTuple):
-    """What the log asks about the models, anew each time."""
+    """Names for the log, found anew each time: models may get other parameters."""
 
     models: Sequence[nn.Module]
     weights: Weights
@@ -307,7 +302,9 @@ def _scaled_params(policy: Policy, pending: PendingDecisions, weights: Weights) 
                 yield from (param, master)
 
 
-def _left_out(policy: Policy, models: Sequence[nn.Module], weights: Weights) -> Iterator[Tensor]:
+def _params_without_optimizer(
+    policy: Policy, models: Sequence[nn.Module], weights: Weights
+) -> Iterator[Tensor]:
     """Yield the models' parameters with gradients that no enabled optimizer holds."""
     if not policy.scales_loss or not weights:
         return

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp.ambient import AmbientState, Generators
-from tritonamp.nested import leaves, mapped
+from tritonamp.nested import leaves, map_leaves
 
 # while a storage lives, all views of it have one object for it (torch 2.11 to 2.15)
 Storage = weakref.ref[torch.UntypedStorage]
@@ -68,8 +68,8 @@ class Snapshot:
         self._computed: list[int] = []  # which leaves of the arguments were part of a graph
         self.gpus: list[torch.device] = []  # that the arguments are on
         note = self._noted
-        given = [note(v) if type(v) is Tensor else mapped(note, v) for v in args]
-        self._given = tuple(given), kwargs and mapped(note, kwargs)
+        given = [note(v) if type(v) is Tensor else map_leaves(note, v) for v in args]
+        self._given = tuple(given), kwargs and map_leaves(note, kwargs)
         if alone:
             self.ambient = AmbientState.now(Generators.now(self.gpus)._replace(numpy=None))
 
@@ -77,7 +77,9 @@ class Snapshot:
         """Return the same forward, with its batch held only as long as somebody else does."""
         weak = Snapshot.__new__(Snapshot)
         vars(weak).update(vars(self))  # copy.copy takes five times as long, and each step does this
-        weak._given = mapped(lambda v: weakref.ref(v) if isinstance(v, Tensor) else v, self._given)
+        weak._given = map_leaves(
+            lambda v: weakref.ref(v) if isinstance(v, Tensor) else v, self._given
+        )
         weak._outputs, weak._grads = (), {}
         return weak
 
@@ -87,7 +89,7 @@ class Snapshot:
         Raises:
             BatchGoneError: a tensor among them is gone, or was written to since.
         """
-        given = mapped(_alive, self._given)
+        given = map_leaves(_alive, self._given)
         versions = zip(map(_version, leaves(given)), self._versions, strict=True)
         changed = [i for i, (now, then) in enumerate(versions) if now != then]
         if changed:
