@@ -25,49 +25,58 @@ SHARED = dict.fromkeys(("adamw_8bit", "lion_8bit"), 256 if VERSION == "3.6" else
 
 def faults(row: Row) -> list[str]:
     """Return what is wrong with one build: what was got, what is allowed."""
-    build, wrong = row.build, []
+    start = f"{row.build.target} {row.build.name}: "
+    return [
+        start + what
+        for check in (memory_faults, occupancy_faults, code_faults)
+        for what in check(row)
+    ]
+
+
+def memory_faults(row: Row) -> Iterator[str]:
+    """Yield what a build puts into memory that should be in registers."""
+    build = row.build
+    operation = build.call.split()[0]
     stack = STACK.get(build.arch, 0)
     if row.stack > stack or row.local or (row.spills and not row.stack):
-        wrong.append(
+        yield (
             f"{row.stack} B of stack, {row.local} B of local memory, {row.spills} spills: "
             f"allowed are {stack} B of stack for what a loop does not change"
         )
-    operation = build.call.split()[0]
-    shared = SHARED.get(operation, 0)
-    if build.max_shared is not None and row.shared > max(build.max_shared, shared):
-        wrong.append(
-            f"{row.shared} B of shared memory, allowed are {max(build.max_shared, shared)}: "
-            "a layout is converted"
-        )
-    allowed = build.max_registers if build.aligned else 255
-    if build.amd:
-        allowed = AMD_REGISTERS if build.moves_tensors else 255  # one program needs no others
-    elif build.arch == 70:
-        allowed = allowed * 3 // 2  # it has no uniform registers for what all threads share
+    if build.max_shared is not None:
+        shared = max(build.max_shared, SHARED.get(operation, 0))
+        if row.shared > shared:
+            yield (f"{row.shared} B of shared memory, allowed are {shared}: a layout is converted")
     lanes = AMD_LANES.get(operation, 0)
     if row.scalar_spills > lanes and build.moves_tensors:
-        allowed_spills = lanes or "none"
-        wrong.append(
-            f"{row.scalar_spills} spills of scalar registers, allowed are {allowed_spills}"
-        )
+        yield f"{row.scalar_spills} spills of scalar registers, allowed are {lanes or 'none'}"
+
+
+def occupancy_faults(row: Row) -> Iterator[str]:
+    """Yield what keeps programs from running beside one another."""
+    build = row.build
+    if build.amd:
+        allowed = AMD_REGISTERS if build.moves_tensors else 255  # one program needs no others
+    else:
+        allowed = build.max_registers if build.aligned else 255
+        if build.arch == 70:  # it has no uniform registers for what all threads share
+            allowed = allowed * 3 // 2
     if row.registers > allowed:
-        wrong.append(f"{row.registers} registers, allowed are {allowed}")
+        yield f"{row.registers} registers, allowed are {allowed}"
     if row.occupancy == 0:
-        wrong.append("a multiprocessor cannot hold it")
+        yield "a multiprocessor cannot hold it"
     elif row.occupancy < MIN_OCCUPANCY and build.aligned and build.moves_tensors:
-        wrong.append(f"occupancy {row.occupancy:.2f}, allowed is {MIN_OCCUPANCY} and more")
-    if row.absorbed:
-        wrong.append(
-            f"{row.absorbed} products absorbed by sums across lanes, allowed are none: lanes "
-            "disagree. Put the product behind the mask, tl.where(mask, product, 0.0)"
-        )
-    wrong += code_faults(row)
-    return [f"{build.target} {build.name}: {what}" for what in wrong]
+        yield f"occupancy {row.occupancy:.2f}, allowed is {MIN_OCCUPANCY} and more"
 
 
 def code_faults(row: Row) -> Iterator[str]:
     """Yield what is wrong with its instructions."""
     build = row.build
+    if row.absorbed:
+        yield (
+            f"{row.absorbed} products absorbed by sums across lanes, allowed are none: lanes "
+            "disagree. Put the product behind the mask, tl.where(mask, product, 0.0)"
+        )
     if row.instructions is None:
         if build.arch >= FIRST_DISASSEMBLED:
             yield "cuobjdump printed no instructions"

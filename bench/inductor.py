@@ -137,7 +137,7 @@ def without_gpu(arch: int, processors: int = 132) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, known in ((CudaInterface, answers), (CudaInterface.Worker, workers)):
             for name, answer in known.items():
-                stack.enter_context(mock.patch.object(owner, name, _says(answer)))
+                stack.enter_context(mock.patch.object(owner, name, _returning(answer)))
         for owner, name, value in (
             (torch, "compile", compile_),
             (torch.cuda, "_DeviceGuard", lambda _: contextlib.nullcontext()),
@@ -161,5 +161,5 @@ def without_gpu(arch: int, processors: int = 132) -> Iterator[None]:
         yield
 
 
-def _says(answer: Any) -> Any:
+def _returning(answer: Any) -> Any:
     return staticmethod(lambda *_, **__: answer)

@@ -91,14 +91,11 @@ class GPT(nn.Module):
 
     def __init__(
         self, fused: bool, vocabulary: int = 50257, context: int = 1024,
-        width: int = 768, layers: int = 12,
-        heads: int = 12,
+        width: int = 768, layers: int = 12, heads: int = 12,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.token, self.position = (
-            nn.Embedding(vocabulary, width),
-            nn.Parameter(0.02 * torch.randn(context, width)),
-        )
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(0.02 * torch.randn(context, width))
         nn.init.normal_(self.token.weight, std=0.02)
         self.blocks = nn.Sequential(*(Block(width, heads, True, fused) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)

@@ -17,6 +17,7 @@ import row_ops
 import torch
 import torch.nn.functional as F
 from op_cases import Forward, Op, Shape
+from side_by_side import NAMES
 from torch import Tensor
 
 COUNTED, LONG, CHECKED = 1 << 22, 1 << 25, 1 << 16
@@ -33,7 +34,6 @@ LENGTHS = {
 IMAGES = {"320x32x32": (320, 32, 32), "256x14x14": (256, 14, 14)}
 HEAD = 1024, 8192, 256  # rows, classes, features: as many classes a feature as Llama has
 LOSS_ROWS = 128
-PEERS = "tritonamp", "compile", "Liger-Kernel", "FlagGems"
 
 
 class Question(NamedTuple):
@@ -64,7 +64,7 @@ class Question(NamedTuple):
 
     @property
     def peers(self) -> list[str]:
-        return [peer for peer in PEERS if peer in self.op.peers]
+        return [peer for peer in NAMES if peer in self.op.peers]
 
 
 def questions() -> Iterator[Question]:

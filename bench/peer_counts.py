@@ -148,12 +148,12 @@ def _checked(question: Question, peer: str, machine: Machine) -> list[Row]:
     return [checked(question, peer, machine)]
 
 
-def child(peer: str, only: str, path: Path, what: Any) -> None:
+def count_to_file(peer: str, only: str, path: Path, what: Any) -> None:
     """Do what one peer is asked for, and append a line for each row."""
     machine = Machine()
     with path.open("a") as lines, machine.running(), of_peer(peer, machine):
 
-        def tell(row: Row) -> None:
+        def write_row(row: Row) -> None:
             print(json.dumps(row), file=lines, flush=True)
 
         for name, rows in what(peer, machine):
@@ -162,13 +162,15 @@ def child(peer: str, only: str, path: Path, what: Any) -> None:
             started = time.time()
             try:
                 for row in rows():
-                    tell(row)
+                    write_row(row)
             except Exception as error:  # a peer can fail in any way; the others go on
                 traceback.print_exc(limit=-2)
-                tell({"case": name, "peer": peer, "reason": provenance.reason_of(error)})
+                write_row({"case": name, "peer": peer, "reason": provenance.reason_of(error)})
             print(f"{peer}: {name} {time.time() - started:.1f} s", flush=True)
         for name, reason in machine.refused.items():
-            tell({"peer": peer, "reason": f"{name} is torch's, its own does not compile: {reason}"})
+            write_row(
+                {"peer": peer, "reason": f"{name} is torch's, its own does not compile: {reason}"}
+            )
 
 
 if __name__ == "__main__":
@@ -178,4 +180,4 @@ if __name__ == "__main__":
     parser.add_argument("--only", default="")
     parser.add_argument("--calls", action="store_true", help="of all cases, at toy size")
     args = parser.parse_args()
-    child(args.peer, args.only, args.path, calls if args.calls else counts)
+    count_to_file(args.peer, args.only, args.path, calls if args.calls else counts)

@@ -55,10 +55,10 @@ def measure(
             except Exception as error:  # a peer can fail in any way; the others go on
                 yield {"case": case.name, "peer": peer, "reason": provenance.reason_of(error)}
             else:
-                yield row(case, peer, timing, stopwatch.copy_bandwidth)
+                yield row_of(case, peer, timing, stopwatch.copy_bandwidth)
 
 
-def row(case: Case, peer: str, timing: Timing, copy_bandwidth: float) -> Row:
+def row_of(case: Case, peer: str, timing: Timing, copy_bandwidth: float) -> Row:
     """Return what one peer did on one case.
 
     Rates count the bytes that have to move, not those that the peer moves.
@@ -113,7 +113,7 @@ class Plan(NamedTuple):
         return ["--quick"] * self.quick + ["--toy"] * self.toy
 
 
-def child(process: str, plan: Plan, seconds: float, path: Path) -> None:
+def measure_to_file(process: str, plan: Plan, seconds: float, path: Path) -> None:
     """Measure in this process, and append a line for each row: it survives a crash.
 
     The seconds are for the rows: they begin when everything is imported, and a copy was timed.
@@ -137,7 +137,7 @@ def rows_by_process(plan: Plan) -> dict[str, int]:
     return {process: rows for process, rows in counts.items() if rows}
 
 
-def run(minutes: float, plan: Plan) -> tuple[list[Row], list[Row]]:
+def run_processes(minutes: float, plan: Plan) -> tuple[list[Row], list[Row]]:
     """Rows, and what was not measured.
 
     A process gets its part of what is left by its number of rows; what one does not need is there
@@ -155,7 +155,7 @@ def run(minutes: float, plan: Plan) -> tuple[list[Row], list[Row]]:
                 absent.append({"peer": process, "reason": "out of time"})
                 continue
             path = Path(folder) / f"{process}.jsonl"
-            stopped = _stopped_early(process, plan, seconds, path)
+            stopped = _run_process(process, plan, seconds, path)
             found += map(json.loads, path.read_text().splitlines()) if path.exists() else []
             if stopped:
                 reason = f"its process ended early: {stopped}"
@@ -163,7 +163,7 @@ def run(minutes: float, plan: Plan) -> tuple[list[Row], list[Row]]:
     return [f for f in found if "us" in f], absent + [f for f in found if "us" not in f]
 
 
-def _stopped_early(process: str, plan: Plan, seconds: float, path: Path) -> str | None:
+def _run_process(process: str, plan: Plan, seconds: float, path: Path) -> str | None:
     """Measure in a process of its own; return why that ended before it was done, or None."""
     command = [sys.executable, __file__, "--process", process, "--seconds", str(seconds)]
     command += ["--lines", str(path), *plan.options()]
@@ -192,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     plan = Plan(args.quick, args.toy)
     if args.process:
-        child(args.process, plan, args.seconds, args.lines)
+        measure_to_file(args.process, plan, args.seconds, args.lines)
         return 0
     if plan.toy and args.folder is None:
         parser.error("expected --folder with --toy: bench/results/ is for measurements")
@@ -202,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     machine = provenance.machine(plan.device)
     start = time.time()
-    rows, absent = run(args.minutes or (QUICK_MINUTES if plan.quick else MINUTES), plan)
+    rows, absent = run_processes(args.minutes or (QUICK_MINUTES if plan.quick else MINUTES), plan)
     stem = provenance.slug(f"{machine['device']}-torch{machine['torch']}-triton{machine['triton']}")
     path = (args.folder or RESULTS) / f"{stem}{'-quick' if plan.quick else ''}.json"
     head = {

@@ -24,7 +24,7 @@ PINNED = "torch", "triton", "liger-kernel", "flag-gems", "torch-optimi"
 Row = dict[str, Any]
 
 
-def run(only: str) -> Row:
+def count_peers(only: str) -> Row:
     """Count what every peer does whose package is here.
 
     Returns:
@@ -64,7 +64,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def shown(found: Row) -> Iterator[str]:
+def lines_of(found: Row) -> Iterator[str]:
     for row in found["rows"]:
         low, estimate, high = row["roofline"]["H100"]
         yield (
@@ -85,7 +85,7 @@ def shown(found: Row) -> Iterator[str]:
 
 
 def main(only: str, as_json: bool, snapshot: bool) -> int:
-    found = run(only)
+    found = count_peers(only)
     if snapshot:
         # without what each launch did: that is for ``--json``
         rows = [
@@ -96,5 +96,5 @@ def main(only: str, as_json: bool, snapshot: bool) -> int:
         for kind in ("rows", "errors", "not_counted"):
             print(*map(json.dumps, found[kind]), sep="\n")
     else:
-        print(*shown(found), sep="\n")
+        print(*lines_of(found), sep="\n")
     return 0 if found["rows"] else 1

@@ -74,7 +74,7 @@ def rows(bench: SimpleNamespace) -> list[dict[str, Any]]:
         for peer in case.peers:
             us = 100.0 if not peer.startswith("tritonamp") else 200.0 if case.name == lost else 50.0
             timing = bench.timing.Timing(us, 7.0, 1 << 20, "events", 10)
-            made.append(bench.run.row(case, peer, timing, 3e12))
+            made.append(bench.run.row_of(case, peer, timing, 3e12))
     return bench.run.with_ratios(made, MACHINE)
 
 
@@ -247,9 +247,9 @@ def test_processes_share_the_time_by_their_rows(
         now[0] += bench.run.START + (seconds if process != "tritonamp" else 0.0)
 
     monkeypatch.setattr(bench.run, "rows_by_process", lambda plan: dict(rows))
-    monkeypatch.setattr(bench.run, "_stopped_early", measures)
+    monkeypatch.setattr(bench.run, "_run_process", measures)
     monkeypatch.setattr(bench.run.time, "time", lambda: now[0])
-    bench.run.run(10, bench.run.Plan())
+    bench.run.run_processes(10, bench.run.Plan())
     whole = 600 - bench.run.RESERVE - 3 * bench.run.START
     assert shares == pytest.approx(
         {"tritonamp": whole * 0.3, "torch": whole * 60 / 70, "compile": whole * 10 / 70}
@@ -279,7 +279,7 @@ def test_imports_do_not_count(
     monkeypatch.setattr(bench.run.Plan, "stopwatch", slow_start)
     monkeypatch.setattr(bench.run.Plan, "cases", lambda plan: [case])
     monkeypatch.setattr(bench.run.time, "time", lambda: now[0])
-    bench.run.child("torch", bench.run.Plan(), 5.0, tmp_path / "rows.jsonl")
+    bench.run.measure_to_file("torch", bench.run.Plan(), 5.0, tmp_path / "rows.jsonl")
     assert "us" in json.loads((tmp_path / "rows.jsonl").read_text())
 
 
