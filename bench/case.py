@@ -1,4 +1,4 @@
-"""One row of the comparison: what is measured, and who does it."""
+"""One row of the comparison: a piece of work, and the peers that do it."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,16 +8,17 @@ from timing import Work
 
 
 class Case(NamedTuple):
-    """One thing that several peers do.
+    """One piece of work that several peers do.
 
     Attributes:
-        group: of the tables. ``name``: unique.
+        group: of the tables.
+        name: unique.
+        dtype, shape: for people.
         elements: of the input; parameters of a step, examples of a training step.
-        bytes: the least for each element that has to move, None where that is not what it is about.
+        bytes: the least that have to move for each element; None: memory is not what limits it.
         peers: name to maker of the work on a device.
-        path_bytes: for each element, what a peer's way through memory is known to take
-            (kernels.md).
-        quick: part of ``--quick``.
+        path_bytes: by peer the bytes that it moves for each element, if they are known.
+        quick: part of ``--quick``, and of the tables of the pages.
         graph: too small to be timed by events; calls can be captured.
         operations: the kernels' operations that it measures, by name.
     """

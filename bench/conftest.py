@@ -1,4 +1,4 @@
-"""What the benchmarks share: a device, the stopwatch, and pytest-benchmark set up for it.
+"""A test for each case and peer, on the device, by pytest-benchmark.
 
 pytest bench                              # on a GPU at real size; without one every case at
                                           # toy size, which measures nothing
@@ -61,7 +61,7 @@ def stopwatch() -> Stopwatch:
 
 @pytest.fixture
 def compare(benchmark, stopwatch: Stopwatch) -> Callable[[Case, str], None]:
-    """Run a peer's work on a case; the table shows peers of one case side by side."""
+    """Return a function that runs a peer's work; the table has peers of a case side by side."""
 
     def run(case: Case, peer: str) -> None:
         what = missing(peer)

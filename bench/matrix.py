@@ -1,4 +1,4 @@
-"""Everything that is measured, for ``run.py`` and the pytest files."""
+"""All cases, for ``run.py`` and ``test_cases.py``."""
 
 import group_norm_ops
 import loss_ops

@@ -1,4 +1,4 @@
-"""Who is compared, where it comes from, and which of them can share a process."""
+"""The peers: where each comes from, and which of them can share a process."""
 
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -9,9 +9,9 @@ class Peer(NamedTuple):
 
     Attributes:
         process: peers of one name are measured in one process; some packages patch torch for
-            everybody in it.
-        module: that must be importable, None: torch is enough.
-        package: what to install for it.
+            everybody in theirs.
+        module: must be importable; None: torch is enough.
+        package: for pip.
     """
 
     process: str
@@ -41,11 +41,14 @@ PEERS = {
     "bitsandbytes": Peer("bitsandbytes", "bitsandbytes", "bitsandbytes"),
     "torchao": Peer("torchao", "torchao", "torchao"),
 }
-"""In the order of tables. "eager": torch as it is; "autocast": torch under stock
-``torch.autocast``, the result cast back to half where a half matmul would take it; "half pipeline":
-what a half model with FP32 masters takes in stock torch; "torch.amp": autocast, GradScaler and the
-fused optimizer on an FP32 model; "linear loss": of the last layer, of whose logits a part exists at
-a time; "compile": ``torch.compile`` of "eager" or "torch.amp".
+"""In the order of tables.
+
+- "eager": torch as it is.
+- "autocast": under stock ``torch.autocast``, results cast to half if a half matmul would take them.
+- "compile": ``torch.compile`` of "eager" or "torch.amp".
+- "torch.amp": autocast, GradScaler and the fused optimizer on an FP32 model.
+- "half pipeline": the step of a half model with FP32 masters in stock torch.
+- "linear loss": the loss is computed from the last layer's inputs, a part of the logits at a time.
 """
 
 

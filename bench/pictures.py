@@ -9,12 +9,11 @@ from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 SOFTMAX = "softmax forward", "softmax backward"
-STEPS = "full step"
-TRAINING = "training step"
+STEPS, TRAINING = "full step", "training step"  # groups that the page has every row of
 
 
 def names(stem: str, rows: list[Row]) -> dict[str, str]:
-    """By title, file names of the pictures that there are rows for."""
+    """Return by title the file names of the pictures that there are rows for."""
     return {
         title: f"{stem}-{name}.png"
         for name, (title, has, _) in PICTURES.items()

@@ -22,6 +22,7 @@ import peer_tables
 import pictures
 from markdown import multiple, paragraph, table
 from peers import PEERS
+from pictures import STEPS, TRAINING
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -36,7 +37,6 @@ NOT_MEASURED = """Not measured yet. On a machine with an NVIDIA GPU, in ten minu
 pip install -e ".[bench]" && python bench/run.py && python bench/report.py --write
 ```"""
 SLOWER_SHOWN = 20
-STEP, TRAINING = "full step", "training step"  # groups that the page has every row of
 
 Record = dict[str, Any]
 Row = dict[str, Any]
@@ -64,11 +64,11 @@ def speed(records: dict[str, Record], link: str) -> str:
         records: what was measured, by file.
         link: folder of the pictures, as the page has to name it.
     """
-    parts = [_one(stem, record, link) for stem, record in records.items()]
+    parts = [_of_gpu(stem, record, link) for stem, record in records.items()]
     return "\n\n".join(parts) if parts else NOT_MEASURED
 
 
-def _one(stem: str, record: Record, link: str) -> str:
+def _of_gpu(stem: str, record: Record, link: str) -> str:
     rows = record["rows"]
     bandwidths = sorted({row["copy_gb_per_s"] for row in rows})
     head = (
@@ -78,22 +78,19 @@ def _one(stem: str, record: Record, link: str) -> str:
         f"every row is in [{stem}.json]({link}/{stem}.json). Ratios: "
         "how many times longer the peer takes; **bold**: we lose."
     )
-    shown = [f"![{name}]({link}/{file})" for name, file in pictures.names(stem, rows).items()]
-    lines = [
-        row
-        for row in rows
-        if is_ours(row["peer"]) and row["quick"] and row["group"] not in (STEP, TRAINING)
-    ]
-    steps = [row for row in rows if is_ours(row["peer"]) and row["group"] == STEP]
+    ours = [row for row in rows if is_ours(row["peer"])]
+    lines = [row for row in ours if row["quick"] and row["group"] not in (STEPS, TRAINING)]
+    steps = [row for row in ours if row["group"] == STEPS]
     models = [row for row in rows if row["group"] == TRAINING]
-    tables = [
-        make(own)
-        for make, own in ((our_table, lines), (our_table, steps), (training_table, models))
-        if own
-    ]
-    return "\n\n".join(
-        [paragraph(head), *shown, *tables, slower(rows), paragraph(absent(record["not_measured"]))]
-    )
+    parts = [paragraph(head), *_pictures(stem, record, link)]
+    parts += [our_table(own) for own in (lines, steps) if own]
+    parts += [training_table(models)] if models else []
+    return "\n\n".join([*parts, slower(rows), paragraph(absent(record["not_measured"]))])
+
+
+def _pictures(stem: str, record: Record, link: str) -> list[str]:
+    found = pictures.names(stem, record["rows"])
+    return [f"![{title}]({link}/{file})" for title, file in found.items()]
 
 
 def summary(records: dict[str, Record], link: str) -> str:
@@ -116,11 +113,8 @@ def summary(records: dict[str, Record], link: str) -> str:
         beside = ", ".join(f"{peer} {multiple(row['ratio'][peer])}" for peer in peers)
         time = f"{_number(row['us'])} us" if row["us"] < 1e4 else f"{_number(row['us'] / 1e3)} ms"
         rows.append((row["case"], time, _number(row["fraction_of_copy"], 2), beside))
-    pictured = [
-        f"![{name}]({link}/{file})" for name, file in pictures.names(stem, record["rows"]).items()
-    ]
     drawn = table(("what", "time", "of copy bandwidth", "beside"), rows)
-    return "\n\n".join([paragraph(head), drawn, *pictured[:1]])
+    return "\n\n".join([paragraph(head), drawn, *_pictures(stem, record, link)[:1]])
 
 
 def our_table(rows: list[Row]) -> str:
@@ -142,7 +136,7 @@ def our_table(rows: list[Row]) -> str:
 
 
 def training_table(rows: list[Row]) -> str:
-    """Every mode of every model, with what torch.amp takes as a ratio."""
+    """Return every mode of every model, with the time of torch.amp as a ratio."""
     lines = [
         (
             row["case"],

@@ -1,10 +1,11 @@
-"""The one way in which things are timed here.
+"""The clock of all rows: device time of a call.
 
-On a GPU: random data; caches flushed by reading four times the L2 before each sample (reading
-leaves no dirty lines behind that the measured call would have to write back); device events around
-one call, or for calls so small that their launch would be measured a CUDA graph of calls on rotated
-inputs; warm-up; the median. The copy bandwidth is measured in the same process. On a CPU: a clock
-and the median, to keep the code alive; it measures nothing of interest.
+On a GPU: random data, warm-up, device events around one call, the median. Before each sample four
+times the L2 is read, which flushes it; writing would leave dirty lines that the measured call has
+to write back. Calls so small that events would measure their launch are captured in a CUDA graph,
+on inputs by turns. The copy bandwidth is measured in the same process. On a CPU: a clock and the
+median, to keep the code alive; the numbers mean nothing. Host time has a clock of its own, which
+needs no GPU: ``host_stubs.least_us``.
 """
 
 import gc
@@ -23,11 +24,11 @@ WARM_UP = 3
 
 
 class Work(NamedTuple):
-    """Something to measure.
+    """A call to measure.
 
     Attributes:
         calls: the same call on different inputs, used in turn.
-        close: puts back what making it changed.
+        close: undoes the changes that making the work took, as FlagGems' patches.
     """
 
     calls: Sequence[Callable[[], Any]]
@@ -41,8 +42,8 @@ class Timing(NamedTuple):
         us: of the device, the median.
         host_us: median until the call returns while the device has nothing else to do; None on a
             CPU.
-        peak_bytes: most that was allocated, inputs included; None on a CPU, and for a graph of many
-            inputs.
+        peak_bytes: most that was allocated, inputs included; None on a CPU, and for a graph, whose
+            many inputs would count.
         clock: "events", "graph" or "host".
     """
 
@@ -71,7 +72,7 @@ class Stopwatch:
         self._flushed = source[: L2_TIMES * _l2_bytes(device)].view(torch.int32)
         self.copy_bandwidth = 2e6 * copy_bytes / self._time([lambda: target.copy_(source)])[0]
         if device.type == "cuda":
-            self._flushed = self._flushed.clone()
+            self._flushed = self._flushed.clone()  # lets go of the large source
 
     def measure(self, make: Callable[[], Work], graph: bool = False) -> Timing:
         """Time the calls of ``make()``.
