@@ -39,11 +39,11 @@ class Build(NamedTuple):
     """One launch of a shipped call, for one architecture.
 
     Attributes:
-        call, kernel: names; the kernel's with a number where the call launches it again.
+        call, kernel: names; the kernel's with a number if the call launches it again.
         function: where the kernel is found, module and name.
         signature, constants: by the names of the kernel's parameters.
         warps: of 32 threads.
-        n: length of a line, 0 where the kernel knows none.
+        n: length of a line; 0: the kernel has no such argument.
         max_registers, max_instructions, exp2, max_shared: see ``Shipped``; exp2 is for all launches
             of the call.
     """
@@ -97,7 +97,7 @@ class Build(NamedTuple):
 
     @property
     def moves_tensors(self) -> bool:
-        """Whether memory bandwidth is what it is about; else it handles a few numbers."""
+        """Whether memory bandwidth limits it; else it handles a few numbers."""
         return "ALIGN" in self.constants or "VEC" in self.constants
 
     @property
@@ -111,7 +111,7 @@ class Build(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Whether what it moves starts at multiples of vectors."""
+        """Whether its lines start at multiples of vectors."""
         return self.widest >= 4
 
     @property
@@ -134,7 +134,7 @@ def all_builds(ops: list[str] | None, archs: list[Arch], only: str) -> Iterator[
     small = set()
     modules = sorted(module.name for module in pkgutil.iter_modules(tritonamp.kernels.__path__))
     asked = [name for name in modules if not ops or name in ops]
-    for name in modules:
+    for name in modules:  # also those before: the first call with a small kernel may be theirs
         if name > max(asked, default=""):
             return
         module = importlib.import_module(f"tritonamp.kernels.{name}")
@@ -157,6 +157,7 @@ class Call(NamedTuple):
 
 
 def module_launches(module: Any, arch: Arch, only: str = "") -> Iterator[tuple[Build, Call]]:
+    """Yield what the shipped calls of a module launch, of those whose name ``only`` finds."""
     for case in module.shipped() if hasattr(module, "shipped") else ():
         if not re.search(only, case.name):
             continue
@@ -164,41 +165,50 @@ def module_launches(module: Any, arch: Arch, only: str = "") -> Iterator[tuple[B
             case.function(*case.args)
         times: Counter[str] = Counter()
         for launch, tensors in launches:
-            kernel, sizes, constants = launch.kernel, launch.sizes, launch.constants
-            if (isinstance(arch, int) and arch < FIRST_BF16) and (
-                tl.bfloat16 in constants or any(t.dtype is torch.bfloat16 for t in tensors)
-            ):
-                continue  # refused there
-            times[kernel.__name__] += 1
-            pointers = ["*" + TYPES[tensor.dtype] for tensor in tensors]
-            numbers = [
-                "fp32" if isinstance(size, float) else "i64" if size >= 1 << 31 else "i32"
-                for size in sizes
-            ]
-            kinds = pointers + numbers + ["constexpr"] * len(constants)
-            given = dict(zip(kernel.arg_names, (*tensors, *sizes, *constants), strict=True))
-            build = Build(
-                arch,
-                case.name,
-                kernel.__name__
-                + (f" {times[kernel.__name__]}" if times[kernel.__name__] > 1 else ""),
-                (kernel.fn.__module__, kernel.__name__),
-                dict(zip(kernel.arg_names, kinds, strict=True)),
-                {name: given[name] for name in kernel.arg_names[len(tensors) + len(sizes) :]},
-                given.get("n", 0),
-                launch.num_warps,
-                launch.maxnreg,
-                case.max_registers,
-                case.max_instructions,
-                case.exp2,
-                case.max_shared,
-            )
-            yield build, Call(launch.grid, tensors, sizes)
+            if not _is_refused(launch, tensors, arch):
+                times[launch.kernel.__name__] += 1
+                number = times[launch.kernel.__name__]
+                build = _build_of(arch, case, launch, tensors, number)
+                yield build, Call(launch.grid, tensors, launch.sizes)
+
+
+def _is_refused(launch: Launch, tensors: tuple[Tensor, ...], arch: Arch) -> bool:
+    """Tell whether a call raises on that architecture, before it launches anything."""
+    halves = tl.bfloat16 in launch.constants or any(t.dtype is torch.bfloat16 for t in tensors)
+    return halves and isinstance(arch, int) and arch < FIRST_BF16
+
+
+def _build_of(
+    arch: Arch, case: Any, launch: Launch, tensors: tuple[Tensor, ...], number: int
+) -> Build:
+    """Return the build of a call's ``number``-th launch of a kernel."""
+    kernel, sizes = launch.kernel, launch.sizes
+    pointers = ["*" + TYPES[tensor.dtype] for tensor in tensors]
+    numbers = [
+        "fp32" if isinstance(size, float) else "i64" if size >= 1 << 31 else "i32" for size in sizes
+    ]
+    kinds = pointers + numbers + ["constexpr"] * len(launch.constants)
+    given = dict(zip(kernel.arg_names, (*tensors, *sizes, *launch.constants), strict=True))
+    return Build(
+        arch=arch,
+        call=case.name,
+        kernel=f"{kernel.__name__} {number}" if number > 1 else kernel.__name__,
+        function=(kernel.fn.__module__, kernel.__name__),
+        signature=dict(zip(kernel.arg_names, kinds, strict=True)),
+        constants={name: given[name] for name in kernel.arg_names[len(pointers + numbers) :]},
+        n=given.get("n", 0),
+        warps=launch.num_warps,
+        maxnreg=launch.maxnreg,
+        max_registers=case.max_registers,
+        max_instructions=case.max_instructions,
+        exp2=case.exp2,
+        max_shared=case.max_shared,
+    )
 
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[tuple[Launch, tuple[Tensor, ...]]]]:
-    """Yield a list of the launches inside of the block, none of which runs, and their tensors."""
+    """Yield a list of the launches in the block, with their tensors; no launch runs."""
     launches: list[tuple[Launch, tuple[Tensor, ...]]] = []
 
     def record(launch: Launch, *given: Tensor) -> None:

@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if args.json:
-        print(json.dumps(host_ratios.measure(args.repeats), indent=2))
+        print(json.dumps(host_ratios.measure_all(args.repeats), indent=2))
         return 0
     print("{device}, torch {torch}, commit {commit}".format(**provenance.machine(CPU)))
     for name, number in measure(args.repeats).items():

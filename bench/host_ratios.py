@@ -58,7 +58,7 @@ def of_465_tensors() -> nn.Module:
     return nn.ModuleList([*steps.tiny(464).children(), nn.Linear(16, 16, bias=False)])
 
 
-def whole_step(build: steps.Build, apart: bool, repeats: int) -> dict[str, float]:
+def measure_step(build: steps.Build, apart: bool, repeats: int) -> dict[str, float]:
     """Return our O2 step beside torch.amp's; ``apart``: see ``groups``."""
     params = steps.parameters(build, CPU, torch.float32)
     theirs = steps.FUSED_ADAMW(groups(params, apart))
@@ -70,20 +70,20 @@ def whole_step(build: steps.Build, apart: bool, repeats: int) -> dict[str, float
         ours = our_step(build(), apart)
         ours_us = least_us(ours.calls[0], repeats, 1)
         ours.close()
-    return beside(ours_us, theirs_us)
+    return ratio_to(ours_us, theirs_us)
 
 
-def forward(level: str, repeats: int) -> dict[str, float]:
+def measure_forward(level: str, repeats: int) -> dict[str, float]:
     """Return a forward of an empty module with gradients, enabled beside plain."""
     x = torch.zeros(2, 2, requires_grad=True)
     enabled, plain = Nothing(), Nothing()
     optimizer = torch.optim.SGD(enabled.parameters(), lr=0.1)
     with tritonamp.enable(enabled, optimizer, level=level):
         ours_us = least_us(lambda: enabled(x), repeats, 20)
-    return beside(ours_us, least_us(lambda: plain(x), repeats, 20))
+    return ratio_to(ours_us, least_us(lambda: plain(x), repeats, 20))
 
 
-def overrides(repeats: int) -> dict[str, dict[str, float]]:
+def measure_overrides(repeats: int) -> dict[str, dict[str, float]]:
     """Return overridden ops with autograd, each beside an empty Function."""
     x = torch.randn(256, 1024).half().requires_grad_()
     weight, bias = torch.ones(1024, requires_grad=True), torch.zeros(1024, requires_grad=True)
@@ -95,11 +95,11 @@ def overrides(repeats: int) -> dict[str, dict[str, float]]:
     empty, found = lambda: Empty.apply(x), {}
     with stub_launches(), tritonamp.enable(nn.Linear(2, 2), level="O1") as amp, amp.autocast():
         for name, call in calls.items():
-            found[f"{name}_autograd"] = beside(*least_us_of([call, empty], repeats, 20))
+            found[f"{name}_autograd"] = ratio_to(*least_us_of([call, empty], repeats, 20))
     return found
 
 
-def enable(repeats: int) -> dict[str, float]:
+def measure_enable(repeats: int) -> dict[str, float]:
     """Return ``enable`` of 3000 tensors beside ``copy.deepcopy`` of their model."""
     model, times = steps.tiny(3000), []
     for _ in range(max(repeats // 20, 1)):
@@ -108,20 +108,20 @@ def enable(repeats: int) -> dict[str, float]:
         times.append(time.perf_counter() - start)
         amp.disable()
     copying_us = least_us(lambda: copy.deepcopy(model), max(repeats // 20, 1), 1)
-    return beside(1e6 * min(times), copying_us)
+    return ratio_to(1e6 * min(times), copying_us)
 
 
-def beside(ours_us: float, theirs_us: float) -> dict[str, float]:
+def ratio_to(ours_us: float, theirs_us: float) -> dict[str, float]:
     return {"us": ours_us, "ratio": ours_us / theirs_us}
 
 
-def measure(repeats: int) -> dict[str, dict[str, float]]:
+def measure_all(repeats: int) -> dict[str, dict[str, float]]:
     """Return microseconds, and ratios to torch's own, by name."""
     return {
-        "step_148": whole_step(steps.SETS["148 small"][1], False, repeats),
-        "step_465_groups": whole_step(of_465_tensors, True, repeats),
-        "forward_empty_O1": forward("O1", repeats),
-        "forward_empty": forward("O2", repeats),
-        **overrides(repeats),
-        "enable_3000": enable(repeats),
+        "step_148": measure_step(steps.SETS["148 small"][1], False, repeats),
+        "step_465_groups": measure_step(of_465_tensors, True, repeats),
+        "forward_empty_O1": measure_forward("O1", repeats),
+        "forward_empty": measure_forward("O2", repeats),
+        **measure_overrides(repeats),
+        "enable_3000": measure_enable(repeats),
     }

@@ -1,4 +1,4 @@
-"""Stubs in the place of kernels, and the clock: what is left is what the host pays."""
+"""Stubs in the place of kernels, and a clock: the time that is left is the host's."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def stub_launches() -> Iterator[list[int]]:
-    """Take kernels for CPU tensors, run none; yield a list whose one number counts launches."""
+    """Choose kernels for CPU tensors, and run none; yield a list of one number, the launches."""
     count = [0]
 
     def count_launch(*args: Any, stream: int) -> None:
@@ -60,7 +60,7 @@ def least_us_of(
     inner: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Return the least of each call, taken in turn: what slows the machine down slows them all."""
+    """Return the least time of each call; they run in turn, so that a slow machine slows all."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
         for call, taken in zip(calls, times, strict=True):

@@ -135,8 +135,8 @@ def without_gpu(arch: int, processors: int = 132) -> Iterator[None]:
     }
     workers = dict(itertools.islice(answers.items(), 2))
     with contextlib.ExitStack() as stack:
-        for owner, known in ((CudaInterface, answers), (CudaInterface.Worker, workers)):
-            for name, answer in known.items():
+        for owner, methods in ((CudaInterface, answers), (CudaInterface.Worker, workers)):
+            for name, answer in methods.items():
                 stack.enter_context(mock.patch.object(owner, name, _returning(answer)))
         for owner, name, value in (
             (torch, "compile", compile_),
@@ -149,7 +149,7 @@ def without_gpu(arch: int, processors: int = 132) -> Iterator[None]:
             (GUARDS, "_reinterpret_tensor", _reinterpret),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        # what a gradient is asked that is of another class than the one traced
+        # a backward calls it on gradients of another class than the traced ones
         same = mock.patch.object(
             CudaTensor, "__coerce_same_metadata_as_tangent__", _itself, create=True
         )

@@ -80,7 +80,7 @@ def compiled(function: Forward, device: torch.device) -> Forward:
 
 
 def leaves(inputs: Inputs) -> Inputs:
-    """Have the inputs, which nothing has computed, take gradients where they can."""
+    """Have the floating inputs require gradients, in place."""
     return [x if x is None else x.requires_grad_(x.is_floating_point()) for x in inputs]
 
 
@@ -89,7 +89,7 @@ def wanted(inputs: Inputs) -> list[Tensor]:
 
 
 def results_of(forward: Forward, inputs: Inputs) -> list[Tensor]:
-    """Return what a forward computes; a loss in FP32, since half does not hold a scaled one."""
+    """Return the results of a forward; a loss in FP32, since half does not hold a scaled one."""
     found = forward(*inputs)
     results = found if isinstance(found, tuple | list) else [found]
     return [y.float() if y.dim() == 0 else y for y in results]
@@ -162,7 +162,7 @@ def both_directions(
     """Return the cases of a forward and of a backward.
 
     Args:
-        op: what is computed.
+        op: the operation.
         dtype: of activations.
         shape: by which the cases are named.
         toy: the shape that is used in its place.

@@ -62,7 +62,7 @@ def _elements(question: Question, host: list[Any]) -> int:
 
 
 def adam(peer: str, machine: Machine) -> Iterator[Row]:
-    """Count a step of AdamW; by all programs, since tables say what is whose."""
+    """Count a step of AdamW by all programs: those of a list of tensors differ."""
     machine.emulator.options = COUNTING_ALL
     work = steps.stepping(*steps.ADAMWS[peer], _parameters, CUDA)
     work.calls[0]()  # state is there from then on

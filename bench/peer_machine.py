@@ -1,4 +1,8 @@
-"""The GPU in software with everybody's kernels on it, and what is counted of torch's own."""
+"""The GPU in software, which runs and counts everybody's kernels, and counts torch's own.
+
+Torch's own kernels do not run there: an operation of theirs is computed on the CPU, and counts as
+one launch that moves each operand once.
+"""
 
 import contextlib
 import os
@@ -43,7 +47,7 @@ class Machine:
         emulator: of kernels; its options say whether all programs run, and what is counted.
         own: torch's own kernels, and the bytes of their operands.
         gems: by name of an operation, what FlagGems has in its place.
-        refused: of these, those that Triton does not compile, and why.
+        refused: the operations of ``gems`` that Triton does not compile, and why.
     """
 
     emulator: Emulator
@@ -82,8 +86,8 @@ class Machine:
         name = func._schema.name.removeprefix("aten::")
         key = f"{name}.{func._schema.overload_name}".rstrip(".")
         random = torch.Tag.nondeterministic_seeded in func.tags  # its state is a real GPU's
-        known = key in self.gems and key not in self.refused
-        if known and not random and _on_gpu(args, kwargs):
+        replaced = key in self.gems and key not in self.refused
+        if replaced and not random and _on_gpu(args, kwargs):
             try:
                 with tensors.FakeCudaMode():
                     return self.gems[key](*args, **kwargs)
@@ -119,7 +123,7 @@ def _operands(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int 
 
 @contextlib.contextmanager
 def of_peer(peer: str, machine: Machine) -> Iterator[None]:
-    """Do inside what a GPU, or its dispatcher, would do for a peer."""
+    """Have a peer's own kernels run in the block, as on a GPU they would by themselves."""
     with contextlib.ExitStack() as stack:
         if peer == "compile":
             from inductor import without_gpu
@@ -140,7 +144,7 @@ def of_peer(peer: str, machine: Machine) -> Iterator[None]:
         if peer == "optimi":
             import optimi.utils
 
-            known = [*optimi.utils._foreach_supported_types, tensors.CudaTensor]
             name = "_foreach_supported_types"  # of tensors that are on a GPU
-            stack.enter_context(mock.patch.object(optimi.utils, name, known))
+            types = [*getattr(optimi.utils, name), tensors.CudaTensor]
+            stack.enter_context(mock.patch.object(optimi.utils, name, types))
         yield

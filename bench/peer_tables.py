@@ -14,7 +14,7 @@ OURS, *OTHERS = (name for name in NAMES if name != "optimi")
 ESTIMATED = [name for name in OTHERS if name != "FlagGems"]  # whose grids depend on autotuning
 DIRECTIONS = "forward", "backward", "both", "step"
 NOTHING = "Not counted yet: `python bench/counts.py --peers --snapshot`"
-NEAR = 1.02  # what is nearer than this is as much
+NEAR = 1.02  # a smaller difference is none
 SHORT = (  # of the front page
     "softmax n=4096", "layer_norm n=4096", "rms_norm n=4096", "add_rms_norm n=4096",
     "cross_entropy n=50257",
@@ -26,8 +26,8 @@ def load(path: Path = RESULT) -> Row | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def whole(rows: list[Row]) -> dict[str, dict[str, Row]]:
-    """By case and peer, forward and backward together."""
+def by_case(rows: list[Row]) -> dict[str, dict[str, Row]]:
+    """Return by case and peer the sums of forward and backward."""
     found: dict[str, dict[str, Row]] = {}
     done = Counter((row["case"].rpartition(" ")[0], row["peer"]) for row in rows)
     for row in rows:
@@ -39,20 +39,20 @@ def whole(rows: list[Row]) -> dict[str, dict[str, Row]]:
         for what in ("bytes", "asked", "instructions", "launches"):
             of_peer[what] = of_peer.get(what, 0) + row[what]
         for gpu, ends in row["roofline"].items():
-            known = of_peer["roofline"].get(gpu, (0.0, 0.0, 0.0))
-            of_peer["roofline"][gpu] = tuple(a + b for a, b in zip(known, ends, strict=True))
+            before = of_peer["roofline"].get(gpu, (0.0, 0.0, 0.0))
+            of_peer["roofline"][gpu] = tuple(a + b for a, b in zip(before, ends, strict=True))
     return found
 
 
 def _cell(row: Row | None, ours: Row) -> str:
-    """Bytes and instructions; bold where there are fewer than ours."""
+    """Return bytes and instructions; bold if they are fewer than ours."""
     if row is None:
         return ""
-    told = []
+    texts = []
     for what, digits in (("bytes", 1), ("instructions", 0)):
         text = f"{row[what]:.{digits}f}"
-        told.append(f"**{text}**" if row[what] * NEAR < ours[what] else text)
-    return " / ".join(told)
+        texts.append(f"**{text}**" if row[what] * NEAR < ours[what] else text)
+    return " / ".join(texts)
 
 
 def counts(found: Row) -> str:
@@ -62,7 +62,7 @@ def counts(found: Row) -> str:
         ("forward and backward", *names),
         (
             (case, *(_cell(peers.get(peer), peers[OURS]) for peer in names))
-            for case, peers in whole(found["rows"]).items()
+            for case, peers in by_case(found["rows"]).items()
             if OURS in peers and "AdamW" not in case
         ),
     )
@@ -70,7 +70,7 @@ def counts(found: Row) -> str:
 
 def short(found: Row | None, before: str) -> str:
     """Return what the front page has while no GPU has measured anything, after a sentence."""
-    cases = whole(found["rows"]) if found else {}
+    cases = by_case(found["rows"]) if found else {}
     kept = {case: cases[case] for case in SHORT if OURS in cases.get(case, {})}
     if not kept:
         return before
@@ -87,13 +87,13 @@ def short(found: Row | None, before: str) -> str:
 
 
 def ahead(found: Row) -> str:
-    """Return where a peer has fewer bytes than we, or a lower estimate."""
-    cases = whole(found["rows"])
+    """Return the cases in which a peer has fewer bytes than we, or a lower estimate."""
+    cases = by_case(found["rows"])
     what = {
         "move fewer bytes": lambda row: row["bytes"],
         "are estimated faster on an H100": lambda row: row["roofline"]["H100"][1],
     }
-    told = []
+    texts = []
     for name, of in what.items():
         better = [
             f"{case} {peer} {of(peers[peer]) / of(peers[OURS]):.2f}"
@@ -101,13 +101,13 @@ def ahead(found: Row) -> str:
             for peer in ESTIMATED
             if peer in peers and OURS in peers and of(peers[peer]) * NEAR < of(peers[OURS])
         ]
-        told.append(f"Peers that {name}, in parts of ours: {', '.join(better) or 'none'}.")
-    return "\n\n".join(map(paragraph, told))
+        texts.append(f"Peers that {name}, in parts of ours: {', '.join(better) or 'none'}.")
+    return "\n\n".join(map(paragraph, texts))
 
 
 def estimates(found: Row) -> str:
     """Return estimated times of peers in those of ours, by GPU."""
-    cases = whole(found["rows"])
+    cases = by_case(found["rows"])
     gpus = list(found["rows"][0]["roofline"])
     rows = []
     for case in (*SHORT, *ALSO):
@@ -128,7 +128,7 @@ def _ratio(theirs: Any, ours: Any) -> str:
 
 
 def errors(found: Row) -> str:
-    """Return what is lost of gradients; "rounding": FP64 rounded once to the same dtype."""
+    """Return errors of gradients; "rounding": of FP64 rounded once to the same dtype."""
     whats = "zeroed, rounding", "largest error, rounding"
     head = "gradients", "peer", *(f"at {at}: {what}" for at in ("1", "2^16") for what in whats)
     lines = []
@@ -146,20 +146,20 @@ def errors(found: Row) -> str:
 
 
 def adam(found: Row) -> str:
-    told = [
+    texts = [
         f"{row['peer']} {row['bytes']:.1f} B and {row['launches']} launches"
         for row in found["rows"]
         if row["case"] == "AdamW step"
     ]
-    return f"A step of AdamW, for each parameter: {'; '.join(told)}."
+    return f"A step of AdamW, for each parameter: {'; '.join(texts)}."
 
 
 def absent(found: Row) -> str:
-    told = [
+    texts = [
         f"{row['peer']}{' ' + row['case'] if 'case' in row else ''}: {row['reason']}"
         for row in found["not_counted"]
     ]
-    return paragraph(f"Not counted: {'; '.join(dict.fromkeys(told))}.") if told else ""
+    return paragraph(f"Not counted: {'; '.join(dict.fromkeys(texts))}.") if texts else ""
 
 
 def page(found: Row | None) -> str:

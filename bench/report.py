@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 
 def load(folder: Path) -> dict[str, Record]:
-    """By name of the file, what ``run.py`` wrote; quick runs only where there is no full one."""
+    """Return the records of ``run.py`` by file name; quick ones only if there is no full one."""
     paths = [
         path
         for path in sorted(folder.glob("*.json"))
@@ -152,9 +152,9 @@ def training_table(rows: list[Row]) -> str:
 
 
 def slower(rows: list[Row]) -> str:
-    """Return where a peer takes less time, the worst first.
+    """Return the cases in which a peer takes less time, the worst first.
 
-    The baseline of a training step in FP32 counts too.
+    FP32 counts as a peer of a training step.
     """
     compared = [
         (ratio, row["case"] + row["peer"].removeprefix("tritonamp"), peer)
@@ -188,18 +188,18 @@ def absent(entries: list[Row]) -> str:
 
 
 def training_results(folder: Path, study: str) -> str:
-    """Return what a study of ``convergence.py`` found, for each device."""
+    """Return the tables of a study of ``convergence.py``, one for each device."""
     parts = []
     for path in sorted(folder.glob(f"convergence-{study}-*.json")):
         record = json.loads(path.read_text())
         steps = {run["task"]: run["steps"] for run in record["runs"]}
-        told = " and ".join(f"{number} steps of {task}" for task, number in steps.items())
+        trained = " and ".join(f"{number} steps of {task}" for task, number in steps.items())
         seeds = len({run["seed"] for run in record["runs"]})
         about = (
             f"{f'Mean of {seeds} seeds (lowest to highest)' if seeds > 1 else 'One seed'}. "
             f"Training loss: {record['loss']}; "
             "test score: accuracy in percent (digits), loss (others). "
-            f"{told} in {record['dtype']} on {record['device']}, torch {record['torch']}, "
+            f"{trained} in {record['dtype']} on {record['device']}, torch {record['torch']}, "
             f"commit {record['commit']}, `{record['command']}`; "
             f"every run is in `{path.relative_to(folder.parents[1])}`."
         )
@@ -208,7 +208,7 @@ def training_results(folder: Path, study: str) -> str:
 
 
 def filled(text: str, name: str, body: str) -> str:
-    """``text`` with what is between the marks ``bench:name`` and ``/bench:name`` replaced.
+    """Return ``text`` with ``body`` between the marks ``bench:name`` and ``/bench:name``.
 
     Raises:
         ValueError: the marks are not there.

@@ -74,12 +74,12 @@ def lines_of(found: Row) -> Iterator[str]:
             f"{estimate:.2f} ({low:.2f} to {high:.2f}) ns a thousand, by {row['limit']}"
         )
     for row in found["errors"]:
-        told = "; ".join(
+        errors = "; ".join(
             f"{scale}: {100 * of['zeroed']:.2f} % zeroed, error {of['error']:.1e}"
             for scale, of in row.items()
             if scale.startswith("scale")
         )
-        yield f"{row['case']:44} {row['peer']:13} error {row['forward']:.1e}; {told}"
+        yield f"{row['case']:44} {row['peer']:13} error {row['forward']:.1e}; {errors}"
     for row in found["not_counted"]:
         yield f"{row.get('case', ''):44} {row['peer']:13} not counted: {row['reason']}"
 

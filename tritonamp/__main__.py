@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def until_nobody_reads() -> int:
-    """Run ``main``; quietly end with status 1 where its reader has gone, as ``head`` does."""
+    """Run ``main``; end quietly with status 1 if its output has no reader any more."""
     try:
         status = main()
         sys.stdout.flush()

@@ -28,8 +28,8 @@ class Swapped:
 
     Attributes:
         _belongings: the attributes of an instance that ``install`` sets and ``uninstall`` removes.
-        _set_aside: an attribute of the instance that would hide the generated class's, and the
-            name under which it waits meanwhile; empty where there is none.
+        _set_aside: the name of an instance attribute that would hide one of the generated class,
+            and its name meanwhile; both "" if there is none.
         _kept_by_copies: whether copies are of the generated class, too; else they are of the plain
             one, as pickles are.
     """

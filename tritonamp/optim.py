@@ -74,7 +74,7 @@ class _Fused:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step once.
 
-        Reads the attributes ``grad_scale`` (the loss scale) and ``found_inf`` where a scaler set
+        Reads the attributes ``grad_scale`` (the loss scale) and ``found_inf`` if a scaler has set
         them.
 
         Args:
@@ -125,7 +125,7 @@ class _Fused:
             self._shown_gradients.widen(p for group in self.param_groups for p in group["params"])
 
     def _narrow_gradients(self) -> None:
-        """Make those gradients half again; ``GradScaler`` calls it where there is no step."""
+        """Make those gradients half again; ``GradScaler`` calls it if there is no step."""
         self._shown_gradients.round_back()
 
     def _as_dense(self, grad: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class Policy:
         master_weights: the optimizer steps on FP32 copies of the half parameters (only with
             ``cast_model`` or ``half_parameters``).
         loss_scale: "dynamic", or a fixed number; 1.0 means no scaling.
-        init_scale: where a dynamic loss scale begins.
+        init_scale: the first value of a dynamic loss scale.
         cast_inputs: True: all FP32 tensors given to the model are cast to ``dtype``. Names of
             ``forward``'s arguments, or positions from 0: only tensors in these are cast. False:
             none is cast. ``dtype`` stands for True, None for False.

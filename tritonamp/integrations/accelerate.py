@@ -39,7 +39,7 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
 
     Args:
         accelerator: in a single process or under DDP or FSDP2. Its ``mixed_precision`` "fp16" or
-            "bf16" is the ``dtype`` where the settings do not say one; the casts are tritonamp's.
+            "bf16" is the default of ``dtype``; the casts are tritonamp's.
         settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: that of
             ``mixed_precision``, else the one that the model was loaded in), ``scaler``, fields of
             ``Policy``...
@@ -64,7 +64,7 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
             "accelerator: expected FSDP2, whose shards can be FP32 masters, got FSDP1: say "
             "FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_version: 2 in its config"
         )
-    # private (accelerate 1.15): what it has prepared; a model's forward runs under its autocast
+    # private (accelerate 1.15): prepared models, whose forward runs under its autocast for good
     if accelerator._optimizers or (accelerator.native_amp and accelerator._models):
         raise ValueError(
             "accelerator: it has prepared a model or an optimizer already: call enable before "

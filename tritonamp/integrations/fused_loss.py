@@ -15,7 +15,7 @@ from tritonamp import functional
 from tritonamp.integrations.unread_logits import LayerCall, UnreadLogits, leaves_logits_unread
 from tritonamp.policy import HALF_DTYPES
 
-# what they compute of logits is cross entropy alone (transformers 5.23)
+# they use logits for cross entropy alone (transformers 5.23)
 _LOSSES = frozenset(
     (loss_utils.ForCausalLMLoss, loss_utils.ForMaskedLMLoss, loss_utils.ForTokenClassification)
 )
@@ -98,7 +98,7 @@ class FusedLoss:
 
 
 def fuse_loss(model: nn.Module) -> None:
-    """Put a ``FusedLoss`` in the place of the model's loss function, where it is one of those.
+    """Put a ``FusedLoss`` in the place of the model's loss function, if that is one of ``_LOSSES``.
 
     Args:
         model: of transformers, or around one, as PEFT's are.

@@ -18,8 +18,8 @@ def enable(trainer: transformers.Trainer, *, fused_loss: bool = True, **settings
     training include ``amp.metrics()``.
 
     Args:
-        trainer: of any subclass. Its ``fp16`` or ``bf16`` is the ``dtype`` where the settings do
-            not say one; the casts are tritonamp's.
+        trainer: of any subclass. Its ``fp16`` or ``bf16`` is the default of ``dtype``; the casts
+            are tritonamp's.
         fused_loss: the model's own loss (causal and masked language models, token classification)
             reads half logits, and makes no FP32 copy of them. With the Trainer's own
             ``compute_loss``, many logits are computed and used a part at a time.

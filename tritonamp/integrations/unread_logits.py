@@ -89,7 +89,7 @@ class UnreadLogits(Tensor):
 
 
 class _Unread(torch.autograd.Function):
-    """``UnreadLogits`` of a call, and its gradients where they were read."""
+    """``UnreadLogits`` of a call, and its gradients if they were read."""
 
     @staticmethod
     def forward(
@@ -125,7 +125,7 @@ class _Unread(torch.autograd.Function):
 
 @contextlib.contextmanager
 def leaves_logits_unread(layer: nn.Linear) -> Iterator[None]:
-    """Have ``layer`` return ``UnreadLogits`` inside the block, where they are half and many.
+    """Have ``layer`` return ``UnreadLogits`` inside the block, if logits are half and many.
 
     Few logits (``LinearHead.chunk_rows``) are computed at once: they take less memory than the
     gradient of the weight, and the backward does not compute them again.

@@ -200,8 +200,8 @@ class Amp:
     def fed_by(self, loss: Tensor) -> list[Optimizer]:
         """Return the optimizers whose parameters a loss was computed from, for ``backward``.
 
-        All of them where the graph of the loss does not say, as under FSDP2. One optimizer costs
-        nothing, several a walk over the graph on the host.
+        All of them if the graph of the loss has none of their parameters, as under FSDP2. With
+        several optimizers the host walks over the graph.
         """
         self._check_enabled("fed_by")
         if len(self._parts.optimizers) < 2:
@@ -360,7 +360,7 @@ class Amp:
     def master_params(self) -> Iterator[Tensor]:
         """Yield the tensors that the optimizers step on, in the order of the groups.
 
-        They are FP32 where the policy has masters.
+        They are FP32 if the policy has masters.
         """
         self._check_enabled("master_params")
         for weights in self._parts.weights.values():

@@ -88,6 +88,7 @@ def enable(
     if level is None:
         level = "O1" if policy is None else policy
     given = as_list(model)
+    # from here to Amp(...) nothing is changed: whatever is refused leaves the model as it was
     models = check_models(given)
     device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
     half = half_parameters(models)
@@ -110,14 +111,14 @@ def enable(
     warn_of_zero_eps(optimizers, resolved)
     logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
     scaler = scaler or scaler_for(resolved, device)
-    with torch.inference_mode(False):  # what is made here will have to train
+    with torch.inference_mode(False):  # else the masters were inference tensors, and not trained
         return Amp(
             Request(models, given, optimizers, resolved, chosen, scaler, device, around_step)
         )
 
 
 def scaler_for(policy: Policy, device: torch.device) -> GradScaler:
-    """Return a new scaler that begins where a policy says."""
+    """Return a new scaler with the loss scale of a policy."""
     if policy.loss_scale == "dynamic":
         return GradScaler(device.type, init_scale=policy.init_scale)
     fixed = float(policy.loss_scale)

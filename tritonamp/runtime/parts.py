@@ -98,7 +98,7 @@ class Parts:
         healing: modules that compute in FP32 since a fault.
         forwards: the last ones, for a replay.
         log: what became of each step.
-        response: what is said and done about a skip.
+        response: reports a skip, and carries out ``on_nonfinite``.
         replays: run batches again.
         pending: the decisions that optimizers wait for.
         stepper: carries them out.
@@ -137,7 +137,7 @@ def build_parts(request: Request, step_state: Resumable) -> Parts:
         step_state: state that a rank takes over from another one beside parameters.
     """
     models, policy, backend = request.models, request.policy, request.backend.requested
-    _check_steps(request)  # what follows changes models and optimizers, and must not raise
+    _check_steps(request)  # before anything is changed
     offloads = policy.offload is not None and len(request.optimizers) > 0
     offload = Offload(request.device) if offloads else None
     fp32_values = Fp32Values(offload)
@@ -216,7 +216,7 @@ def _build_diagnosis(
 
 
 def _check_steps(request: Request) -> None:
-    """Raise ValueError where an optimizer's step cannot keep its state as the policy says."""
+    """Raise ValueError if an optimizer's step cannot keep its state in the policy's format."""
     for optimizer in request.optimizers:
         rule = rule_of(optimizer)
         check_state(state_format(optimizer, request.policy.state), optimizer, rule)
