@@ -12,7 +12,6 @@ layers.
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -199,8 +198,8 @@ def _distance(
 
 def _trained(study: str, quick: bool, jobs: int) -> Iterator[dict[str, Any]]:
     """Train every run of a study; ``quick``: a few steps of one seed."""
-    first, *_ = seeds = STUDIES[study].seeds
-    runs = [run for run in STUDIES[study].runs() if run[2] in ([first] if quick else seeds)]
+    seeds = STUDIES[study].seeds[: 1 if quick else None]
+    runs = [run for run in STUDIES[study].runs() if run[2] in seeds]
     train_one = partial(_trained_run, study, quick)
     if jobs == 1:
         yield from map(train_one, runs)
@@ -224,9 +223,6 @@ def main(arguments: list[str] | None = None) -> int:
         "--quick", action="store_true", help=f"{QUICK_STEPS} steps, one seed; writes nothing"
     )
     parser.add_argument(
-        "--output", type=Path, help="default: bench/results/convergence-<study>-<device>.json"
-    )
-    parser.add_argument(
         "--jobs", type=int, default=1, help="processes; the losses do not depend on it"
     )
     args = parser.parse_args(arguments)
@@ -242,13 +238,13 @@ def main(arguments: list[str] | None = None) -> int:
         )
     print(text(runs))
     if not args.quick:
-        path = args.output or RESULTS / f"convergence-{args.study}-{DEVICE.type}.json"
+        path = RESULTS / f"convergence-{args.study}-{DEVICE.type}.json"
         record |= {
             "seconds": round(time.perf_counter() - start),
             "dtype": " and ".join(STUDIES[args.study].dtypes()),
             "loss": f"mean of the last {LAST} steps",
         }
-        path.write_text(json.dumps(record | {"runs": runs}, indent=1) + "\n")
+        provenance.write_record(path, record | {"runs": runs})
         print(path)
     return 0
 

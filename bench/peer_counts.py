@@ -141,11 +141,7 @@ def counts(peer: str, machine: Machine) -> Iterator[tuple[str, Callable[[], Iter
     for question in questions():
         if peer in question.peers:
             yield question.name, functools.partial(counted, question, peer, machine)
-            yield question.name, functools.partial(_checked, question, peer, machine)
-
-
-def _checked(question: Question, peer: str, machine: Machine) -> list[Row]:
-    return [checked(question, peer, machine)]
+            yield question.name, functools.partial(checked, question, peer, machine)
 
 
 def count_to_file(peer: str, only: str, path: Path, what: Any) -> None:

@@ -1,6 +1,6 @@
 """Errors of what peers compute, against FP64, at two loss scales."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def gradients(results: list[Tensor], scale: float) -> list[Tensor]:
     return found
 
 
-def checked(question: Question, peer: str, machine: Machine) -> Row:
+def checked(question: Question, peer: str, machine: Machine) -> Iterator[Row]:
     """Hold results and gradients of all programs against FP64."""
     host = host_inputs(question, peer, question.checked)
     machine.emulator.options = CHECKING
@@ -66,7 +66,7 @@ def checked(question: Question, peer: str, machine: Machine) -> Row:
             "error_by_rounding": max(map(largest_error, rounded, should)),
         }
     machine.clear()
-    return row
+    yield row
 
 
 def share(found: Sequence[Tensor], test: Callable[[Tensor], Tensor]) -> float:

@@ -98,6 +98,7 @@ def times(kernel: dict[str, Any], gpu: Gpu) -> tuple[float, float, float]:
     """Return seconds by memory, cache and issue; of one launch."""
     warps, programs = kernel["warps"], math.prod(kernel["grid"])
     needs = gpu.arch, warps, kernel["registers"], kernel["shared"]
+    # one program at least: registers are those of sm_90, and may be too many for another GPU
     resident = gpu.processors * max(machine_code.resident_warps(*needs), warps)
     asked = min(resident, warps * programs) * 32 * max(kernel["in_flight"], 4)
     rate = min(gpu.bandwidth, asked / LATENCY)
@@ -128,6 +129,7 @@ def limit(work: Work, gpu: Gpu = GPUS["H100"]) -> str:
     spent = {"memory": sum(work.own) / gpu.bandwidth}
     for kernel in work.kernels:
         memory, cache, issue = times(kernel, gpu)
+        # longer than by bandwidth: too few bytes are asked for in a latency
         waits = memory > 1.01 * kernel["bytes"] / gpu.bandwidth
         named = {"in flight" if waits else "memory": memory, "cache": cache, "issue": issue}
         most = max(named, key=lambda what: named[what])
