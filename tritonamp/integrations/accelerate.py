@@ -103,9 +103,8 @@ class _EnabledAccelerator(Swapped, accelerate.Accelerator):
         result = super().prepare(*args, **kwargs)
         prepared = result if isinstance(result, (tuple, list)) else (result,)  # FSDP2: a list
         optimizers = [o for o in prepared if isinstance(o, AcceleratedOptimizer)]
-        if not optimizers or (
-            self.amp is not None and all(getattr(o, "amp", None) is self.amp for o in optimizers)
-        ):
+        # none, or only optimizers of an earlier call, which Accelerate returns as they are
+        if all(self.amp is not None and getattr(o, "amp", None) is self.amp for o in optimizers):
             return result
         models = [m for m in prepared if isinstance(m, nn.Module)]
         if self.amp is not None or not models:
