@@ -262,10 +262,9 @@ def check_sharding(
         ValueError: FSDP1, parameters that are spread over meshes apart or kept in main memory, a
             policy that cannot be carried out, or a ZeroRedundancyOptimizer of half parameters.
     """
-    # looked up, not imported: nobody has such an object before the module was imported
     if policy.cast_model and policy.master_weights:
         _check_sharded_optimizers(optimizers)
-    fsdp1: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    fsdp1 = _class_if_imported("torch.distributed.fsdp", "FullyShardedDataParallel")
     if any(isinstance(m, fsdp1) for model in models for m in model.modules()):
         raise ValueError(
             "model: FullyShardedDataParallel (FSDP1) flattens the parameters, which leaves nothing "
@@ -306,10 +305,15 @@ def check_gradients(models: Sequence[nn.Module], policy: Policy) -> None:
 
 
 def _check_sharded_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    zero: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", ())
+    zero = _class_if_imported("torch.distributed.optim", "ZeroRedundancyOptimizer")
     if any(isinstance(optimizer, zero) for optimizer in optimizers):
         raise ValueError(
             "optimizer: ZeroRedundancyOptimizer has divided the parameters among the ranks "
             "already, and would go on stepping on the half ones: use O0 or O1, or O2 under FSDP2, "
             "fully_shard(model), which shards its masters"
         )
+
+
+def _class_if_imported(module: str, name: str) -> Any:
+    """Return a class for isinstance, or (): before its module is imported it has no instances."""
+    return getattr(sys.modules.get(module), name, ())

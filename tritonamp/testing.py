@@ -6,7 +6,7 @@ Not imported by tritonamp itself: ``import tritonamp.testing``.
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -214,71 +214,69 @@ class FaultInjector:
     def _register_hooks(self, fault: Fault) -> list[Any]:
         """Register the hooks that let the fault happen, and return their handles."""
         model, optimizer = self._model, self._optimizer
-        if fault.kind == "batch":
-            return [model.register_forward_pre_hook(self._spoil_inputs, with_kwargs=True)]
-        if fault.kind in _IN_STEP:
-            assert optimizer is not None
-            return [optimizer.register_step_pre_hook(lambda *_: self._raise_fault())]
-        if fault.kind in ("gradient", "missing gradient"):
-            param = model.get_parameter(fault.place)
-            return [param.register_post_accumulate_grad_hook(self._spoil_gradient)]
+
+        def raise_fault(*_: Any) -> NoReturn:
+            self._raise_fault(fault)
+
+        def spoil_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return self._spoil_tree(fault, (args, kwargs))
+
+        def spoil_gradient(param: Tensor) -> None:
+            self._spoil_gradient(fault, param)
+
         if fault.kind == "loss":
             return []
+        if fault.kind == "batch":
+            return [model.register_forward_pre_hook(spoil_inputs, with_kwargs=True)]
+        if fault.kind in _IN_STEP:
+            assert optimizer is not None
+            return [optimizer.register_step_pre_hook(raise_fault)]
+        if fault.kind in ("gradient", "missing gradient"):
+            param = model.get_parameter(fault.place)
+            return [param.register_post_accumulate_grad_hook(spoil_gradient)]
         module = model.get_submodule(fault.place)
         if fault.kind == "error in forward":
-            return [module.register_forward_pre_hook(lambda *_: self._raise_fault())]
-        if fault.kind == "overflow":
-            return [
-                module.register_forward_hook(lambda module, args, output: self._spoil_tree(output))
-            ]
-        return [module.register_forward_hook(self._watch_backward)]
+            return [module.register_forward_pre_hook(raise_fault)]
+        change = self._spoil_tree if fault.kind == "overflow" else self._hook_gradient
+        return [module.register_forward_hook(lambda module, args, output: change(fault, output))]
 
-    def _raise_fault(self) -> NoReturn:
+    def _raise_fault(self, fault: Fault) -> NoReturn:
         self._happened = True
-        assert self._due is not None
-        if self._due.kind == "out of memory":
+        if fault.kind == "out of memory":
             raise torch.OutOfMemoryError("injected: out of memory")
-        raise InjectedError(f"injected: {self._due.kind} {self._due.place}".rstrip())
+        raise InjectedError(f"injected: {fault.kind} {fault.place}".rstrip())
 
-    def _spoil_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._spoil_tree((args, kwargs))
-
-    def _spoil_tree(self, tree: Any) -> Any:
+    def _spoil_tree(self, fault: Fault, tree: Any) -> Any:
         """Return ``tree`` with one number of its first floating tensor replaced."""
-        assert self._due is not None
         leaves, spec = tree_flatten(tree)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
-                leaves[i] = leaf + self._zeros_but_one(leaf, self._due.value).to(leaf.dtype)
+                leaves[i] = leaf + self._zeros_but_one(leaf, fault.value).to(leaf.dtype)
                 return tree_unflatten(leaves, spec)
         return tree
 
-    def _spoil_gradient(self, param: Tensor) -> None:
-        assert self._due is not None and param.grad is not None
-        if self._due.kind == "missing gradient":
+    def _spoil_gradient(self, fault: Fault, param: Tensor) -> None:
+        assert param.grad is not None
+        if fault.kind == "missing gradient":
             self._happened = True
             param.grad = None
         elif param.grad.numel():
-            param.grad += self._zeros_but_one(param.grad, self._due.value).to(param.grad.dtype)
+            param.grad += self._zeros_but_one(param.grad, fault.value).to(param.grad.dtype)
 
-    def _watch_backward(self, module: nn.Module, args: Any, output: Any) -> None:
-        assert self._due is not None
-        hook: Callable[[Tensor], Any] = self._make_too_large
-        if self._due.kind == "error in backward":
-            hook = self._fail_in_backward
+    def _hook_gradient(self, fault: Fault, output: Any) -> None:
+        """Have the fault happen at the first tensor of ``output`` that gets a gradient."""
+
+        def spoil(grad: Tensor) -> Tensor:
+            if self._due is not fault:  # a backward after the block
+                return grad
+            if fault.kind == "error in backward":
+                self._raise_fault(fault)
+            return (grad.float() + self._zeros_but_one(grad, _TOO_LARGE)).to(grad.dtype)
+
         for leaf in tree_flatten(output)[0]:
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel():
-                leaf.register_hook(hook)  # goes with this step's graph
+                leaf.register_hook(spoil)  # goes with this step's graph
                 return
-
-    def _fail_in_backward(self, grad: Tensor) -> None:
-        if self._due is not None:  # else a backward after the block
-            self._raise_fault()
-
-    def _make_too_large(self, grad: Tensor) -> Tensor:
-        if self._due is None:
-            return grad
-        return (grad.float() + self._zeros_but_one(grad, _TOO_LARGE)).to(grad.dtype)
 
     def _zeros_but_one(self, tensor: Tensor, value: float) -> Tensor:
         """Return FP32 zeros of the shape of ``tensor``, with one ``value`` among them."""
