@@ -215,10 +215,9 @@ class Adam(_Fused, torch.optim.Adam):
     """``torch.optim.Adam`` for parameters of any floating dtype, same arguments and state.
 
     Half parameters get FP32 moments and an FP32 master (``master_param`` in the state); the
-    parameter is the rounded master. With ``tritonamp.GradScaler`` the step unscales, and skips
-    where ``found_inf`` is not 0, without a host read; with torch's, for half parameters and after
-    ``fused=True``, else torch's scaler does both for one host read. ``foreach``, ``capturable`` and
-    otherwise ``fused`` are accepted and make no difference.
+    parameter is the rounded master. ``tritonamp.GradScaler`` leaves unscaling and skipping to the
+    step, without a host read; torch's does so with half parameters and after ``fused=True``, else
+    it reads on the host. ``foreach``, ``capturable`` and otherwise ``fused`` make no difference.
     """
 
     fused_rule: FusedRule = ADAM
@@ -228,10 +227,9 @@ class AdamW(_Fused, torch.optim.AdamW):
     """``torch.optim.AdamW`` for parameters of any floating dtype, same arguments and state.
 
     Half parameters get FP32 moments and an FP32 master (``master_param`` in the state); the
-    parameter is the rounded master. With ``tritonamp.GradScaler`` the step unscales, and skips
-    where ``found_inf`` is not 0, without a host read; with torch's, for half parameters and after
-    ``fused=True``, else torch's scaler does both for one host read. ``foreach``, ``capturable`` and
-    otherwise ``fused`` are accepted and make no difference.
+    parameter is the rounded master. ``tritonamp.GradScaler`` leaves unscaling and skipping to the
+    step, without a host read; torch's does so with half parameters and after ``fused=True``, else
+    it reads on the host. ``foreach``, ``capturable`` and otherwise ``fused`` make no difference.
     """
 
     fused_rule: FusedRule = ADAM
@@ -241,11 +239,11 @@ class SGD(_Fused, torch.optim.SGD):
     """``torch.optim.SGD`` for parameters of any floating dtype, same arguments and state.
 
     Half parameters get an FP32 momentum buffer and an FP32 master (``master_param`` in the state);
-    the parameter is the rounded master. With ``tritonamp.GradScaler`` the step unscales, and skips
-    where ``found_inf`` is not 0, without a host read; with torch's, for half parameters and after
-    ``fused=True``, else torch's scaler does both for one host read. ``foreach`` and otherwise
-    ``fused`` are accepted and make no difference. Sparse gradients are made dense. Dampening costs
-    one host read a step: torch does not dampen the first one, which a skipped one is not.
+    the parameter is the rounded master. ``tritonamp.GradScaler`` leaves unscaling and skipping to
+    the step, without a host read; torch's does so with half parameters and after ``fused=True``,
+    else it reads on the host. ``foreach`` and otherwise ``fused`` make no difference. Sparse
+    gradients are made dense. Dampening costs one host read a step: torch does not dampen the first
+    step, which may have been skipped.
     """
 
     fused_rule: FusedRule = SGD_RULE
@@ -261,9 +259,9 @@ class Lion(_Fused, torch.optim.Optimizer):
         exp_avg = beta2 * exp_avg + (1 - beta2) * grad
 
     Parameters may be of any floating dtype; half ones get an FP32 ``exp_avg`` and an FP32 master
-    (``master_param`` in the state), and are the rounded master. With ``tritonamp.GradScaler`` the
-    step unscales, and skips where ``found_inf`` is not 0, without a host read; with torch's, for
-    half parameters, else torch's scaler does both for one host read.
+    (``master_param`` in the state), and are the rounded master. ``tritonamp.GradScaler`` leaves
+    unscaling and skipping to the step, without a host read; torch's does so with half parameters,
+    else it reads on the host.
 
     Args:
         params: parameters, or parameter groups.
@@ -309,9 +307,9 @@ class Muon(_Fused, torch.optim.Muon):
 
     Half parameters get an FP32 momentum buffer and an FP32 master (``master_param`` in the state);
     the parameter is the rounded master. Matrices of equal shape are orthogonalised together, in
-    bfloat16 as in torch, but normalised in FP32 first. With ``tritonamp.GradScaler`` the step
-    unscales, and skips where ``found_inf`` is not 0, without a host read; with torch's, for half
-    parameters, else torch's scaler does both for one host read.
+    bfloat16 as in torch, but normalised in FP32 first. ``tritonamp.GradScaler`` leaves unscaling
+    and skipping to the step, without a host read; torch's does so with half parameters, else it
+    reads on the host.
 
     Args:
         params: parameters of two dimensions, or groups of them.
