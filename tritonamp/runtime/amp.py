@@ -29,7 +29,7 @@ from tritonamp.scaler import GradScaler
 from tritonamp.step.ema import EMA
 from tritonamp.step.stage_loss import StageLoss
 from tritonamp.step.state_loading import settle_state
-from tritonamp.watched.graph import leaves, nodes
+from tritonamp.watched.graph import gradient_leaves, nodes
 
 T = TypeVar("T")
 
@@ -206,7 +206,7 @@ class Amp:
         # reentrant: hides its part
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in found):
             return list(self._parts.optimizers)
-        used, params = leaves(found), parameter_names(self._parts.models)
+        used, params = gradient_leaves(found), parameter_names(self._parts.models)
         pairs = zip(params, self.named_master_params(), strict=True)
         stepped = {master for param, (_, master) in pairs if param in used}
         fed = [
