@@ -15,7 +15,7 @@ from tritonamp.kernels._blocks import Scratch, cut, overflows
 from tritonamp.kernels._transfer import in_main_memory
 from tritonamp.kernels._update_lists import UpdateLists
 
-_MOST_WAITING = 1 << 20
+_MOST_WAITING = 1 << 20  # bytes of results, in memory beside their targets
 
 
 class CpuUpdate:
@@ -44,8 +44,9 @@ class CpuUpdate:
         yield from parts or (tensors,)
         self._in_place = False
 
-    def opened(self, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values of ``target`` in ``dtype``; the caller changes and stores them."""
+    def load(self, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values of ``target`` in ``dtype``, for the caller to change and to store."""
+        # in place, the caller changes the target itself, where the dtype is the same
         return target.to(dtype, copy=not self._in_place)
 
     def scratch(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -64,13 +65,13 @@ class CpuUpdate:
     def store(self, target: Tensor, value: Tensor) -> None:
         """Store ``value``, rounded to the dtype of ``target``, there: now or at the end."""
         if self._in_place:
-            if value is not target:
+            if value is not target:  # the caller has not changed the target itself
                 target.copy_(value)
             return
         self._results.append((target, value))
         self._waiting += value.nbytes
         if self._waiting > _MOST_WAITING:
-            self._write()
+            self._write_waiting()
 
     def store_copy(self, copy: Tensor, value: Tensor, overflow: Tensor) -> None:
         """Store ``value`` in ``copy``; set the flag where a finite element became inf."""
@@ -79,13 +80,13 @@ class CpuUpdate:
         if found is not None:
             self._overflows.append((overflow, found))
 
-    def carry_out(self) -> None:
-        """Write the results; nothing here takes memory, so nothing can fail half-way."""
-        self._write()
+    def write_results(self) -> None:
+        """Write what waits; nothing here takes memory, so nothing can fail half-way."""
+        self._write_waiting()
         for overflow, found in self._overflows:
             overflow.logical_or_(found)
 
-    def _write(self) -> None:
+    def _write_waiting(self) -> None:
         for target, result in self._results:
             target.copy_(result)
         self._results.clear()
@@ -112,7 +113,7 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
         rate, root2 = corrected[key]
         updates.store(steps, step)
         for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy in updates.blocks(*row):
-            p, m, v = (updates.opened(x, compute) for x in (param, exp_avg, exp_avg_sq))
+            p, m, v = (updates.load(x, compute) for x in (param, exp_avg, exp_avg_sq))
             before = p.clone() if counts_lost else p
             grad = updates.gradient(grad, compute, maximize)
             # weight decay
@@ -143,16 +144,16 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
                 updates.store_copy(copy, p, lists.overflow(device)[number])
         if lost:
             updates.store(lists.lost(device)[number], torch.stack(lost).sum(0))
-    updates.carry_out()
+    updates.write_results()
 
 
 def _add_quotient(to: Tensor, a: Tensor, b: Tensor, factor: Tensor) -> None:
     """Add ``factor * a / b``, in one pass where the host knows the factor. Bits are the same."""
-    known = in_main_memory(factor)
-    if known is None:
+    value = in_main_memory(factor)
+    if value is None:
         to.add_((factor * a).div_(b))
     else:
-        to.addcdiv_(a, b, value=known)
+        to.addcdiv_(a, b, value=value)
 
 
 def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -164,14 +165,14 @@ def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
         lr, momentum, dampening, weight_decay, nesterov, maximize = rule
         compute = torch.promote_types(row[0].dtype, torch.float32)
         for param, grad, momentum_buffer, copy in updates.blocks(*row):
-            p, grad = updates.opened(param, compute), updates.gradient(grad, compute, maximize)
+            p, grad = updates.load(param, compute), updates.gradient(grad, compute, maximize)
             memory = updates.scratch("direction", grad, compute)
             # weight decay
             if weight_decay != 0:
                 grad = torch.add(grad, p, alpha=weight_decay, out=memory)
             # momentum
             if momentum != 0:
-                buffer = updates.opened(momentum_buffer, compute)
+                buffer = updates.load(momentum_buffer, compute)
                 buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
                 updates.store(momentum_buffer, buffer)
                 grad = torch.add(grad, buffer, alpha=momentum, out=memory) if nesterov else buffer
@@ -184,7 +185,7 @@ def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
             updates.store(param, p)
             if copy is not param:
                 updates.store_copy(copy, p, lists.overflow(param.device)[number])
-    updates.carry_out()
+    updates.write_results()
 
 
 def lion_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -196,7 +197,7 @@ def lion_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
         lr, beta1, beta2, weight_decay, maximize = rule
         compute = torch.promote_types(row[0].dtype, torch.float32)
         for param, grad, exp_avg, copy in updates.blocks(*row):
-            p, m = updates.opened(param, compute), updates.opened(exp_avg, compute)
+            p, m = updates.load(param, compute), updates.load(exp_avg, compute)
             grad = updates.gradient(grad, compute, maximize)
             part = updates.scratch("part of the gradient", grad, compute)
             memory = updates.scratch("update", grad, compute)
@@ -212,4 +213,4 @@ def lion_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
             updates.store(param, p)
             if copy is not param:
                 updates.store_copy(copy, p, lists.overflow(param.device)[number])
-    updates.carry_out()
+    updates.write_results()

@@ -44,8 +44,8 @@ class MuonRule(NamedTuple):
 class MuonLists(UpdateLists):
     """The lists of one step with a place for the update of each matrix, "updates".
 
-    Matrices of one group and shape lie behind one another, in memory of this step alone: which of
-    them have gradients may differ from step to step.
+    Matrices of one group and shape lie behind one another, for batched products, in memory of this
+    step alone: which of them have gradients may differ from step to step.
 
     Args:
         lists: of the step, without updates.

@@ -75,7 +75,7 @@ class Plan:
     def takes(self, facts: Facts) -> bool:
         """Tell whether lists of these facts can be launched on by this plan."""
         return facts.kind == self._kind and all(
-            part.takes(name, numbers_of(pointers))
+            part.fits_pointers(name, numbers_of(pointers))
             for name, pointers in self._moved(facts)
             for part in self._parts[name]
         )
@@ -84,7 +84,7 @@ class Plan:
         """Send the pointers that have moved to the tables."""
         for name, pointers in self._moved(facts):
             for part in self._parts[name]:
-                part.follow(name, numbers_of(pointers))
+                part.send_pointers(name, numbers_of(pointers))
         self._pointers = facts.pointers
 
     def prepared(self, name: Hashable, prepare: Callable[[], T]) -> T:
