@@ -54,8 +54,10 @@ class Fp32Values:
     def lend(self, half: Tensor, packs: bool, remainder: Tensor | None = None) -> None:
         """Keep the FP32 value of ``half`` in another form than a tensor, from now on.
 
-        That is the half tensor and 16 bits, ``remainder`` if they are known, where it ``packs``;
-        else host memory.
+        Args:
+            half: the half tensor.
+            packs: keep 16 bits beside it; else the FP32 value in host memory.
+            remainder: the 16 bits, if they are known; None: they are those of the present value.
         """
         if half in self._lent:
             return
@@ -66,7 +68,7 @@ class Fp32Values:
             assert self._home is not None
             value = half.detach().float() if value is None else value
             self._lent[half] = self._unsettled[half] = OffloadedValue(half, value, self._home)
-        self.add(half, torch.empty(0))  # where others have theirs
+        self.add(half, torch.empty(0))  # an entry in the lists, which ``refresh`` goes through
 
     def beside(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return what is kept beside each half tensor, and the tensor itself of others.
@@ -97,8 +99,9 @@ class Fp32Values:
             self._unsettled[half] = self._lent[half]
             return self._lent[half].get()
         i = self._index[half]
-        known = self._versions[i] == half._version and self._pointers[i] == half.data_ptr()
-        if not known or not isinstance(half, torch.nn.Parameter):
+        agrees = self._versions[i] == half._version and self._pointers[i] == half.data_ptr()
+        # kernels write running statistics of norms past torch's count of versions
+        if not agrees or not isinstance(half, torch.nn.Parameter):
             self._update(i)
         return self._values[i]
 
@@ -116,16 +119,17 @@ class Fp32Values:
             whether somebody has written to a half tensor, or given it other memory.
         """
         self.settle_lent()
-        halves, at, seen = self._halves, self._pointers, self._versions
+        halves, pointers, seen = self._halves, self._pointers, self._versions
         if len(indices) < len(halves):
             halves = [halves[i] for i in indices]
-            at, seen = (array("Q", [numbers[i] for i in indices]) for numbers in (at, seen))
-        changed = at.tobytes() != addresses(halves) or seen.tobytes() != versions(halves)
+            pointers, seen = (array("Q", [all_[i] for i in indices]) for all_ in (pointers, seen))
+        changed = pointers.tobytes() != addresses(halves) or seen.tobytes() != versions(halves)
         for half in halves if changed else ():
             self.get(half)
         return changed
 
     def _update(self, i: int) -> None:
+        """Give value number i what its half tensor holds, where it rounds to anything else."""
         half, value = self._halves[i], self._values[i]
         with torch.no_grad():
             value.copy_(fp32_value(half.detach().to(value.device), value.detach()))
@@ -205,7 +209,7 @@ class Fp32Values:
 
         The others must not have changed since ``refresh``.
         """
-        if len(indices) == len(self._halves):
+        if len(indices) == len(self._halves):  # as after most steps: two questions, not two each
             self._versions = array("Q", versions(self._halves))
             self._value_versions = array("Q", versions(self._values))
             return

@@ -339,7 +339,7 @@ class Amp:
             self._parts.backend.requested,
             self._check_trains,
         )
-        return self._parts.sleep.add(average)
+        return self._parts.sleep.add_average(average)
 
     def _check_trains(self) -> None:
         self._check_enabled("ema(...).update")
@@ -660,7 +660,7 @@ class Amp:
         self._check_enabled("sleep")
         if not isinstance(weights, bool):
             raise ValueError(f"weights: expected a bool, got {weights!r}")
-        return self._parts.sleep.begin(weights)
+        return self._parts.sleep.fall_asleep(weights)
 
     @between_graphs
     def wake(self) -> None:
@@ -672,7 +672,7 @@ class Amp:
                 when there is.
         """
         self._check_enabled("wake")
-        self._built.sleep.end()
+        self._built.sleep.wake_up()
 
     def disable(self) -> None:
         """Put model, optimizer and torch back as they were, with the trained values.
@@ -692,7 +692,7 @@ class Amp:
             uninstall(optimizer)
             weights.give_back()
             if self._parts.stepper.offload is not None:
-                self._parts.stepper.offload.give_back(optimizer)
+                self._parts.stepper.offload.return_state(optimizer)
         self._parts.ranks.detach()
         changed = self._parts.enabled_models.dtypes.has_changed
         fp32_values = self._parts.enabled_models.disable()

@@ -22,7 +22,7 @@ def load_state(
     load: Callable[[dict[str, Any]], None],
     state_dict: dict[str, Any],
     rule: FusedRule | None,
-    keep: Callable[[Tensor], Tensor] | None = None,
+    pin: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Call ``load(state_dict)``, and keep FP32 state of half parameters in FP32.
 
@@ -32,33 +32,46 @@ def load_state(
         state_dict: a state of such an optimizer; where steps are counted, the counts may stand in
             the groups, as in apex's FusedAdam.
         rule: the fused rule of the optimizer, if it has one.
-        keep: returns a tensor in the host memory where it stays; None: it stays on the device.
+        pin: returns a copy of a tensor in the host memory where state stays; None: it stays on the
+            device.
 
     Raises:
         ValueError: it is no state of such an optimizer over such parameters; nothing was changed
             then.
     """
-    in_host = host_keys(rule) if rule is not None and keep is not None else frozenset()
+    pinned_keys = host_keys(rule) if rule is not None and pin is not None else frozenset()
     if not isinstance(state_dict, Mapping):
-        check_state(optimizer, state_dict, rule)
-    taken: list[dict[str, Any]] = []  # the state as the user's own hooks return it
+        check_loadable(optimizer, state_dict, rule)
+    checked: list[dict[str, Any]] = []
 
-    def take(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        check_state(optimizer, given, rule)
+    # as a hook: it runs behind the user's own hooks, and sees the state that they return
+    def check(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        check_loadable(optimizer, given, rule)
         counts_steps = rule is not None and rule.counts_steps
-        taken.append(_with_step_counts(given) if counts_steps else given)
-        return _without(taken[0], in_host)  # which torch would bring to the device
+        checked.append(_with_step_counts(given) if counts_steps else given)
+        return _without(checked[0], pinned_keys)  # which torch would bring to the device
 
-    handle = optimizer.register_load_state_dict_pre_hook(take)
+    handle = optimizer.register_load_state_dict_pre_hook(check)
     try:
         load(state_dict)
     finally:
         handle.remove()
-    if taken:  # else ``load`` ran no hook of torch's: the optimizer loads in its own way
-        keep_fp32_state(optimizer, _without(taken[0], in_host))
-        for param, name, value in _loaded(optimizer, taken[0]):
-            if name in in_host and keep is not None:
-                optimizer.state[param][name] = keep(value) if isinstance(value, Tensor) else value
+    # without a checked state ``load`` ran no hook of torch's: the optimizer loads in its own way
+    for param, key, value in _loaded(optimizer, checked[0]) if checked else ():
+        if key in pinned_keys and pin is not None:
+            optimizer.state[param][key] = pin(value) if isinstance(value, Tensor) else value
+        elif isinstance(value, Tensor) and _is_cast_by_torch(key, value, param):
+            optimizer.state[param][key] = value.to(param.device, copy=True)
+
+
+def _is_cast_by_torch(key: str, value: Tensor, param: Tensor) -> bool:
+    """Tell whether ``Optimizer.load_state_dict`` has cast state to the dtype of its parameter.
+
+    It does so with floating parameters: codes become floats, and FP32 or bfloat16 state of half
+    parameters is rounded.
+    """
+    is_wide = value.dtype in (torch.float32, torch.bfloat16) and param.dtype in HALF_DTYPES
+    return is_wide or key in (PACKED, REMAINDER)
 
 
 def _without(state_dict: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
@@ -70,7 +83,7 @@ def _without(state_dict: dict[str, Any], keys: Collection[str]) -> dict[str, Any
     return {**state_dict, "state": states}
 
 
-def check_state(optimizer: Optimizer, state_dict: Any, rule: FusedRule | None) -> None:
+def check_loadable(optimizer: Optimizer, state_dict: Any, rule: FusedRule | None) -> None:
     """Raise ValueError, listing the differences, unless the state fits ``optimizer``."""
     kind = type(optimizer).__name__
     where = f"{kind}.load_state_dict: "
@@ -83,10 +96,10 @@ def check_state(optimizer: Optimizer, state_dict: Any, rule: FusedRule | None) -
             f"got {keys[:20]}"
         )
     groups = state_dict["param_groups"]
-    numbers = [len(group["params"]) for group in optimizer.param_groups]
-    saved = [len(group["params"]) for group in groups]
-    if saved != numbers:
-        raise ValueError(f"{where}expected groups of {numbers} parameters, got groups of {saved}")
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    got = [len(group["params"]) for group in groups]
+    if got != sizes:
+        raise ValueError(f"{where}expected groups of {sizes} parameters, got groups of {got}")
     if rule is None:
         return
     problems = [*rule.group_problems(groups, optimizer.defaults)]
@@ -94,7 +107,7 @@ def check_state(optimizer: Optimizer, state_dict: Any, rule: FusedRule | None) -
     states = state_dict["state"]
     numbered = [(i, _counts_steps(group, states)) for group in groups for i in group["params"]]
     for (number, counted), param in zip(numbered, params, strict=True):
-        found = _problems(rule, states.get(number, {}), counted, param)
+        found = _state_problems(rule, states.get(number, {}), counted, param)
         problems += [f"state {number}: {problem}" for problem in found]
     if problems:
         more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -109,9 +122,10 @@ def _counts_steps(group: Mapping[str, Any], states: Mapping[int, Mapping[str, An
     return "step" in group and not any("step" in states.get(i, {}) for i in group["params"])
 
 
-def _problems(
+def _state_problems(
     rule: FusedRule, state: Mapping[str, Any], counted: bool, param: Tensor
 ) -> Iterator[str]:
+    """Yield why one parameter's state cannot be loaded; ``counted``: its group counts the steps."""
     needed = {key for name, key in rule.state_keys.items() if name not in rule.optional}
     if PACKED in state:
         yield from packing_problems(state[PACKED], len(needed), param)
@@ -140,18 +154,6 @@ def _with_step_counts(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def keep_fp32_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Restore state that ``Optimizer.load_state_dict`` has just cast to the parameter's dtype.
-
-    Half parameters keep FP32 and bfloat16 state, and all keep codes.
-    """
-    for param, name, value in _loaded(optimizer, state_dict):
-        is_codes = name in (PACKED, REMAINDER)
-        kept = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.bfloat16)
-        if is_codes or (kept and param.dtype in HALF_DTYPES):
-            optimizer.state[param][name] = value.to(param.device, copy=True)
-
-
 def _loaded(
     optimizer: Optimizer, state_dict: Mapping[str, Any]
 ) -> Iterator[tuple[Tensor, str, Any]]:
@@ -159,8 +161,8 @@ def _loaded(
     numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, param in zip(numbers, params, strict=True):
-        for name, value in state_dict["state"].get(number, {}).items():
-            yield param, name, value
+        for key, value in state_dict["state"].get(number, {}).items():
+            yield param, key, value
 
 
 def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
@@ -172,9 +174,9 @@ def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
     found = False
     for param in params:
         state = _replaced(optimizer, param)
-        for name, value in state.items():
+        for key, value in state.items():
             if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
-                state[name], found = value.float(), True
+                state[key], found = value.float(), True
     return found
 
 
@@ -217,12 +219,12 @@ def settle_state(optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor]) -> 
 
 
 def _narrow(state: dict[str, Any], param: Tensor) -> None:
-    for name, value in state.items():
-        if not isinstance(value, Tensor) or value.dtype is not torch.float32 or name == "step":
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.dtype is not torch.float32 or key == "step":
             continue
         # a 0-d number, such as NAdam's mu_product, stays FP32 in torch
         if value.dim() or not param.dim():
-            state[name] = value.to(param.dtype)
+            state[key] = value.to(param.dtype)
 
 
 def plain_state(
@@ -248,7 +250,8 @@ def plain_state(
         for group in plain["param_groups"]
     ]
     state = {}
-    for p, s in plain["state"].items():
-        wide = in_fp32(s, rule, p)
-        state[masters.get(p, p)] = wide if offload is None else wide | on_device(wide, p)
+    for param, own in plain["state"].items():
+        wide = in_fp32(own, rule, param)
+        moved = {} if offload is None else on_device(wide, param)
+        state[masters.get(param, param)] = wide | moved
     return {**plain, "state": defaultdict(dict, state), "param_groups": groups}
