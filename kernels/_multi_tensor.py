@@ -36,16 +36,17 @@ class Memory:
         """Whether any step has left a plan; without kernels there are none."""
         return bool(self._plans)
 
-    def find(self, facts: Facts) -> Plan | None:
+    def find_plan(self, facts: Facts) -> Plan | None:
         """Return the plan of an earlier step on lists of these facts; None: there is none."""
+        # compared, not hashed: a hash reads all of the facts, and the next step has new ones
         for k, plan in enumerate(self._plans):
-            if plan.takes(facts):
+            if plan.fits(facts):
                 if k:
                     self._plans.insert(0, self._plans.pop(k))
                 return plan
         return None
 
-    def keep(self, plan: Plan) -> None:
+    def keep_plan(self, plan: Plan) -> None:
         """Keep a plan for later steps."""
         if not PLAIN_STEPS:
             self._plans = [plan, *self._plans[: self._room - 1]]
@@ -80,7 +81,7 @@ class Memory:
             if kept_name == name and shape[:1] == (size,)
         ]
 
-    def sent(
+    def sent_rows(
         self, name: str, rows: list[Sequence[Any]], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Return rows of numbers on the device; changed numbers are sent without waiting.
@@ -226,14 +227,14 @@ class TensorLists:
             plan = Plan(lists, *kinds, self.numbers, facts)
             self._plans[names] = plan
             if not self._is_captured():
-                self.memory.keep(plan)
+                self.memory.keep_plan(plan)
         return plan
 
     def known_plan(self, names: tuple[str, ...] | None = None) -> Plan | None:
         """Return the plan of these lists (None: of all) if an earlier step has built it."""
         plan = self._plans.get(names)
         if plan is None and self.memory.has_plans and not self._is_captured():
-            plan = self.memory.find(self.facts(names))
+            plan = self.memory.find_plan(self.facts(names))
             if plan is not None:
                 self._plans[names] = plan
         return plan
@@ -261,7 +262,8 @@ class TensorLists:
             names: lists that they work on; None: all.
         """
         plan = self.plan(names)
-        plan.send(self.facts(names))
+        plan.send_pointers(self.facts(names))
+        # tensors with gaps or of another layout: kernels work on copies in the first list's order
         for name, i, copy in plan.copies:
             copy.copy_(self._lists[name][i])
         yield plan

@@ -72,17 +72,19 @@ class Plan:
         self.copies = [copy for part in (*parts, *scalar_parts) for copy in part.copies]
         self._parts = {name: scalar_parts if name in apart else parts for name in lists}
 
-    def takes(self, facts: Facts) -> bool:
+    def fits(self, facts: Facts) -> bool:
         """Tell whether lists of these facts can be launched on by this plan."""
+        # Tensors may move between steps, as gradients do; aligned ones stay aligned, since kernels
+        # are compiled for that.
         return facts.kind == self._kind and all(
             part.fits_pointers(name, numbers_of(pointers))
-            for name, pointers in self._moved(facts)
+            for name, pointers in self._moved_lists(facts)
             for part in self._parts[name]
         )
 
-    def send(self, facts: Facts) -> None:
+    def send_pointers(self, facts: Facts) -> None:
         """Send the pointers that have moved to the tables."""
-        for name, pointers in self._moved(facts):
+        for name, pointers in self._moved_lists(facts):
             for part in self._parts[name]:
                 part.send_pointers(name, numbers_of(pointers))
         self._pointers = facts.pointers
@@ -94,7 +96,7 @@ class Plan:
         found: T = self._launches[name]
         return found
 
-    def _moved(self, facts: Facts) -> Iterator[tuple[str, bytes]]:
+    def _moved_lists(self, facts: Facts) -> Iterator[tuple[str, bytes]]:
         """Yield name and new pointers of each list that has moved."""
         if facts.pointers == self._pointers or not self.devices:
             return

@@ -57,10 +57,10 @@ class UpdateLists:
         if device not in self._numbers:
             rows, tensors = self._rows(device)
             memory = self.tensors.memory
-            numbers = memory.sent("rules", rows, torch.float64, device)
+            numbers = memory.sent_rows("rules", rows, torch.float64, device)
             for g, k, value in tensors:
                 numbers[g, k].copy_(transfer(value, device))
-            places = memory.sent("groups", [self.groups], torch.int32, device)[0]
+            places = memory.sent_rows("groups", [self.groups], torch.int32, device)[0]
             self._numbers[device] = numbers, places
         return self._numbers[device]
 
@@ -150,6 +150,7 @@ class UpdateLists:
             self.numbers(device)  # sent where they changed
             operands[device] = self._operands(device, grad_scale, found_inf)
 
+        # compile all kernels before the first one runs: a failure leaves no half of a step
         def prepare() -> list[tuple[Launch, torch.device]]:
             use_native()  # a first step waits for compilers anyway
             made = [(launch, launch.device) for launch in launches(self, plan)]

@@ -236,7 +236,8 @@ def decide_triton(
 ) -> None:
     moved = state or (used_scale,) * 4
     numbers, places = record or (evidence.amax,) * 2
-    lengths = len(evidence.amax), len(evidence.square_sum), len(places) if record else 0
+    # a tensor's ``len`` is written in Python, and slow
+    lengths = evidence.amax.numel(), evidence.square_sum.numel(), places.numel() if record else 0
     launch = _launch_of(lengths, max_norm, rule, state is not None, record is not None)
     launch(*evidence, used_scale, verdict, *moved, numbers, places)
 

@@ -339,14 +339,14 @@ def calls_of_a_step(bench: Any, tensors: int) -> int:
     return calls
 
 
-def test_the_host_does_no_more_for_more_tensors(bench: Any) -> None:
+def test_the_host_does_no_more_for_more_tensors(bench: Any, plans: None) -> None:
     """All that a like step asks of tensors one by one is asked in C++."""
     few = calls_of_a_step(bench, 12)
     if _facts._native is _facts._InPython:
-        pytest.skip("no C++ compiler, or TRITONAMP_PLAIN_STEPS")
+        pytest.skip("no C++ compiler")
     assert calls_of_a_step(bench, 120) == few
-    # 645 with Python 3.11 and torch 2.14, 644 with 3.10 and 2.11: some 0.35 us each
-    assert few <= 680
+    # 625 with Python 3.11 and torch 2.14: some 0.35 us each
+    assert few <= 650
 
 
 # Report

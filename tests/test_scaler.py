@@ -336,9 +336,9 @@ def test_what_headroom_remembers_is_saved(device: torch.device) -> None:
     scaler = GradScaler(device.type, mode="headroom")
     scaler.scale(torch.ones((), device=device))
     one, zero = torch.ones((), device=device), torch.zeros((), device=device)
-    scaler.note(one.reshape(1))
-    scaler.move(zero, zero)
-    scaler.move(one, zero)  # an overflow on a clean step
+    scaler.note_amax(one.reshape(1))
+    scaler.move_scale(zero, zero)
+    scaler.move_scale(one, zero)  # an overflow on a clean step
     state = scaler.state_dict()
     assert state["_ceiling"] == state["scale"] == 2.0**16
     for other in (GradScaler(device.type, mode="headroom"), pickle.loads(pickle.dumps(scaler))):
@@ -375,12 +375,12 @@ def test_what_headroom_remembers_goes_with_a_pickle_and_into_a_scaler_that_runs(
     def running() -> GradScaler:
         scaler = GradScaler(device.type, mode="headroom")
         scaler.scale(one)
-        scaler.note(one.reshape(1))
-        scaler.move(zero, zero)
+        scaler.note_amax(one.reshape(1))
+        scaler.move_scale(zero, zero)
         return scaler
 
     scaler, other = running(), running()
-    scaler.move(one, zero)
+    scaler.move_scale(one, zero)
     copied = pickle.loads(pickle.dumps(scaler))
     other.load_state_dict(scaler.state_dict())
     for same in (copied, other):

@@ -185,8 +185,10 @@ def check_max_norm(max_norm: Any) -> None:
     Raises:
         ValueError: not a number, negative, or NaN.
     """
-    is_number = isinstance(max_norm, (Real, torch.Tensor))
-    if not is_number or (isinstance(max_norm, Real) and not float(max_norm) >= 0):
+    if isinstance(max_norm, torch.Tensor):
+        return
+    is_number = isinstance(max_norm, (float, Real))  # an abstract class takes longer to ask
+    if not is_number or not float(max_norm) >= 0:
         got = type(max_norm).__name__ if not is_number else repr(max_norm)
         raise ValueError(
             f"max_norm: expected a number of 0 or more, got {got}: amp.clip_grad_norm_(1.0) clips "

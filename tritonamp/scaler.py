@@ -257,7 +257,7 @@ class GradScaler(torch.amp.GradScaler):
         assert self._memory is not None
         return self._memory
 
-    def record(self, optimizer: Optimizer, found_inf: Tensor, amax: Tensor) -> None:
+    def record_decision(self, optimizer: Optimizer, found_inf: Tensor, amax: Tensor) -> None:
         """Note, for the next ``update``, a decision that was made elsewhere.
 
         Args:
@@ -268,10 +268,10 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {
             found_inf.device: found_inf
         }
-        self.note(amax)
+        self.note_amax(amax)
 
-    def note(self, amax: Tensor) -> None:
-        """Note magnitudes of the scaled gradients for the next ``move``."""
+    def note_amax(self, amax: Tensor) -> None:
+        """Note magnitudes of the scaled gradients for the next ``move_scale``."""
         if self.mode == "headroom" and len(amax):
             assert self._scale is not None
             largest = amax.max() / self._scale
@@ -332,7 +332,7 @@ class GradScaler(torch.amp.GradScaler):
         verdict = self._scale.new_zeros(3)
         evidence = Evidence(amax, square_sum, flag, flag)
         decide(evidence, self._scale, None, None, self.rule, None, verdict)
-        self.note(amax)
+        self.note_amax(amax)
         found_inf, _, grad_scale = verdict.unbind()
         if not allow_fp16:
             with torch.no_grad():
@@ -450,10 +450,10 @@ class GradScaler(torch.amp.GradScaler):
         ]
         loss_nonfinite = self.take_loss_nonfinite()
         if flags:
-            self.move(torch.stack(flags).amax(), loss_nonfinite)
+            self.move_scale(torch.stack(flags).amax(), loss_nonfinite)
         self._per_optimizer_states.clear()
 
-    def move(self, found_inf: Tensor, loss_nonfinite: Tensor) -> None:
+    def move_scale(self, found_inf: Tensor, loss_nonfinite: Tensor) -> None:
         """Move the scale after one decision.
 
         Args:
@@ -576,7 +576,8 @@ def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     A half loss is scaled in FP32: times 65536 it would be inf.
     """
     value = loss.detach()
-    nonfinite = (value - value) != 0  # not 0 of inf and NaN alone: fewer launches than isfinite
+    # not 0 of inf and NaN alone; in place it is a number, not a bool: fewer launches than isfinite
+    nonfinite = (value - value).ne_(0)
     if nonfinite.dim():
         nonfinite = nonfinite.any()
     wide = loss.float() if loss.dtype in HALF_DTYPES else loss

@@ -493,7 +493,7 @@ def test_numbers_are_sent_where_they_changed(
     monkeypatch.setattr(_multi_tensor, "upload", lambda values, target: sent.append(values))
     memory = Memory()
     for rows in ([[1.0, None]], [[1.0, None]], [[1.0, 0.0]], [[1.0, 0.0], [2.0, 0.0]]):
-        memory.sent("rules", rows, torch.float64, triton_device)
+        memory.sent_rows("rules", rows, torch.float64, triton_device)
     assert [values.tolist() for values in sent] == [
         [[1.0, 0.0]],
         [[1.0, 0.0]],  # None is not 0: somebody else has written there

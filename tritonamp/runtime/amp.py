@@ -134,7 +134,7 @@ class Amp:
             scaler = self._scalers.get(loss_id)
         if scaler is None:
             scaler = self._scalers[loss_id] = self.scaler.clone()
-        return self._parts.pending.open(scaler, loss, feeds)
+        return self._parts.pending.open_decision(scaler, loss, feeds)
 
     def pipeline_loss(
         self, loss_fn: Callable[..., Tensor], process_group: Any = None
@@ -690,7 +690,7 @@ class Amp:
             if self.policy.scales_loss and not weights.has_true_gradients:
                 optimizer.zero_grad()  # gradients with a scale that nobody will take off
             uninstall(optimizer)
-            weights.give_back()
+            weights.restore_groups()
             if self._parts.stepper.offload is not None:
                 self._parts.stepper.offload.return_state(optimizer)
         self._parts.ranks.detach()

@@ -272,7 +272,7 @@ def _master_weights(
         packs=packs,
         offloads=policy.offload is not None,
     )
-    weights.take_masters()
+    weights.load_master_params()
     return weights
 
 

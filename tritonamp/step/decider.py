@@ -73,6 +73,7 @@ class Decider:
         for decision in decisions:
             self.decide(decision, undoable=undoable, known={w: gradients})
         if len(decisions) > 1 and w.decision is not None:
+            # the gradients of the other losses are true ones, set aside: add these
             w.decision.unscale(w)
             gradients = w.gradients()
         grad_scale = None if w.has_true_gradients else decisions[0].grad_scale
@@ -82,9 +83,10 @@ class Decider:
         """Make the decision and log it, unless it was made before."""
         if decision.is_decided:
             return
-        self._make(decision, max_norm, **how)
+        self._make_decision(decision, max_norm, **how)
         try:
             untouched = all(w.is_untouched for w in decision.waiting)
+            # forwards that train the others alone wait for their decision
             others = [w for w in self._weights.values() if w not in decision.waiting]
             batches = self._forwards.pop_all([w.parameters() for w in others])
             self._log.decided(decision.scaler.rule, batches, decision.loss, untouched)
@@ -93,7 +95,7 @@ class Decider:
                 decision.undo()
             raise
 
-    def _make(self, decision: Decision, max_norm: float | None, **how: Any) -> None:
+    def _make_decision(self, decision: Decision, max_norm: float | None, **how: Any) -> None:
         """Make the decision on the present gradients."""
         decision.turn = next(self._turns)
         params = [w.parameters() for w in decision.waiting]
@@ -133,7 +135,7 @@ class Decider:
             decision.undo()
         self._pending.veto(flag)
         for decision in decided:
-            self._make(decision, decision.max_norm, undoable=True)
+            self._make_decision(decision, decision.max_norm, undoable=True)
             self._log.decided_again(decision.scaler.rule)
 
 

@@ -94,7 +94,7 @@ class Decision:
         self.blocks = 0
         self.zeroed: set[MasterWeights] = set()
         self.max_norm: float | None = None
-        self._verdict = scale.new_empty(3)
+        self._verdict = scale.new_empty(3)  # what ``decide`` writes, in one piece
         self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
         # valid until the next grad_stats of the same optimizer
@@ -124,7 +124,7 @@ class Decision:
 
     def unscale(self, weights: MasterWeights) -> None:
         """Unscale one optimizer's gradients, and keep their statistics; once decided."""
-        self._keep(weights, self._stats[weights])
+        self._keep_stats(weights, self._stats[weights])
         weights.unscale_(self.grad_scale)
 
     def unscale_early(self, weights: MasterWeights) -> None:
@@ -138,7 +138,7 @@ class Decision:
         decide(
             Evidence(*stats, flag, flag), self.scale, None, None, rule, None, verdict, self._backend
         )
-        self._keep(weights, stats)
+        self._keep_stats(weights, stats)
         earlier = self._found_earlier
         found = verdict[0]
         self._found_earlier = found if earlier is None else torch.maximum(earlier, found)
@@ -167,7 +167,7 @@ class Decision:
         self.max_norm = max_norm
         stats = [self._stats_of(weights, (known or {}).get(weights)) for weights in self.waiting]
         self._stats = dict(zip(self.waiting, stats, strict=True))
-        amax, square_sum = self._joined(stats)
+        amax, square_sum = self._joined_stats(stats)
         eager = not DECIDE.uses_triton(self._backend, self.scale)
         if undoable or (eager and not ranks.several):
             moved = [self.scaler.scale_memory] if self.moves_scale else []
@@ -180,12 +180,14 @@ class Decision:
             taken = record.numbers[CLEAN]
             evidence, loss, squares = ranks.agree(mine, self.scale, taken, self._loss())
             amax, square_sum, agreed, earlier = evidence
-            flag.copy_(agreed)
+            flag.copy_(
+                agreed
+            )  # in place: it is the scaler's own where the user has scaled the loss
         if outlying is not None:
             if not ranks.several:
                 loss, squares = self._loss(), square_sum
             evidence = Evidence(amax, squares, flag, earlier)
-            flag = torch.empty_like(flag)
+            flag = torch.empty_like(flag)  # ``outliers`` reads one flag and writes another
             outliers(evidence, self.scale, loss, outlying, record.numbers, flag, self._backend)
         # with backoff_on_fault a fault moves the scale as an overflow does; the record notes which
         apart = self.moves_scale and self.scaler.backoff_on_fault
@@ -194,12 +196,12 @@ class Decision:
         rule = self.scaler.rule
         decide(evidence, self.scale, max_norm, state, rule, record, self._verdict, self._backend)
         if apart:
-            self.scaler.note(amax)
-            self.scaler.move(self.found_inf, flag)
+            self.scaler.note_amax(amax)
+            self.scaler.move_scale(self.found_inf, flag)
         if not self.moves_scale:
             self.scaler.note_flag(flag)
             for weights in self.waiting:
-                self.scaler.record(weights.optimizer, self.found_inf, amax)
+                self.scaler.record_decision(weights.optimizer, self.found_inf, amax)
         self.phase = Phase.DECIDED
 
     def _loss(self) -> Tensor:
@@ -220,23 +222,23 @@ class Decision:
             self.phase = Phase.REOPENED
         return moved
 
-    def settle(self) -> None:
+    def drop_copies(self) -> None:
         """Drop the copies: an optimizer has stepped or skipped."""
         self._undo = Undo()
 
-    def _keep(self, weights: MasterWeights, stats: Stats) -> None:
+    def _keep_stats(self, weights: MasterWeights, stats: Stats) -> None:
         """Keep copies of statistics: the kernels write the next ones to the same memory."""
         amax, square_sum = stats
         self._judged[weights] = amax.clone(), square_sum.clone()
 
-    def _joined(self, stats: Sequence[Stats]) -> Stats:
+    def _joined_stats(self, stats: Sequence[Stats]) -> Stats:
         if len(stats) == 1:
             return stats[0]
         empty = torch.zeros(0, device=self.scale.device)
         amax, square_sum = zip(*stats, strict=True) if stats else ((), ())
         return torch.cat([empty, *amax]), torch.cat([empty, *square_sum])
 
-    def _counted_once(self, weights: MasterWeights, gradients: Gradients) -> Stats:
+    def _dense_stats(self, weights: MasterWeights, gradients: Gradients) -> Stats:
         """Return statistics of dense gradients, of which several ranks may hold the same."""
         stats = []
         for lists, copies in weights.by_copies(gradients):
@@ -256,7 +258,7 @@ class Decision:
             return self._judged.get(weights, (nothing, torch.zeros(0, device=device)))
         if gradients is None:
             gradients = weights.gradients()
-        amax, square_sum = self._counted_once(weights, gradients)
+        amax, square_sum = self._dense_stats(weights, gradients)
         if not gradients.any_sparse:
             return amax, square_sum
         sparse = grad_stats(weights.sparse_gradients(), device, self._backend)

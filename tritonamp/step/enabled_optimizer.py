@@ -125,7 +125,7 @@ class EnabledOptimizer(Swapped):
         keep = None if stepper.offload is None else stepper.offload.pin
         load = super().load_state_dict  # type: ignore[misc]
         load_state(optimizer, load, state_dict, rule_of(optimizer), keep)
-        stepper.weights[optimizer].take_masters()
+        stepper.weights[optimizer].load_master_params()
 
     def _amp_unscale_(self, scaler: Any) -> None:
         """Unscale; ``GradScaler.unscale_`` calls it."""

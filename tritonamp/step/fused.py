@@ -150,6 +150,8 @@ class FusedStep:
             return
         group_of = [g for g, group in enumerate(groups) for _ in group["params"]]
         made: set[int] = set()
+        # State is looked at one by one where some is missing, or no earlier plan has such lists.
+        # State of zeros is made before the device knows whether it skips: it stays zero then.
         lists = self._lists(gradients, group_of)
         if self._offload is not None or lists is None or not _is_in_shape(lists):
             made = self._bring_into_shape(gradients, group_of)

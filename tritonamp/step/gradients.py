@@ -15,8 +15,8 @@ class GradientState(Enum):
 
     ::
 
-        CLEAR  --begin(d)--> SCALED by d --unscale_--> TRUE --step, zero_grad--> CLEAR
-        TRUE   --begin(d2)--> SCALED by d2, true ones set aside --unscale_--> TRUE (their sum)
+        CLEAR  --begin_scaled(d)--> SCALED by d --unscale_--> TRUE --step, zero_grad--> CLEAR
+        TRUE   --begin_scaled(d2)--> SCALED by d2, true set aside --unscale_--> TRUE (their sum)
         SCALED --backward raised--> CLEAR, or TRUE again where true ones were set aside
     """
 

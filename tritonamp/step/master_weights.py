@@ -79,10 +79,10 @@ class MasterWeights(Masters):
         """Whether the state is TRUE."""
         return self.state is GradientState.TRUE
 
-    def _of_state(self) -> Sequence[Tensor]:
+    def _grad_holders(self) -> Sequence[Tensor]:
         """Return the tensors with the step's gradients: masters if TRUE, else parameters."""
-        self._take_replaced()
-        self._add_up()
+        self._adopt_replaced()
+        self._add_up_summands()
         return self._masters if self.has_true_gradients else self._params
 
     def has_gradients(self) -> bool:
@@ -95,11 +95,11 @@ class MasterWeights(Masters):
 
     def any_sparse(self) -> bool:
         """Tell whether there are sparse gradients."""
-        return any(grad is not None and grad.is_sparse for grad in map(_grad, self._of_state()))
+        return any(grad is not None and grad.is_sparse for grad in map(_grad, self._grad_holders()))
 
     def gradients(self) -> Gradients:
         """Return the present gradients as the value that a step works on."""
-        grads = grads_of(self._of_state())
+        grads = grads_of(self._grad_holders())
         return Gradients.of(
             self._memory, self._masters, grads, self._params, sharded=self._any_sharded
         )
@@ -138,7 +138,7 @@ class MasterWeights(Masters):
 
     def all_gradients(self) -> list[Tensor]:
         """Return the present gradients, sparse ones included."""
-        return [g for g in map(_grad, self._of_state()) if g is not None]
+        return [g for g in map(_grad, self._grad_holders()) if g is not None]
 
     def memory(self) -> Iterator[Tensor]:
         """Yield masters, gradients, hidden ones included, and what kernels keep between steps.
@@ -157,7 +157,7 @@ class MasterWeights(Masters):
         for memory in (self._memory, *self._statistics.values()):
             yield from memory.forget_plans()
 
-    def _add_up(self) -> None:
+    def _add_up_summands(self) -> None:
         """Add up gradients of which tensor parallelism has left each rank a summand.
 
         Those of norms under sequence parallelism. All ranks take part.
@@ -171,11 +171,11 @@ class MasterWeights(Masters):
 
     # from state to state
 
-    def begin(self, decision: Scale) -> None:
+    def begin_scaled(self, decision: Scale) -> None:
         """Begin a backward that adds gradients scaled by ``decision``; set true ones aside."""
         self._adopt_unfrozen()
-        if self.has_true_gradients:
-            self._take_replaced()
+        if self.has_true_gradients:  # the backward would add scaled gradients to them
+            self._adopt_replaced()
             masters = self._sources
             self._set_aside |= {m: m.grad for m in masters if m.grad is not None}
             self._shown.put_back()
@@ -192,7 +192,7 @@ class MasterWeights(Masters):
         """
         lent = set(self._lent)
         with torch.no_grad():
-            self._add_up()
+            self._add_up_summands()
             for master, param in self._sources.items():
                 true = _unscaled(param, master, grad_scale, param in lent)
                 aside = self._set_aside.pop(master, None)
@@ -214,15 +214,15 @@ class MasterWeights(Masters):
         for master, param in self.copies().items():
             self._shown.show(param, master.grad)
 
-    def _take_replaced(self) -> None:
+    def _adopt_replaced(self) -> None:
         """Take over gradients that the user has assigned in the place of shown ones."""
         for master, param in self.copies().items() if self._shown else ():
             if self._shown.is_replaced(param, master.grad):
                 master.grad = None if param.grad is None else param.grad.to(master.dtype)
                 self._shown.show(param, master.grad)
 
-    def take_back(self) -> None:
-        """Undo ``begin`` after a failed backward: true gradients set aside count again."""
+    def undo_begin(self) -> None:
+        """Undo ``begin_scaled`` after a failed backward: true gradients set aside count again."""
         aside = dict(self._set_aside)
         self.clear()
         if aside:

@@ -55,7 +55,7 @@ class Masters:
         self._lent: list[Tensor] = []  # half parameters whose FP32 value is lent
         self._frozen: list[Tensor] = []  # half parameters that train once they require gradients
         self._halves: list[int] = []  # the half parameters' numbers in the FP32 values
-        self._left = b""  # versions of the parameters after the last step, for the log
+        self._versions_after_step = b""  # of the parameters, for the log
         self.adopt(*optimizer.param_groups)
 
     def adopt(self, *groups: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ class Masters:
             for param in unfrozen:
                 self._sources.pop(param, None)
             self.adopt(*self.optimizer.param_groups)
-            self.take_masters()
+            self.load_master_params()
 
     def check_gathered(self, params: Sequence[Any]) -> None:
         """Refuse half parameters that train since ``enable``, under FSDP2.
@@ -129,7 +129,7 @@ class Masters:
             raise ValueError("some parameters appear in more than one parameter group")
         self.check_gathered([p for p in params if isinstance(p, Tensor)])
 
-    def give_back(self) -> None:
+    def restore_groups(self) -> None:
         """Put the model's parameters, and their state, back into all groups."""
         for group in self.optimizer.param_groups:
             for i, master in enumerate(group["params"]):
@@ -139,7 +139,7 @@ class Masters:
                     if master in self.optimizer.state:
                         self.optimizer.state[param] = self.optimizer.state.pop(master)
 
-    def take_masters(self) -> None:
+    def load_master_params(self) -> None:
         """Move ``master_param`` of a ``tritonamp.optim`` state into the masters.
 
         A master moves only where its rounded value is the parameter: load the model first. Masters
@@ -215,12 +215,12 @@ class Masters:
 
     def note_step(self) -> None:
         """Note that the last write to the parameters was a step's."""
-        self._left = versions(self._params)
+        self._versions_after_step = versions(self._params)
 
     @property
     def is_untouched(self) -> bool:
         """Whether torch has counted no write to the parameters since the last step."""
-        return self._left == versions(self._params)
+        return self._versions_after_step == versions(self._params)
 
     def overflowed(self) -> list[Tensor]:
         """Return the parameters that became inf in any step though their master was finite.

@@ -34,7 +34,7 @@ class StepOutcomes:
         # on the device of the gradients; float64, which is what a ``Readback`` copies
         self._taken: Tensor | None = None
 
-    def note(self, found_inf: Tensor) -> None:
+    def note_outcome(self, found_inf: Tensor) -> None:
         """Note the outcome of a step.
 
         Args:

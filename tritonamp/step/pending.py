@@ -48,7 +48,7 @@ class PendingDecisions:
 
     @between_graphs  # the block runs the user's code
     @contextlib.contextmanager
-    def open(
+    def open_decision(
         self, scaler: GradScaler, loss: Tensor, feeds: Iterable[Optimizer]
     ) -> Iterator[Tensor]:
         """Yield the scaled loss; its backward runs inside the block.
@@ -63,9 +63,12 @@ class PendingDecisions:
             )
         weights = [self._weights[o] for o in feeds]
         loss = full_tensor(loss)
+        # first: gradients that were cleared are not judged with those of this loss
         self._end_zeroed(weights)
         candidates = (d for d in self._decisions if d.scaler is scaler and d.phase is Phase.OPEN)
         joined = next((d for d in candidates if set(d.waiting) & set(weights)), None)
+        # a copy, since decisions about other losses move the scaler's own before this one is made;
+        # micro-batches add up their gradients, so they have one scale
         scale = scaler.scale_tensor(loss.device).clone() if joined is None else joined.scale
         scaled, nonfinite = scale_loss(loss, scale)
         if joined is None:
@@ -77,9 +80,9 @@ class PendingDecisions:
             if w not in decision.waiting:
                 decision.waiting.append(w)
             if w.decision is not decision:
-                if w.decision is not None:
+                if w.decision is not None:  # gradients carry one scale at a time
                     w.decision.unscale_early(w)
-                w.begin(decision)
+                w.begin_scaled(decision)
         before = decision.loss_nonfinite, decision.loss
         if joined is not None:
             decision.loss_nonfinite = torch.maximum(decision.loss_nonfinite, nonfinite)
@@ -91,7 +94,7 @@ class PendingDecisions:
             decision.loss_nonfinite, decision.loss = before
             if joined is None:
                 for w in weights:
-                    w.take_back()
+                    w.undo_begin()
                     self._remove(w, [decision])
             raise
         finally:
@@ -110,7 +113,7 @@ class PendingDecisions:
                 "gradients to true ones"
             )
         self._has_last_stage = True
-        with self.open(self._scaler, loss, self._weights):
+        with self.open_decision(self._scaler, loss, self._weights):
             pass
         return next(d.scale for d in self._decisions if d.phase is Phase.OPEN)
 
@@ -128,7 +131,7 @@ class PendingDecisions:
                 hidden = self._ranks.gathered or self._ranks.staged
                 gone = not (hidden or w.has_gradients())
                 if w in decision.waiting and (w in decision.zeroed or gone):
-                    self.leave(w, [decision])
+                    self.leave_decisions(w, [decision])
 
     def zeroed(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clear the gradients of the model's half parameters: the user clears the optimizer's.
@@ -142,11 +145,11 @@ class PendingDecisions:
             if decision.moves_scale and not decision.is_decided:
                 decision.zeroed.add(w)  # its backward may still come
             else:
-                self.leave(w, [decision])
+                self.leave_decisions(w, [decision])
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a ``with`` block of ``open`` has not ended."""
+        """Whether a ``with`` block of ``open_decision`` has not ended."""
         return any(decision.blocks for decision in self._decisions)
 
     def fed_optimizers(self) -> list[Optimizer]:
@@ -174,10 +177,10 @@ class PendingDecisions:
         for w in {self._weights[o] for o in self.fed_optimizers()} - waiting:
             self._vetoes[w] = self._vetoes[w] | flag if w in self._vetoes else flag
 
-    def of(self, optimizer: Optimizer, moves_scale: bool) -> list[Decision]:
+    def decisions_of(self, optimizer: Optimizer, moves_scale: bool) -> list[Decision]:
         """Return the decisions that ``optimizer`` waits for.
 
-        A decision is opened for gradients that came past ``open``: the user called
+        A decision is opened for gradients that came past ``open_decision``: the user called
         ``scaler.scale(loss).backward()``, or, where there is no scale, a plain ``loss.backward()``.
 
         Args:
@@ -196,11 +199,11 @@ class PendingDecisions:
             raise RuntimeError(_ALONE)
         found = [d for d in self._decisions if w in d.waiting]
         if self._is_without_gradients(w, found):
-            self.leave(w, found)
+            self.leave_decisions(w, found)
             return []
         if found or w.has_true_gradients:
             return found
-        by_hand = self._scaler.loss_nonfinite
+        by_hand = self._scaler.loss_nonfinite  # not None: the user has called ``scaler.scale``
         if by_hand is None and self._policy.scales_loss and not self._may_lack_loss(w):
             raise RuntimeError(_no_backward(w.with_gradient()))
         device = next((p.device for p in w.parameters()), torch.device("cpu"))
@@ -209,6 +212,7 @@ class PendingDecisions:
         flag = torch.zeros_like(scale) if by_hand is None else by_hand
         if by_hand is not None and moves_scale:
             flag = self._scaler.take_loss_nonfinite()
+        # no ``update`` will join what the optimizers find, so they wait for one decision
         if self._ranks.staged or (by_hand is not None and moves_scale):
             waiting += self._others_with_gradients(w)
         decision = Decision(
@@ -221,7 +225,7 @@ class PendingDecisions:
         )
         self._decisions.append(decision)
         for waits in waiting:
-            waits.begin(decision)
+            waits.begin_scaled(decision)
             if waits in self._vetoes:
                 decision.veto(self._vetoes.pop(waits))
         return [decision]
@@ -246,7 +250,7 @@ class PendingDecisions:
         others = [o for o in self._weights.values() if o not in taken]
         return [o for o in others if self._ranks.staged or o.with_gradient()]
 
-    def leave(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
+    def leave_decisions(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Remove ``w``, whose gradients are used, from its decisions; end those without others."""
         w.clear()
         self._vetoes.pop(w, None)

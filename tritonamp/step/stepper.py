@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -98,7 +99,7 @@ class Stepper:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since its last step()"
             )
-        for decision in self.pending.of(optimizer, moves_scale=not by_scaler):
+        for decision in self.pending.decisions_of(optimizer, moves_scale=not by_scaler):
             self.decider.decide(decision, undoable=True)
             if w.decision is decision:
                 decision.unscale(w)
@@ -108,14 +109,14 @@ class Stepper:
 
     def clip_grad_norm_(self, optimizers: list[Optimizer], max_norm: float) -> Tensor:
         """Clip the gradients of ``optimizers`` together; return their norm before."""
-        decisions = list(
-            dict.fromkeys(d for o in optimizers for d in self.pending.of(o, moves_scale=True))
-        )
+        by_optimizer = [self.pending.decisions_of(o, moves_scale=True) for o in optimizers]
+        decisions = list(dict.fromkeys(itertools.chain(*by_optimizer)))
         all_scaled = all(self.weights[o].decision in decisions for o in optimizers)
         if len(decisions) == 1 and not decisions[0].is_decided and all_scaled:
             # the step multiplies by the clip coefficient, at no extra pass
             self.decider.decide(decisions[0], max_norm, undoable=True)
             return decisions[0].norm
+        # several losses, or true gradients: only these have a common norm, and are clipped in place
         for decision in decisions:
             self.decider.decide(decision, undoable=True)
         norms = [self._true_norm(optimizer) for optimizer in optimizers]
@@ -132,7 +133,7 @@ class Stepper:
         if not w.has_true_gradients:
             self.unscale_(optimizer)
         norm = total_norm([g.float() for g in w.all_gradients()])
-        for decision in self.pending.of(optimizer, moves_scale=True):
+        for decision in self.pending.decisions_of(optimizer, moves_scale=True):
             if decision.is_decided:
                 skip = decision.found_inf.to(norm.device) != 0
                 norm = torch.where(skip, torch.zeros_like(norm), norm)
@@ -170,9 +171,10 @@ class Stepper:
         if self.offload is not None:
             self.offload.refuse_capture()
         w = self.weights[optimizer]
-        decisions = self.pending.of(optimizer, moves_scale=not by_scaler)
+        decisions = self.pending.decisions_of(optimizer, moves_scale=not by_scaler)
         if not decisions:
             return None
+        # early decisions stay as they are where the step raises: the user has their norm, or flag
         undecided = [d for d in decisions if not d.is_decided]
         fused = self._fused_step_of(optimizer)
         try:
@@ -182,7 +184,7 @@ class Stepper:
                 step = functools.partial(self._step_in_one_pass, w, decisions, fused)
                 _as_torch_runs_it(step, optimizer)
         except BaseException:  # undo the decisions, so that the call can be repeated
-            if w in decisions[0].waiting:
+            if w in decisions[0].waiting:  # else it has stepped, and a hook behind the step raised
                 self.decider.undo(undecided)
             raise
         if self._policy.on_nonfinite != "skip":
@@ -225,14 +227,14 @@ class Stepper:
         with torch.no_grad():
             fused.step(*judged)
             w.mark_rounded()  # before the user's hooks, which may write to masters
-        self._leave(w, decisions)
+        self._finish_step(w, decisions)
 
     def _step_by_itself(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Run the own step of an optimizer that cannot skip on the device: one host read."""
         # ranks would have to decide again together, and the others may not have failed
         judged = self.decider.judge(w, decisions, undoable=not self._ranks.several)
         if bool(judged.found_inf):
-            self._leave(w, decisions)
+            self._finish_step(w, decisions)
             return
         if judged.grad_scale is not None:
             decisions[0].unscale(w)
@@ -243,22 +245,22 @@ class Stepper:
         except BaseException:
             if _versions(optimizer) != before:  # updates made before the error stay, as in torch
                 w.write_back(self._backend)
-                self._leave(w, decisions)
+                self._finish_step(w, decisions)
             raise
         # count a write: torch's fused steps, and writes to ``.data``, do not
         torch.autograd.graph.increment_version(
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         )
         w.write_back(self._backend)
-        self._leave(w, decisions)
+        self._finish_step(w, decisions)
 
-    def _leave(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
+    def _finish_step(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Note the step or skip of ``w``, and remove it from its decisions."""
         w.note_step()
         for decision in decisions:
-            decision.settle()
-        self.pending.leave(w, decisions)
-        self.outcomes[w.optimizer].note(found_inf_of(decisions))
+            decision.drop_copies()
+        self.pending.leave_decisions(w, decisions)
+        self.outcomes[w.optimizer].note_outcome(found_inf_of(decisions))
 
     def _answer(self, decisions: Sequence[Decision], by_scaler: bool) -> None:
         """Carry out ``on_nonfinite`` of the policy, once for each decision."""
