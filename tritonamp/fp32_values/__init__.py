@@ -57,7 +57,7 @@ class Fp32Values:
         Args:
             half: the half tensor.
             packs: keep 16 bits beside it; else the FP32 value in host memory.
-            remainder: the 16 bits, if they are known; None: they are those of the present value.
+            remainder: the 16 bits, if they are known; None: those of the present FP32 value.
         """
         if half in self._lent:
             return
@@ -68,7 +68,7 @@ class Fp32Values:
             assert self._home is not None
             value = half.detach().float() if value is None else value
             self._lent[half] = self._unsettled[half] = OffloadedValue(half, value, self._home)
-        self.add(half, torch.empty(0))  # an entry in the lists, which ``refresh`` goes through
+        self.add(half, torch.empty(0))  # nobody reads it, but all lists go by index
 
     def beside(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return what is kept beside each half tensor, and the tensor itself of others.
@@ -100,7 +100,7 @@ class Fp32Values:
             return self._lent[half].get()
         i = self._index[half]
         agrees = self._versions[i] == half._version and self._pointers[i] == half.data_ptr()
-        # kernels write running statistics of norms past torch's count of versions
+        # torch does not count what batch_norm writes to running statistics, which are buffers
         if not agrees or not isinstance(half, torch.nn.Parameter):
             self._update(i)
         return self._values[i]
@@ -209,7 +209,7 @@ class Fp32Values:
 
         The others must not have changed since ``refresh``.
         """
-        if len(indices) == len(self._halves):  # as after most steps: two questions, not two each
+        if len(indices) == len(self._halves):  # two questions for all, not two for each
             self._versions = array("Q", versions(self._halves))
             self._value_versions = array("Q", versions(self._values))
             return

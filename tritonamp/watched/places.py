@@ -104,7 +104,7 @@ class PlacedOps(TorchDispatchMode):
         hooks = nn.modules.module
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            # torch warns a compiled model that global hooks, such as these, are not compiled
+            # torch warns of compiled models that these hooks fire once more for their wrapper
             warnings.filterwarnings("ignore", message="Using `torch.compile")
             for hook in (
                 hooks.register_module_forward_pre_hook(self.note_entered),
