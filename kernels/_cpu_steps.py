@@ -26,10 +26,12 @@ class CpuUpdate:
     that leaves all tensors unchanged.
 
     Args:
+        lists: of the step.
         grad_scale: 0-d factor on the gradients, or None.
     """
 
-    def __init__(self, grad_scale: Tensor | None) -> None:
+    def __init__(self, lists: UpdateLists, grad_scale: Tensor | None) -> None:
+        self._lists = lists
         self._grad_scale = None if in_main_memory(grad_scale) == 1.0 else grad_scale
         self._results: list[tuple[Tensor, Tensor]] = []
         self._waiting = 0  # bytes of the results that wait
@@ -73,12 +75,15 @@ class CpuUpdate:
         if self._waiting > _MOST_WAITING:
             self._write_waiting()
 
-    def store_copy(self, copy: Tensor, value: Tensor, overflow: Tensor) -> None:
-        """Store ``value`` in ``copy``; set the flag where a finite element became inf."""
+    def store_param(self, param: Tensor, copy: Tensor, value: Tensor, number: int) -> None:
+        """Store a parameter and its copy; set the flag where a finite element became inf there."""
+        self.store(param, value)
+        if copy is param:
+            return
         self.store(copy, value)
         found = overflows(value, copy.dtype)
         if found is not None:
-            self._overflows.append((overflow, found))
+            self._overflows.append((self._lists.overflow(copy.device)[number], found))
 
     def write_results(self) -> None:
         """Write what waits; nothing here takes memory, so nothing can fail half-way."""
@@ -97,7 +102,7 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
     """Run the update of ``adamw_torch``, with the same bits."""
     if in_main_memory(found_inf):
         return
-    updates = CpuUpdate(grad_scale)
+    updates = CpuUpdate(lists, grad_scale)
     corrected: dict[Any, tuple[Tensor, Tensor]] = {}  # by step count: most share it
     names = "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
     rows = zip(lists.rows(names), lists.tensors["steps"], strict=True)
@@ -108,7 +113,7 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
         lost = []
         step = steps + 1
         key = lists.groups[number], compute, in_main_memory(steps)
-        if key[-1] is None or key not in corrected:
+        if key[-1] is None or key not in corrected:  # None: the host does not know the count
             corrected[key] = corrected_rates(rule, step, compute)
         rate, root2 = corrected[key]
         updates.store(steps, step)
@@ -139,9 +144,7 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
             updates.store(exp_avg_sq, v)
             if amsgrad:
                 updates.store(max_exp_avg_sq, v_max)
-            updates.store(param, p)
-            if copy is not param:
-                updates.store_copy(copy, p, lists.overflow(device)[number])
+            updates.store_param(param, copy, p, number)
         if lost:
             updates.store(lists.lost(device)[number], torch.stack(lost).sum(0))
     updates.write_results()
@@ -160,7 +163,7 @@ def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
     """Run the update of ``sgd_torch``, with the same bits."""
     if in_main_memory(found_inf):
         return
-    updates = CpuUpdate(grad_scale)
+    updates = CpuUpdate(lists, grad_scale)
     for row, rule, number in lists.rows(("params", "grads", "momentum_buffers", "copies")):
         lr, momentum, dampening, weight_decay, nesterov, maximize = rule
         compute = torch.promote_types(row[0].dtype, torch.float32)
@@ -182,9 +185,7 @@ def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
             else:
                 p.add_(grad, alpha=-float(lr))
 
-            updates.store(param, p)
-            if copy is not param:
-                updates.store_copy(copy, p, lists.overflow(param.device)[number])
+            updates.store_param(param, copy, p, number)
     updates.write_results()
 
 
@@ -192,7 +193,7 @@ def lion_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
     """Run the update of ``lion_torch``, with the same bits."""
     if in_main_memory(found_inf):
         return
-    updates = CpuUpdate(grad_scale)
+    updates = CpuUpdate(lists, grad_scale)
     for row, rule, number in lists.rows(("params", "grads", "exp_avgs", "copies")):
         lr, beta1, beta2, weight_decay, maximize = rule
         compute = torch.promote_types(row[0].dtype, torch.float32)
@@ -210,7 +211,5 @@ def lion_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
             m.mul_(beta2).add_(torch.mul(grad, 1 - beta2, out=part))
 
             updates.store(exp_avg, m)
-            updates.store(param, p)
-            if copy is not param:
-                updates.store_copy(copy, p, lists.overflow(param.device)[number])
+            updates.store_param(param, copy, p, number)
     updates.write_results()

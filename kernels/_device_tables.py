@@ -122,36 +122,28 @@ class DeviceTables:
             given = [tensors[i] for tensors in lists.values()]
             if not given[0].numel():  # a row without chunks would belong to no program
                 continue
-            repeats = [
-                name in may_repeat and tensors[i] is lists["params"][i]
-                for name, tensors in lists.items()
-            ]
-            used = self._laid_out(list(lists), i, given, repeats)
-            dtypes = tuple(
-                None if repeat else t.dtype for t, repeat in zip(given, repeats, strict=True)
-            )
+            strides = memory_strides(given[0])
+            used, dtypes = [], []
+            for name, tensor in zip(lists, given, strict=True):
+                repeats = name in may_repeat and tensor is lists["params"][i]
+                dtypes.append(None if repeats else tensor.dtype)
+                # a repeated tensor is not loaded, and codes are in the order of memory already
+                is_loaded = not repeats and name not in self._coded
+                used.append(self._kernel_tensor(name, i, tensor, strides) if is_loaded else tensor)
             aligned = _aligned([t.data_ptr() for t in used if t.numel() > 1])
-            kinds.setdefault((dtypes, aligned), []).append((i, used))
+            kinds.setdefault((tuple(dtypes), aligned), []).append((i, used))
         return kinds
 
-    def _laid_out(
-        self, names: list[str], i: int, given: list[Tensor], repeats: list[bool]
-    ) -> list[Tensor]:
-        """Return a place's tensors, or copies: all with the same elements at the same offsets."""
-        strides = memory_strides(given[0])
-        used = []
-        for name, tensor, repeat in zip(names, given, repeats, strict=True):
-            differs = tensor.numel() > 1 and tensor.stride() != strides
-            # a repeated tensor is not loaded, and codes are in the order of memory already
-            is_loaded = not repeat and name not in self._coded
-            if is_loaded and (differs or tensor.dtype != stored(tensor.dtype)):
-                copy = torch.empty_strided(
-                    tensor.shape, strides, dtype=stored(tensor.dtype), device=tensor.device
-                )
-                self.copies.append((name, i, copy))
-                tensor = copy
-            used.append(tensor)
-        return used
+    def _kernel_tensor(self, name: str, i: int, tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+        """Return a tensor, or a copy: all of a place have the same elements at the same offsets."""
+        fits = tensor.numel() <= 1 or tensor.stride() == strides
+        if fits and tensor.dtype == stored(tensor.dtype):
+            return tensor
+        copy = torch.empty_strided(
+            tensor.shape, strides, dtype=stored(tensor.dtype), device=tensor.device
+        )
+        self.copies.append((name, i, copy))
+        return copy
 
     def fits_pointers(self, name: str, pointers: Sequence[int]) -> bool:
         """Tell whether these pointers have the alignment that the tables promise to kernels."""

@@ -42,7 +42,6 @@ class FusedMuonRule(FusedRule):
         found_inf: Tensor | None,
         backend: str,
     ) -> None:
-        """Run one step of the ``muon`` operation, see ``FusedRule.update``."""
         lists.tensors.uses_triton(backend, _muon.MUON)  # keeps the plan that knows the state
         _muon.muon(MuonLists(lists), grad_scale, found_inf, backend)
 
@@ -99,7 +98,6 @@ class FusedMuonAndAdamRule(FusedMuonRule):
         found_inf: Tensor | None,
         backend: str,
     ) -> None:
-        """Run ``muon`` on its groups, and ``adamw`` on the others, see ``FusedRule.update``."""
         lists.tensors.uses_triton(backend, _muon.MUON)  # keeps the plan that knows the state
         matrices = _lists_of_kind(lists, MuonRule, ("momentum_buffers",), ())
         if len(matrices.tensors):
@@ -110,14 +108,12 @@ class FusedMuonAndAdamRule(FusedMuonRule):
             _adamw.adamw(others, grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
-        """Return the hyperparameters of one group, of either kind."""
         if not is_adamws(group):
             return super().hyperparameters(optimizer, group)
         decoupled = {**group, "decoupled_weight_decay": True}
         return ADAM.hyperparameters(optimizer, decoupled)
 
     def has(self, name: str, group: dict[str, Any]) -> bool:
-        """Tell whether the group's parameters have the state of that name."""
         if not is_adamws(group):
             return name == "momentum_buffers"
         return name != "momentum_buffers" and ADAM.has(name, group)

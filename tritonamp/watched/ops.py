@@ -132,7 +132,8 @@ class OpCall(NamedTuple):
 
     def _arguments(self) -> dict[int | str, Any]:
         """Return the arguments by number, or by name where they came so, as ``Schema`` has them."""
-        return {**dict(enumerate(self.args)), **self.kwargs}
+        arguments: dict[int | str, Any] = dict(enumerate(self.args))
+        return arguments | self.kwargs
 
     def run(self) -> Any:
         """Run the op, and return its result."""
