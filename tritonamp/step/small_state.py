@@ -151,13 +151,20 @@ def fp32_state_dict(
     # an optimizer that wraps another may have a format of its own
     if rule is None or not {"state", "param_groups"} <= state_dict.keys():
         return state_dict
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
     state = dict(state_dict["state"])
-    for number, param in zip(numbers, params, strict=True):
+    for number, param in numbered_params(optimizer, state_dict):
         if number in state:
             state[number] = in_fp32(state[number], rule, param)
     return {**state_dict, "state": state}
+
+
+def numbered_params(
+    optimizer: Optimizer, state_dict: Mapping[str, Any]
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield each parameter of an optimizer with its number in a state dict of the same groups."""
+    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return zip(numbers, params, strict=True)
 
 
 def state_format(optimizer: Optimizer, wanted: str = STATES[0]) -> str:

@@ -12,7 +12,13 @@ from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.fused import FusedRule
 from tritonamp.step.offload import Offload, host_keys, on_device
 from tritonamp.step.rules import has_half_state, keeps_fp32_state, rule_of
-from tritonamp.step.small_state import PACKED, REMAINDER, in_fp32, packing_problems
+from tritonamp.step.small_state import (
+    PACKED,
+    REMAINDER,
+    in_fp32,
+    numbered_params,
+    packing_problems,
+)
 
 _SHOWN = 5  # problems that an error lists
 
@@ -103,11 +109,10 @@ def check_loadable(optimizer: Optimizer, state_dict: Any, rule: FusedRule | None
     if rule is None:
         return
     problems = [*rule.group_problems(groups, optimizer.defaults)]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
     states = state_dict["state"]
-    numbered = [(i, _counts_steps(group, states)) for group in groups for i in group["params"]]
-    for (number, counted), param in zip(numbered, params, strict=True):
-        found = _state_problems(rule, states.get(number, {}), counted, param)
+    counted = {i for group in groups if _counts_steps(group, states) for i in group["params"]}
+    for number, param in numbered_params(optimizer, state_dict):
+        found = _state_problems(rule, states.get(number, {}), number in counted, param)
         problems += [f"state {number}: {problem}" for problem in found]
     if problems:
         more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -158,9 +163,7 @@ def _loaded(
     optimizer: Optimizer, state_dict: Mapping[str, Any]
 ) -> Iterator[tuple[Tensor, str, Any]]:
     """Yield parameter, key and value of each state in a state dict."""
-    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, param in zip(numbers, params, strict=True):
+    for number, param in numbered_params(optimizer, state_dict):
         for key, value in state_dict["state"].get(number, {}).items():
             yield param, key, value
 
@@ -173,18 +176,16 @@ def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
     """
     found = False
     for param in params:
-        state = _replaced(optimizer, param)
+        state = _copy_state(optimizer, param)
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
                 state[key], found = value.float(), True
     return found
 
 
-def _replaced(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
-    """Replace the state of ``param`` by a copy, and return the copy.
-
-    The old dictionary may be part of a result of ``optimizer.state_dict()``.
-    """
+def _copy_state(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
+    """Replace the state of ``param`` by a copy, and return the copy."""
+    # the old dictionary may be part of a result of ``optimizer.state_dict()``
     if param not in optimizer.state:
         return {}
     optimizer.state[param] = dict(optimizer.state[param])
@@ -204,7 +205,7 @@ def settle_state(optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor]) -> 
     rule = rule_of(optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
-            state = _replaced(optimizer, param)
+            state = _copy_state(optimizer, param)
             if rule is not None and state:
                 state = optimizer.state[param] = in_fp32(state, rule, param)
             step = state.get("step")
@@ -213,12 +214,12 @@ def settle_state(optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor]) -> 
             if param.dtype not in HALF_DTYPES:
                 continue
             if has_half_state(optimizer):
-                _narrow(state, param)
+                _round_state(state, param)
             elif keeps_fp32_state(optimizer) and state and param in fp32_values:
                 state["master_param"] = fp32_values[param].to(param.device)
 
 
-def _narrow(state: dict[str, Any], param: Tensor) -> None:
+def _round_state(state: dict[str, Any], param: Tensor) -> None:
     for key, value in state.items():
         if not isinstance(value, Tensor) or value.dtype is not torch.float32 or key == "step":
             continue
