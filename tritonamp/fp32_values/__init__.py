@@ -27,7 +27,7 @@ class Fp32Values:
     Packed and offloaded values are no tensors by themselves: see ``LentValue``.
 
     Args:
-        home: host memory of what optimizers step on between steps; None: it is beside half tensors.
+        home: host memory of masters between steps; None: masters are on the device.
 
     Attributes:
         asleep: says what is away from the device.
@@ -43,7 +43,7 @@ class Fp32Values:
         self._versions = array("Q")  # of the half tensors then
         self._value_versions = array("Q")  # of the values when they were last rounded
         self._lent: dict[Tensor, LentValue] = {}  # by half tensor, instead of a value
-        self._unsettled: dict[Tensor, LentValue] = {}  # those that others may have written to
+        self._unsettled: dict[Tensor, LentValue] = {}  # of these, values that may have been written
 
     def __contains__(self, half: Tensor) -> bool:
         return half in self._index
@@ -71,17 +71,17 @@ class Fp32Values:
         self.add(half, torch.empty(0))  # nobody reads it, but all lists go by index
 
     def beside(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return what is kept beside each half tensor, and the tensor itself of others.
+        """Return what is kept beside each parameter: 16 bits, or an FP32 tensor in host memory.
 
-        That is the lower 16 bits of a packed value, the whole of an offloaded one. What somebody
-        has written into FP32 tensors until now counts.
+        A parameter without a lent value stands for itself. Writes into lent FP32 tensors until now
+        count.
         """
         self.settle_lent()
         lent = self._lent
         return [lent[param].beside() if param in lent else param for param in params]
 
     def settle_lent(self) -> None:
-        """Take over what somebody has written into lent FP32 tensors."""
+        """Take over what was written into lent FP32 tensors."""
         for half, value in [*self._unsettled.items()]:
             value.settle()
             if not value.needs_settling:
@@ -143,7 +143,7 @@ class Fp32Values:
 
     @between_graphs
     def push(self) -> None:
-        """Round FP32 values that somebody wrote to into their half tensors."""
+        """Round FP32 values into their half tensors where they were written to since the last time."""
         self.settle_lent()
         if versions(self._values) != self._value_versions.tobytes():
             for i, (half, value) in enumerate(zip(self._halves, self._values, strict=True)):

@@ -86,7 +86,7 @@ class LentValue(ABC):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Take over what somebody has written into the FP32 tensor.
+        """Take over what was written into the FP32 tensor.
 
         Raises:
             RuntimeError: it was written to after a step.

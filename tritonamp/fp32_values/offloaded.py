@@ -54,11 +54,11 @@ class OffloadedValue(LentValue):
 
     @property
     def needs_settling(self) -> bool:
-        return True  # anybody may write to the half tensor
+        return True  # the half tensor may be written to at any time
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Take over what somebody has written into the half tensor, too."""
+        """Take over writes into the lent tensor, and into the half tensor."""
         super().settle()
         if self._agreed_with != self._half_state() and self.half.dtype in HALF_DTYPES:
             self._keep(fp32_value(self.half.detach(), self._home.fetch(self.beside())))

@@ -1,4 +1,4 @@
-"""Outcomes of one optimizer's steps, kept on the device so that nobody waits for them."""
+"""Outcomes of one optimizer's steps, kept on the device so that the host need not wait."""
 
 from typing import Any
 

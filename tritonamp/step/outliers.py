@@ -1,4 +1,4 @@
-"""The windows that outliers are told by: one for each loss scaler, on the device."""
+"""Windows of losses and norms, by which outliers are found: one for each scaler, on the device."""
 
 import weakref
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class OutlierWindows:
         self._loaded: weakref.WeakKeyDictionary[GradScaler, Any] = weakref.WeakKeyDictionary()
 
     def limit(self, scaler: GradScaler, device: torch.device) -> Limit | None:
-        """Return the limit for losses that ``scaler`` scales; None: nobody wants outliers."""
+        """Return the limit for losses that ``scaler`` scales; None: the policy has none."""
         if self._sigmas is None:
             return None
         window = self._windows.get(scaler)

@@ -48,7 +48,7 @@ class ShownGradients:
     def show(self, param: Tensor, grad: Tensor | None) -> None:
         """Put ``grad`` in the place of the gradient of ``param``.
 
-        If a gradient is shown already, the present ``.grad``, which somebody has assigned since,
+        If a gradient is shown already, the user has assigned the present ``.grad`` since: it
         becomes the one to put back.
         """
         earlier = self._own.get(param)

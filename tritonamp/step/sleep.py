@@ -1,4 +1,4 @@
-"""What of one ``Amp`` leaves its device between phases of training, and comes back."""
+"""Sleep: tensors of one ``Amp`` leave the device between phases of training, and come back."""
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -129,7 +129,7 @@ class Sleep:
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor, or those that a wrapper (a DTensor, a quantised weight) is made of."""
+    """Yield a tensor, or the tensors inside of a wrapper (a DTensor, a quantised weight)."""
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         for part in parts:  # since torch 2.14 a DTensor names its mesh, too

@@ -74,11 +74,11 @@ def amax(tensor: Tensor) -> float:
 
 
 class Schema(NamedTuple):
-    """What torch says of an op."""
+    """An op as torch declares it."""
 
     aten: str  # the op's name, "_softmax" or "add_"
     written: frozenset[int | str]  # the arguments that it writes to, by number or name
-    overwritten: frozenset[int | str]  # those of them whose content it ignores
+    overwritten: frozenset[int | str]  # of these, the arguments whose values it ignores
     random: bool  # whether it draws random numbers
     is_view: bool  # whether its results share memory with its inputs
 
@@ -90,7 +90,7 @@ class Schema(NamedTuple):
 
 @functools.cache
 def schema_of(func: Any) -> Schema:
-    """Return what torch says of an OpOverload."""
+    """Return the schema of an OpOverload."""
     aten = func._schema.name.partition("::")[2]
     written = {
         argument.name if argument.kwarg_only else i
@@ -117,7 +117,7 @@ class OpCall(NamedTuple):
 
     @property
     def schema(self) -> Schema:
-        """What torch says of the op."""
+        """The op as torch declares it."""
         return schema_of(self.func)
 
     @property
