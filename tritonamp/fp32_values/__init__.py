@@ -143,7 +143,7 @@ class Fp32Values:
 
     @between_graphs
     def push(self) -> None:
-        """Round FP32 values into their half tensors where they were written to since the last time."""
+        """Round FP32 values that were written to into their half tensors."""
         self.settle_lent()
         if versions(self._values) != self._value_versions.tobytes():
             for i, (half, value) in enumerate(zip(self._halves, self._values, strict=True)):

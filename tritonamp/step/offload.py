@@ -163,7 +163,7 @@ class Offload:
             with torch.cuda.stream(self._leaving):
                 for host, copy in copies:
                     host.copy_(copy, non_blocking=True)
-            if k + 2 < len(parts):
+            if k + 2 < len(parts):  # into the same buffer, once this part has left it
                 self._arriving.wait_event(_recorded(self._leaving))
                 staged.append(self._start_arrival(parts[k + 2], k))
 

@@ -13,7 +13,7 @@ from tritonamp.step.fused import FusedRule
 from tritonamp.step.muon import MUON
 from tritonamp.step.sgd import SGD
 
-TORCHS: tuple[FusedRule, ...] = (ADAM, SGD, MUON)
+TORCH_RULES: tuple[FusedRule, ...] = (ADAM, SGD, MUON)
 """Rules of torch's own optimizers. Optimizers of ``tritonamp.optim`` name theirs."""
 
 
@@ -27,7 +27,7 @@ def rule_of(optimizer: Optimizer) -> FusedRule | None:
     if keeps_fp32_state(optimizer):
         return optimizer.fused_rule  # type: ignore[attr-defined]
     step = inspect.unwrap(_own_step(optimizer))  # torch puts a profiler around it
-    rule = next((rule for rule in TORCHS if rule.torch_step is step), None)
+    rule = next((rule for rule in TORCH_RULES if rule.torch_step is step), None)
     return rule if rule is not None and rule.takes(optimizer) else None
 
 
