@@ -129,8 +129,8 @@ def _lists_of_kind(
 ) -> UpdateLists:
     """Return the lists of the parameters whose rules are of one kind.
 
-    Groups keep their numbers, so that both parts send the same ones: a rule of this kind, which no
-    parameter has, stands in for each rule of the other kind.
+    Groups keep their numbers, so that both parts send the same ones: in the place of each rule of
+    the other kind stands one of this kind, which no kernel reads there.
     """
     own = [rule for rule in lists.rules if isinstance(rule, kind)]
     rules = [rule if isinstance(rule, kind) else own[0] for rule in lists.rules] if own else []

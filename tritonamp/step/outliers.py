@@ -30,7 +30,7 @@ class OutlierWindows:
         if self._sigmas is None:
             return None
         window = self._windows.get(scaler)
-        # of another device: the model has moved, and its window begins anew
+        # on another device the window begins anew
         if window is None or window.device != device:
             refuse_capture(device, "the window of outliers")
             window = new_window(device)
