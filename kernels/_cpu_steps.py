@@ -15,7 +15,7 @@ from tritonamp.kernels._blocks import Scratch, cut, overflows
 from tritonamp.kernels._transfer import in_main_memory
 from tritonamp.kernels._update_lists import UpdateLists
 
-_MOST_WAITING = 1 << 20
+_MOST_WAITING = 1 << 20  # bytes of results, in memory beside their targets
 
 
 class CpuUpdate:
@@ -26,10 +26,12 @@ class CpuUpdate:
     that leaves all tensors unchanged.
 
     Args:
+        lists: of the step.
         grad_scale: 0-d factor on the gradients, or None.
     """
 
-    def __init__(self, grad_scale: Tensor | None) -> None:
+    def __init__(self, lists: UpdateLists, grad_scale: Tensor | None) -> None:
+        self._lists = lists
         self._grad_scale = None if in_main_memory(grad_scale) == 1.0 else grad_scale
         self._results: list[tuple[Tensor, Tensor]] = []
         self._waiting = 0  # bytes of the results that wait
@@ -44,8 +46,9 @@ class CpuUpdate:
         yield from parts or (tensors,)
         self._in_place = False
 
-    def opened(self, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values of ``target`` in ``dtype``; the caller changes and stores them."""
+    def load(self, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values of ``target`` in ``dtype``, for the caller to change and to store."""
+        # in place, the caller changes the target itself, where the dtype is the same
         return target.to(dtype, copy=not self._in_place)
 
     def scratch(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -64,28 +67,31 @@ class CpuUpdate:
     def store(self, target: Tensor, value: Tensor) -> None:
         """Store ``value``, rounded to the dtype of ``target``, there: now or at the end."""
         if self._in_place:
-            if value is not target:
+            if value is not target:  # the caller has not changed the target itself
                 target.copy_(value)
             return
         self._results.append((target, value))
         self._waiting += value.nbytes
         if self._waiting > _MOST_WAITING:
-            self._write()
+            self._write_waiting()
 
-    def store_copy(self, copy: Tensor, value: Tensor, overflow: Tensor) -> None:
-        """Store ``value`` in ``copy``; set the flag where a finite element became inf."""
+    def store_param(self, param: Tensor, copy: Tensor, value: Tensor, number: int) -> None:
+        """Store a parameter and its copy; set the flag where a finite element became inf there."""
+        self.store(param, value)
+        if copy is param:
+            return
         self.store(copy, value)
         found = overflows(value, copy.dtype)
         if found is not None:
-            self._overflows.append((overflow, found))
+            self._overflows.append((self._lists.overflow(copy.device)[number], found))
 
-    def carry_out(self) -> None:
-        """Write the results; nothing here takes memory, so nothing can fail half-way."""
-        self._write()
+    def write_results(self) -> None:
+        """Write what waits; nothing here takes memory, so nothing can fail half-way."""
+        self._write_waiting()
         for overflow, found in self._overflows:
             overflow.logical_or_(found)
 
-    def _write(self) -> None:
+    def _write_waiting(self) -> None:
         for target, result in self._results:
             target.copy_(result)
         self._results.clear()
@@ -96,7 +102,7 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
     """Run the update of ``adamw_torch``, with the same bits."""
     if in_main_memory(found_inf):
         return
-    updates = CpuUpdate(grad_scale)
+    updates = CpuUpdate(lists, grad_scale)
     corrected: dict[Any, tuple[Tensor, Tensor]] = {}  # by step count: most share it
     names = "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
     rows = zip(lists.rows(names), lists.tensors["steps"], strict=True)
@@ -107,12 +113,12 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
         lost = []
         step = steps + 1
         key = lists.groups[number], compute, in_main_memory(steps)
-        if key[-1] is None or key not in corrected:
+        if key[-1] is None or key not in corrected:  # None: the host does not know the count
             corrected[key] = corrected_rates(rule, step, compute)
         rate, root2 = corrected[key]
         updates.store(steps, step)
         for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy in updates.blocks(*row):
-            p, m, v = (updates.opened(x, compute) for x in (param, exp_avg, exp_avg_sq))
+            p, m, v = (updates.load(x, compute) for x in (param, exp_avg, exp_avg_sq))
             before = p.clone() if counts_lost else p
             grad = updates.gradient(grad, compute, maximize)
             # weight decay
@@ -138,40 +144,38 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
             updates.store(exp_avg_sq, v)
             if amsgrad:
                 updates.store(max_exp_avg_sq, v_max)
-            updates.store(param, p)
-            if copy is not param:
-                updates.store_copy(copy, p, lists.overflow(device)[number])
+            updates.store_param(param, copy, p, number)
         if lost:
             updates.store(lists.lost(device)[number], torch.stack(lost).sum(0))
-    updates.carry_out()
+    updates.write_results()
 
 
 def _add_quotient(to: Tensor, a: Tensor, b: Tensor, factor: Tensor) -> None:
     """Add ``factor * a / b``, in one pass where the host knows the factor. Bits are the same."""
-    known = in_main_memory(factor)
-    if known is None:
+    value = in_main_memory(factor)
+    if value is None:
         to.add_((factor * a).div_(b))
     else:
-        to.addcdiv_(a, b, value=known)
+        to.addcdiv_(a, b, value=value)
 
 
 def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Run the update of ``sgd_torch``, with the same bits."""
     if in_main_memory(found_inf):
         return
-    updates = CpuUpdate(grad_scale)
+    updates = CpuUpdate(lists, grad_scale)
     for row, rule, number in lists.rows(("params", "grads", "momentum_buffers", "copies")):
         lr, momentum, dampening, weight_decay, nesterov, maximize = rule
         compute = torch.promote_types(row[0].dtype, torch.float32)
         for param, grad, momentum_buffer, copy in updates.blocks(*row):
-            p, grad = updates.opened(param, compute), updates.gradient(grad, compute, maximize)
+            p, grad = updates.load(param, compute), updates.gradient(grad, compute, maximize)
             memory = updates.scratch("direction", grad, compute)
             # weight decay
             if weight_decay != 0:
                 grad = torch.add(grad, p, alpha=weight_decay, out=memory)
             # momentum
             if momentum != 0:
-                buffer = updates.opened(momentum_buffer, compute)
+                buffer = updates.load(momentum_buffer, compute)
                 buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
                 updates.store(momentum_buffer, buffer)
                 grad = torch.add(grad, buffer, alpha=momentum, out=memory) if nesterov else buffer
@@ -181,22 +185,20 @@ def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
             else:
                 p.add_(grad, alpha=-float(lr))
 
-            updates.store(param, p)
-            if copy is not param:
-                updates.store_copy(copy, p, lists.overflow(param.device)[number])
-    updates.carry_out()
+            updates.store_param(param, copy, p, number)
+    updates.write_results()
 
 
 def lion_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Run the update of ``lion_torch``, with the same bits."""
     if in_main_memory(found_inf):
         return
-    updates = CpuUpdate(grad_scale)
+    updates = CpuUpdate(lists, grad_scale)
     for row, rule, number in lists.rows(("params", "grads", "exp_avgs", "copies")):
         lr, beta1, beta2, weight_decay, maximize = rule
         compute = torch.promote_types(row[0].dtype, torch.float32)
         for param, grad, exp_avg, copy in updates.blocks(*row):
-            p, m = updates.opened(param, compute), updates.opened(exp_avg, compute)
+            p, m = updates.load(param, compute), updates.load(exp_avg, compute)
             grad = updates.gradient(grad, compute, maximize)
             part = updates.scratch("part of the gradient", grad, compute)
             memory = updates.scratch("update", grad, compute)
@@ -209,7 +211,5 @@ def lion_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
             m.mul_(beta2).add_(torch.mul(grad, 1 - beta2, out=part))
 
             updates.store(exp_avg, m)
-            updates.store(param, p)
-            if copy is not param:
-                updates.store_copy(copy, p, lists.overflow(param.device)[number])
-    updates.carry_out()
+            updates.store_param(param, copy, p, number)
+    updates.write_results()

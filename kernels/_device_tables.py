@@ -28,7 +28,15 @@ Kind = tuple[tuple[torch.dtype | None, ...], bool]
 
 
 class DeviceTables:
-    """The tables of one device, in one piece of memory.
+    """The tables of one device, in one piece of memory, so that one copy sends them.
+
+    ::
+
+        columns   sizes              table 0 | table 1 | ...     int64, each row as wide as all
+                  first chunks       table 0 | table 1 | ...     tables together
+                  numbers            table 0 | table 1 | ...
+                  pointers of a list table 0 | table 1 | ...     one row for each list
+        rows      of chunks          table 0 | table 1 | ...     int32
 
     Args:
         device: the device of the tables.
@@ -56,20 +64,21 @@ class DeviceTables:
     ) -> None:
         self.copies: list[tuple[str, int, Tensor]] = []
         self._coded = coded
-        kinds = self._kinds(lists, may_repeat, places)
+        kinds = self._rows_by_kind(lists, may_repeat, places)
         self._order = [[i for i, _ in rows] for rows in kinds.values()]
+        # places that vectors are loaded from: one element alone needs no alignment
         self._vectors = [[i for i, used in rows if used[0].numel() > 1] for rows in kinds.values()]
-        filled = [_Filled.of(rows, numbers) for rows in kinds.values()]
-        nothing = torch.zeros((len(lists) + 3, 0), dtype=torch.int64)
-        columns = torch.cat([nothing, *(f.columns for f in filled)], 1)
-        self._host = torch.cat([columns.flatten(), *(f.rows.view(torch.int64) for f in filled)])
+        contents = [_Contents.of(rows, numbers) for rows in kinds.values()]
+        nothing = torch.zeros((len(lists) + 3, 0), dtype=torch.int64)  # there may be no table
+        columns = torch.cat([nothing, *(c.columns for c in contents)], 1)
+        self._host = torch.cat([columns.flatten(), *(c.rows.view(torch.int64) for c in contents)])
         # a ctypes view of the tensor's memory: faster to write
         self._memory = (ctypes.c_int64 * len(self._host)).from_address(self._host.data_ptr())
         on_cpu = device.type == "cpu"
         self._device = self._host if on_cpu else torch.empty_like(self._host, device=device)
         self._width = columns.shape[1]
-        self._column = {name: k for k, name in enumerate(lists, start=3)}
-        self.tables = self._views(device, list(lists), list(kinds), filled, before)
+        self._column = {name: k for k, name in enumerate(lists, start=3)}  # behind the numbers
+        self.tables = self._views(device, list(lists), list(kinds), contents, before)
         self._send(0, len(self._host))
 
     def _views(
@@ -77,7 +86,7 @@ class DeviceTables:
         device: torch.device,
         names: Sequence[str],
         kinds: Sequence[Kind],
-        filled: Sequence["_Filled"],
+        contents: Sequence["_Contents"],
         before: int,
     ) -> list[Table]:
         """Return the tables that lie in the memory on the device."""
@@ -85,7 +94,7 @@ class DeviceTables:
         columns = self._device[:size].view(-1, self._width)
         rows = self._device[size:].view(torch.int32)
         tables = []
-        for (dtypes, aligned), f, order in zip(kinds, filled, self._order, strict=True):
+        for (dtypes, aligned), c, order in zip(kinds, contents, self._order, strict=True):
             numel, first, number, *pointers = columns[:, : len(order)].unbind()
             table = Table(
                 device=device,
@@ -93,86 +102,78 @@ class DeviceTables:
                 numel=numel,
                 first=first,
                 number=number,
-                rows=rows[: f.chunks],
-                chunk=f.chunk,
-                chunks=f.chunks,
+                rows=rows[: c.chunks],
+                chunk=c.chunk,
+                chunks=c.chunks,
                 before=before,
                 dtypes=dict(zip(names, dtypes, strict=True)),
                 aligned=aligned,
             )
             tables.append(table)
-            columns, rows = columns[:, f.columns.shape[1] :], rows[len(f.rows) :]
-            before += f.chunks
+            columns, rows = columns[:, c.columns.shape[1] :], rows[len(c.rows) :]
+            before += c.chunks
         return tables
 
-    def _kinds(
+    def _rows_by_kind(
         self, lists: Mapping[str, Sequence[Tensor]], may_repeat: frozenset[str], places: list[int]
     ) -> dict[Kind, Rows]:
-        """Return the rows grouped by kind."""
         kinds: dict[Kind, Rows] = {}
         for i in places:
             given = [tensors[i] for tensors in lists.values()]
-            if not given[0].numel():
+            if not given[0].numel():  # a row without chunks would belong to no program
                 continue
-            repeats = [
-                name in may_repeat and tensors[i] is lists["params"][i]
-                for name, tensors in lists.items()
-            ]
-            used = self._laid_out(list(lists), i, given, repeats)
-            dtypes = tuple(
-                None if repeat else t.dtype for t, repeat in zip(given, repeats, strict=True)
-            )
+            strides = memory_strides(given[0])
+            used, dtypes = [], []
+            for name, tensor in zip(lists, given, strict=True):
+                repeats = name in may_repeat and tensor is lists["params"][i]
+                dtypes.append(None if repeats else tensor.dtype)
+                # a repeated tensor is not loaded, and codes are in the order of memory already
+                is_loaded = not repeats and name not in self._coded
+                used.append(self._kernel_tensor(name, i, tensor, strides) if is_loaded else tensor)
             aligned = _aligned([t.data_ptr() for t in used if t.numel() > 1])
-            kinds.setdefault((dtypes, aligned), []).append((i, used))
+            kinds.setdefault((tuple(dtypes), aligned), []).append((i, used))
         return kinds
 
-    def _laid_out(
-        self, names: list[str], i: int, given: list[Tensor], repeats: list[bool]
-    ) -> list[Tensor]:
-        """Return a place's tensors, or copies: all with the same elements at the same offsets."""
-        strides = memory_strides(given[0])
-        used = []
-        for name, tensor, repeat in zip(names, given, repeats, strict=True):
-            differs = tensor.numel() > 1 and tensor.stride() != strides
-            numbers = not repeat and name not in self._coded
-            if numbers and (differs or tensor.dtype != stored(tensor.dtype)):
-                copy = torch.empty_strided(
-                    tensor.shape, strides, dtype=stored(tensor.dtype), device=tensor.device
-                )
-                self.copies.append((name, i, copy))
-                tensor = copy
-            used.append(tensor)
-        return used
+    def _kernel_tensor(self, name: str, i: int, tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+        """Return a tensor, or a copy: all of a place have the same elements at the same offsets."""
+        fits = tensor.numel() <= 1 or tensor.stride() == strides
+        if fits and tensor.dtype == stored(tensor.dtype):
+            return tensor
+        copy = torch.empty_strided(
+            tensor.shape, strides, dtype=stored(tensor.dtype), device=tensor.device
+        )
+        self.copies.append((name, i, copy))
+        return copy
 
-    def takes(self, name: str, pointers: Sequence[int]) -> bool:
-        """Tell whether these pointers have the alignment that the tables promise."""
-        used = self._used(name, pointers)
+    def fits_pointers(self, name: str, pointers: Sequence[int]) -> bool:
+        """Tell whether these pointers have the alignment that the tables promise to kernels."""
+        used = self._kernel_pointers(name, pointers)
         return all(
             _aligned([used[i] for i in vectors])
             for table, vectors in zip(self.tables, self._vectors, strict=True)
             if table.aligned
         )
 
-    def follow(self, name: str, pointers: Sequence[int]) -> None:
+    def send_pointers(self, name: str, pointers: Sequence[int]) -> None:
         """Give a list new pointers."""
-        used = self._used(name, pointers)
+        used = self._kernel_pointers(name, pointers)
         at = begin = self._column[name] * self._width
         for order in self._order:
             self._memory[at : at + len(order)] = [used[i] for i in order]
             at += _even(len(order))
         self._send(begin, begin + self._width)
 
-    def _used(self, name: str, pointers: Sequence[int]) -> Sequence[int]:
-        """Return the pointers that kernels use: to the copy of a tensor where it has one."""
+    def _kernel_pointers(self, name: str, pointers: Sequence[int]) -> Sequence[int]:
+        """Return the pointers with those to copies in the place of those to copied tensors."""
         instead = {i: copy.data_ptr() for copied, i, copy in self.copies if copied == name}
         return [instead.get(i, p) for i, p in enumerate(pointers)] if instead else pointers
 
     def _send(self, begin: int, end: int) -> None:
-        if self._device is not self._host:
+        if self._device is not self._host:  # the interpreter's kernels read main memory
             upload(self._host[begin:end], self._device[begin:end])
 
 
-class _Filled(NamedTuple):
+class _Contents(NamedTuple):
     """The contents of one table, on the host.
 
     Both tensors end at a multiple of 16 bytes, so that every table starts at one.
@@ -190,7 +191,7 @@ class _Filled(NamedTuple):
     chunks: int
 
     @classmethod
-    def of(cls, rows: Rows, numbers: Sequence[int]) -> "_Filled":
+    def of(cls, rows: Rows, numbers: Sequence[int]) -> "_Contents":
         sizes = [used[0].numel() for _, used in rows]
         chunk = _chunk(sum(sizes))
         counts = [-(-size // chunk) for size in sizes]
@@ -209,6 +210,7 @@ class _Filled(NamedTuple):
 
 
 def _aligned(pointers: Sequence[int]) -> bool:
+    # all are multiples of 16 where their bits, taken together, are: faster than one by one
     return functools.reduce(operator.or_, pointers, 0) % 16 == 0
 
 

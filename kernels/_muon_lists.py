@@ -44,8 +44,8 @@ class MuonRule(NamedTuple):
 class MuonLists(UpdateLists):
     """The lists of one step with a place for the update of each matrix, "updates".
 
-    Matrices of one group and shape lie behind one another, in memory of this step alone: which of
-    them have gradients may differ from step to step.
+    Matrices of one group and shape lie behind one another, for batched products, in memory of this
+    step alone: which of them have gradients may differ from step to step.
 
     Args:
         lists: of the step, without updates.
@@ -80,7 +80,7 @@ def orthogonalize_(matrices: Tensor, rule: MuonRule) -> None:
     compute = _compute_dtype(rule, matrices)
     x = (matrices / norms).to(compute)
     is_tall = x.shape[1] > x.shape[2]
-    x = x.mT if is_tall else x
+    x = x.mT if is_tall else x  # then ``gram`` has the shorter side, and so have its products
     for _ in range(rule.ns_steps):
         gram = torch.bmm(x, x.mT)
         gram_update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)

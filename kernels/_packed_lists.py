@@ -16,13 +16,13 @@ from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import BF16, HALF, WIDE, Shipped, build_name
 from tritonamp.kernels._small_state import (
-    cut,
     encode,
     in_memory_of,
     in_order_of_memory,
-    join,
+    join_master,
     moments_size,
     padded,
+    split_master,
 )
 from tritonamp.kernels._tables import NUM_WARPS, Table
 from tritonamp.kernels._update_lists import Hyperparameters, PendingWrites, UpdateLists
@@ -57,8 +57,10 @@ def packed_launch(
 
 def load_master_twin(param: Tensor, remainder: Tensor) -> Tensor:
     """Return the FP32 master, shape (n,), in the order of memory of the parameter."""
-    stored = in_order_of_memory(param)
-    return stored.float() if remainder is param else join(stored, remainder[: param.numel()])
+    values = in_order_of_memory(param)
+    if remainder is param:  # an FP32 parameter is its own master
+        return values.float()
+    return join_master(values, remainder[: param.numel()])
 
 
 def store_moment_twin(
@@ -66,7 +68,7 @@ def store_moment_twin(
 ) -> None:
     """Plan to write FP32 values, shape (n,), to codes and exponents of whole blocks."""
     codes, _ = moment
-    missing = (0, len(codes) - len(x))
+    missing = (0, len(codes) - len(x))  # zeros fill the last block: they do not raise its exponent
     whole, bits = (torch.nn.functional.pad(t, missing) for t in (x, random))
     for target, value in zip(moment, encode(whole, bits, kind), strict=True):
         results.put(target, value)
@@ -79,8 +81,9 @@ def store_master_twin(
     if remainder is param:
         results.put(param, in_memory_of(param, p))
         return p
-    half, rest = cut(p, param.dtype)
+    half, rest = split_master(p, param.dtype)
     results.put(remainder[: param.numel()], rest)
+    # for the flag; the second write counts, since ``half`` rounds ties of bfloat16 away from 0
     results.put_copy(param, in_memory_of(param, p), overflow)
     results.put(param, in_memory_of(param, half))
     return half
@@ -116,7 +119,10 @@ def packed_lists(
 def packed_samples(rule: Hyperparameters, moments: int, bytes: int) -> list[ListSample]:
     """Return the third step of an optimizer on half parameters, and on FP32 ones.
 
-    Each parameter has so many moments; a step moves so many bytes for each half parameter.
+    Args:
+        rule: of all parameters.
+        moments: how many each parameter has.
+        bytes: that a step moves for each half parameter.
     """
 
     def args(tensors: list[Tensor], half: torch.dtype, halves: bool) -> tuple[Any, ...]:
@@ -135,7 +141,7 @@ def packed_samples(rule: Hyperparameters, moments: int, bytes: int) -> list[List
         if lists["remainders"][0] is lists["params"][0]:
             return found
         rows = zip(lists["params"], lists["remainders"], strict=True)
-        return found + [join(in_order_of_memory(p), r[: p.numel()]) for p, r in rows]
+        return found + [join_master(in_order_of_memory(p), r[: p.numel()]) for p, r in rows]
 
     return [
         ListSample(lambda tensors, half: args(tensors, half, True), results, bytes),
@@ -152,7 +158,12 @@ def packed_builds(
 ) -> Iterator[Shipped]:
     """Yield half parameters of both dtypes, and FP32 ones, with half and FP32 gradients.
 
-    ``loses``: lost updates can be counted.
+    Args:
+        name: the name of the operation.
+        triton: its launcher.
+        rule: of all parameters.
+        moments: how many each parameter has.
+        loses: whether the operation can count lost updates.
     """
     kinds = [(HALF, HALF), (BF16, BF16), (HALF, WIDE), (WIDE, HALF), (WIDE, WIDE)]
     for (param, grad), aligned, lost in itertools.product(kinds, (True, False), (False, True)):
@@ -164,8 +175,8 @@ def packed_builds(
         remainders = params if param is WIDE else [torch.empty(n, dtype=torch.int16)]
         steps = [torch.empty((), dtype=WIDE)]
         lists = packed_lists(params, grads, remainders, moments, rule, steps, lost)
-        full = build_name(name, param, grad, not aligned and "unaligned", lost and "lost")
+        build = build_name(name, param, grad, not aligned and "unaligned", lost and "lost")
         # the exponents of a tile change layouts: a byte for each block
         shared = (32 if lost else 8) if aligned else None
-        most = MAX_REGISTERS if aligned else 208
-        yield Shipped(full, triton, (lists, None, None), most, max_shared=shared)
+        registers = MAX_REGISTERS if aligned else 208
+        yield Shipped(build, triton, (lists, None, None), registers, max_shared=shared)

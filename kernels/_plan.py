@@ -77,7 +77,7 @@ class Plan:
         # Tensors may move between steps, as gradients do; aligned ones stay aligned, since kernels
         # are compiled for that.
         return facts.kind == self._kind and all(
-            part.takes(name, numbers_of(pointers))
+            part.fits_pointers(name, numbers_of(pointers))
             for name, pointers in self._moved_lists(facts)
             for part in self._parts[name]
         )
@@ -86,7 +86,7 @@ class Plan:
         """Send the pointers that have moved to the tables."""
         for name, pointers in self._moved_lists(facts):
             for part in self._parts[name]:
-                part.follow(name, numbers_of(pointers))
+                part.send_pointers(name, numbers_of(pointers))
         self._pointers = facts.pointers
 
     def prepared(self, name: Hashable, prepare: Callable[[], T]) -> T:

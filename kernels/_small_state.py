@@ -65,6 +65,16 @@ def random_bits_twin(like: Tensor, step: Tensor, number: int) -> tuple[Tensor, T
     return (h + turn) & 0xFFFFFFFF, ((_times(h, _GOLDEN) ^ (h >> 16)) + turn) & 0xFFFFFFFF
 
 
+def _times(h: Tensor, factor: int) -> Tensor:
+    """Return the low 32 bits of a product of 32-bit numbers, without int64's overflow."""
+    # 16 bits at a time: a product of two 32-bit numbers may not fit int64
+    low, high = h & 0xFFFF, h >> 16
+    return (low * factor + ((high * factor & 0xFFFF) << 16)) & 0xFFFFFFFF
+
+
+# where elements and codes lie
+
+
 def in_memory_of(like: Tensor, flat: Tensor) -> Tensor:
     """Return a view of n values, in the order of memory of ``like``, of its shape (n elements)."""
     return flat.as_strided(like.shape, memory_strides(like))
@@ -73,7 +83,7 @@ def in_memory_of(like: Tensor, flat: Tensor) -> Tensor:
 def in_order_of_memory(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """Return the elements of a tensor, shape (n,), in the order of memory of ``like``, or its own.
 
-    A view where memory is in that order.
+    It is a view where memory is in that order, else a copy.
     """
     strides = memory_strides(tensor if like is None else like)
     if tensor.stride() == strides:
@@ -95,17 +105,11 @@ def moments_size(numel: int, moments: int) -> int:
     return moments * (padded(numel) + padded(numel) // BLOCK)
 
 
-def moments_of(memory: Tensor, size: int, moments: int) -> list[tuple[Tensor, Tensor]]:
+def split_moments(memory: Tensor, size: int, moments: int) -> list[tuple[Tensor, Tensor]]:
     """Return codes (size,) and exponents (size / BLOCK,) of each moment, as views."""
     codes = memory[: moments * size].view(moments, size)
     exponents = memory[moments * size :].view(moments, size // BLOCK)
     return list(zip(codes, exponents, strict=True))
-
-
-def _times(h: Tensor, factor: int) -> Tensor:
-    """Return the low 32 bits of a product of 32-bit numbers, without int64's overflow."""
-    low, high = h & 0xFFFF, h >> 16
-    return (low * factor + ((high * factor & 0xFFFF) << 16)) & 0xFFFFFFFF
 
 
 # FP32 rounded to fewer bits of mantissa
@@ -290,8 +294,8 @@ def store_master(
     return p
 
 
-def join(half: Tensor, remainder: Tensor) -> Tensor:
-    """Return the FP32 masters of half values and their remainders.
+def join_master(half: Tensor, remainder: Tensor) -> Tensor:
+    """Return the FP32 masters of half values and their remainders, with the bits of ``joined``.
 
     Args:
         half: float16 or bfloat16, of any shape.
@@ -308,8 +312,10 @@ def join(half: Tensor, remainder: Tensor) -> Tensor:
     return wide + r.float() * ((exponent - _ULP_SHIFT) << 23).view(torch.float32)
 
 
-def cut(x: Tensor, half_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the half values of FP32 masters, and int16 remainders: ``join`` gives them back.
+def split_master(x: Tensor, half_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return half values and int16 remainders of FP32 masters: ``join_master`` gives them back.
+
+    The bits are those of ``split``.
 
     Exact in bfloat16 for all finite values that round to finite ones. Exact in float16 from 2^-14
     to 65504 in magnitude; smaller ones are off by 2^-40 (1 + 2^-24) at most, and -0 becomes 0. The

@@ -73,15 +73,14 @@ class Table(NamedTuple):
             tile: elements of a program's tile; None: ``vec`` for each thread.
             num_warps: warps of 32 threads.
         """
-        vec = vec if self.aligned else 1
+        vec = vec if self.aligned else 1  # a load of several elements needs an aligned pointer
         pointers = [self.pointers[name] for name in names]
         tensors = (*pointers, self.numel, self.first, self.number, self.rows, *operands)
-        tile = tile or WARP_SIZE * num_warps * vec
         return Launch(
             kernel,
             (self.chunks, 1, 1),
             (self.chunk, *sizes),
-            (*constants, vec, tile),
+            (*constants, vec, tile or WARP_SIZE * num_warps * vec),
             num_warps,
             maxnreg,
             tensors,

@@ -32,10 +32,10 @@ from tritonamp.kernels._small_state import (
     in_order_of_memory,
     load_master,
     load_moment,
-    moments_of,
     padded,
     random_bits,
     random_bits_twin,
+    split_moments,
     store_master,
     store_moment,
 )
@@ -139,7 +139,7 @@ def adamw_8bit_torch(
         param, grad, remainder, moments, steps = row
         step, n = steps + 1, param.numel()
         before = load_master_twin(param, remainder)
-        first, second = moments_of(moments, padded(n), 2)
+        first, second = split_moments(moments, padded(n), 2)
         m, v = decode(*first, SIGNED)[:n], decode(*second, UNSIGNED)[:n]
         # unscale and clip
         grad = unscaled(grad, grad_scale, rule.maximize, torch.float32)

@@ -30,10 +30,10 @@ from tritonamp.kernels._small_state import (
     in_order_of_memory,
     load_master,
     load_moment,
-    moments_of,
     padded,
     random_bits,
     random_bits_twin,
+    split_moments,
     store_master,
     store_moment,
 )
@@ -141,7 +141,7 @@ def lion_8bit_torch(
         param, grad, remainder, moments, steps = row
         step, n = steps + 1, param.numel()
         p = load_master_twin(param, remainder)
-        (moment,) = moments_of(moments, padded(n), 1)
+        (moment,) = split_moments(moments, padded(n), 1)
         m = decode(*moment, SIGNED)[:n]
         # unscale and clip
         grad = unscaled(grad, grad_scale, rule.maximize, torch.float32)

@@ -19,15 +19,15 @@ from tritonamp.kernels._small_state import (
     BLOCK,
     SIGNED,
     UNSIGNED,
-    cut,
     decode,
     encode,
     in_memory_of,
     in_order_of_memory,
-    join,
-    moments_of,
+    join_master,
     moments_size,
     padded,
+    split_master,
+    split_moments,
 )
 from tritonamp.kernels._tables import stored
 from tritonamp.kernels._update_lists import UpdateLists
@@ -80,7 +80,7 @@ class State:
         for master in masters:
             n, size = master.numel(), padded(master.numel())
             memory = torch.zeros(moments_size(n, len(self.kinds)), dtype=torch.uint8)
-            parts = zip(moments_of(memory, size, len(self.kinds)), self.kinds, strict=True)
+            parts = zip(split_moments(memory, size, len(self.kinds)), self.kinds, strict=True)
             for (codes, exponents), kind in parts:
                 values = torch.nn.functional.pad(random((n,)), (0, size - n))
                 for target, value in zip(
@@ -91,7 +91,7 @@ class State:
             if half is None:
                 self.params.append(master.to(device))
                 continue
-            upper, lower = cut(in_order_of_memory(master), half)
+            upper, lower = split_master(in_order_of_memory(master), half)
             rest = torch.zeros(size, dtype=torch.int16)
             rest[:n] = lower
             self.params.append(in_memory_of(master, upper).to(device))
@@ -133,12 +133,12 @@ class State:
         if self.remainders is self.params:
             return [in_order_of_memory(p).clone() for p in self.params]
         rows = zip(self.params, self.remainders, strict=True)
-        return [join(in_order_of_memory(p), r[: p.numel()]) for p, r in rows]
+        return [join_master(in_order_of_memory(p), r[: p.numel()]) for p, r in rows]
 
     def decoded(self) -> list[list[Tensor]]:
         found = []
         for p, memory in zip(self.params, self.moments, strict=True):
-            parts = moments_of(memory, padded(p.numel()), len(self.kinds))
+            parts = split_moments(memory, padded(p.numel()), len(self.kinds))
             rows = zip(parts, self.kinds, strict=True)
             found.append([decode(*part, kind)[: p.numel()] for part, kind in rows])
         return found
@@ -207,7 +207,7 @@ def test_a_step_is_adamws_on_what_the_codes_hold(
     assert moved > 100
     if half is not None:
         for param, master in zip(state.params, state.masters(), strict=True):
-            rounded = cut(master, half)[0]
+            rounded = split_master(master, half)[0]
             assert torch.equal(in_order_of_memory(param), rounded)
 
 
@@ -367,7 +367,7 @@ def test_masters_beyond_half_are_noted(
     state = kept(device, HALF, [kept.rule._replace(lr=1e8, weight_decay=0.0)], [(4099,)] * 4)
     for i, grad in enumerate(state.grads):
         grad.zero_()
-        codes, _ = moments_of(state.moments[i], padded(grad.numel()), len(kept.kinds))[0]
+        codes, _ = split_moments(state.moments[i], padded(grad.numel()), len(kept.kinds))[0]
         codes.zero_()
     state.grads[0][5] = state.grads[1][4098] = 1.0
     state.params[2][7], state.params[3][8] = INF, NAN

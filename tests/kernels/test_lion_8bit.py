@@ -6,7 +6,7 @@ import torch
 from tests.kernels.conftest import numpy_warns
 from tests.kernels.test_adamw_8bit import HALF, LionState, each_half
 from tritonamp.kernels._multi_tensor import TensorLists
-from tritonamp.kernels._small_state import cut, in_order_of_memory
+from tritonamp.kernels._small_state import in_order_of_memory, split_master
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.lion import lion
 
@@ -43,7 +43,7 @@ def test_a_lion_step_is_lions_on_what_the_codes_hold(
     assert moved > 100
     if half is not None:
         for param, master in zip(state.params, state.masters(), strict=True):
-            assert torch.equal(in_order_of_memory(param), cut(master, half)[0])
+            assert torch.equal(in_order_of_memory(param), split_master(master, half)[0])
 
 
 def test_a_moment_of_lion_decays_and_follows(device: torch.device, backend: str) -> None:

@@ -11,7 +11,15 @@ from torch import Tensor
 from tests.kernels.conftest import numpy_warns
 from tritonamp.kernels import _small_state as small
 from tritonamp.kernels._launch import Launch
-from tritonamp.kernels._small_state import BLOCK, SIGNED, UNSIGNED, cut, decode, encode, join
+from tritonamp.kernels._small_state import (
+    BLOCK,
+    SIGNED,
+    UNSIGNED,
+    decode,
+    encode,
+    join_master,
+    split_master,
+)
 from tritonamp.kernels.device import tl, triton
 
 pytestmark = numpy_warns
@@ -69,8 +77,8 @@ def exponent_of(x: Tensor) -> Tensor:
 def test_a_bfloat16_master_comes_back_exactly() -> None:
     """All FP32 values but those beyond the largest bfloat16 number."""
     x = upper_and_lower_bits()
-    upper, lower = cut(x, BF16)
-    back = join(upper, lower)
+    upper, lower = split_master(x, BF16)
+    back = join_master(upper, lower)
     finite = upper.isfinite()
     assert finite.sum() > 0.99 * len(x)
     assert torch.equal(bits(back)[finite], bits(x)[finite])
@@ -87,9 +95,9 @@ def test_a_float16_master_comes_back() -> None:
     """
     x = upper_and_lower_bits()
     x = torch.cat([x, torch.rand(1 << 16, generator=torch.Generator().manual_seed(1)) * 2**-13])
-    upper, lower = cut(x, HALF)
+    upper, lower = split_master(x, HALF)
     assert same(upper.float(), x.half().float())
-    back = join(upper, lower)
+    back = join_master(upper, lower)
     exact = (x.abs() >= 2**-14) & (x.abs() <= 65504)
     tiny = x.abs() < 2**-14
     assert min(exact.sum(), tiny.sum()) > 1 << 16
@@ -106,21 +114,21 @@ def test_a_bfloat16_value_of_somebody_elses_keeps_the_remainder(r: int) -> None:
     """inf and NaN have none, and zeros none that would change their sign."""
     upper = patterns(BF16)
     lower = torch.full(upper.shape, r, dtype=torch.int16)
-    x, wide = join(upper, lower), upper.float()
+    x, wide = join_master(upper, lower), upper.float()
     alone = ~upper.isfinite() | ((upper == 0) & (lower < 0))
     assert same(x[alone], wide[alone])
-    again = cut(x[~alone], BF16)
+    again = split_master(x[~alone], BF16)
     assert torch.equal(bits(again[0].float()), bits(wide[~alone]))
     assert torch.equal(again[1], lower[~alone])
 
 
 @pytest.mark.parametrize("r", [r for r in EDGES if abs(r) <= 0x4000])
 def test_a_float16_value_of_somebody_elses_keeps_the_remainder(r: int) -> None:
-    """Of those that ``cut`` leaves, half an ulp at most. Half the ulp of a power of two reaches its
-    neighbour below. An FP32 ulp is four units, so that some remainders are rounded.
+    """Of those that ``split_master`` leaves, half an ulp at most. Half the ulp of a power of two
+    reaches its neighbour below. An FP32 ulp is four units, so that some remainders are rounded.
     """
     upper = patterns(HALF)
-    x, wide = join(upper, torch.full(upper.shape, r, dtype=torch.int16)), upper.float()
+    x, wide = join_master(upper, torch.full(upper.shape, r, dtype=torch.int16)), upper.float()
     assert same(x[~upper.isfinite()], wide[~upper.isfinite()])
     finite = upper.isfinite()
     ulp = (exponent_of(wide).clamp_min(113).double() - 127 - 10).exp2()
@@ -128,18 +136,18 @@ def test_a_float16_value_of_somebody_elses_keeps_the_remainder(r: int) -> None:
     assert ((x - wide).sign() * r >= 0)[finite].all()
     is_power = bits(wide) & 0x7FFFFF == 0
     inside = finite & ~(is_power & (wide * r < 0)) & (abs(r) < 0x3FFE)
-    again = cut(x[inside], HALF)
+    again = split_master(x[inside], HALF)
     assert torch.equal(again[0], upper[inside])
-    assert torch.equal(join(*again), x[inside])
+    assert torch.equal(join_master(*again), x[inside])
 
 
 @each_half
 def test_what_has_no_remainder(half: torch.dtype) -> None:
     x = torch.tensor([INF, -INF, NAN, 0.0, 3.4e38, -3.4e38, -0.0])
-    upper, lower = cut(x, half)
+    upper, lower = split_master(x, half)
     assert lower.tolist() == [0] * 7
     assert same(upper.float(), x.to(half).float())
-    assert same(join(upper, lower)[:6], x.to(half).float()[:6])
+    assert same(join_master(upper, lower)[:6], x.to(half).float()[:6])
 
 
 # moments of one byte
@@ -468,13 +476,13 @@ def test_masters_are_the_twins(triton_device: torch.device, half: torch.dtype) -
     )
     constants = half is BF16, 1024
     Launch(split_kernel, grid, (), constants, 4)(x.to(triton_device), upper, rest, out)
-    right = cut(x, half)
+    right = split_master(x, half)
     assert same(upper.cpu(), right[0].float())
     assert torch.equal(rest.cpu(), right[1])
-    assert same(out.cpu(), join(*right))
+    assert same(out.cpu(), join_master(*right))
 
     upper = patterns(half)[:: 0x10000 // n][:n].contiguous()
     rest = torch.tensor(EDGES, dtype=torch.int16).repeat(n // len(EDGES) + 1)[:n]
     tensors = upper.float().to(triton_device), rest.to(triton_device), out
     Launch(joined_kernel, grid, (), constants, 4)(*tensors)
-    assert same(out.cpu(), join(upper, rest))
+    assert same(out.cpu(), join_master(upper, rest))

@@ -479,7 +479,7 @@ def streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Streams:
     found, counts = Streams(), dict[str, int]()
     for name, stand_in in found.stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    by_part, send, fetch = Offload.stream, fake_cuda.send, fake_cuda.fetch
+    by_part, send, fetch = Offload.parts_on_device, fake_cuda.send, fake_cuda.fetch
 
     def numbered(kind: str) -> str:
         counts[kind] = counts.get(kind, -1) + 1
@@ -502,7 +502,7 @@ def streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Streams:
 
     monkeypatch.setattr(fake_cuda, "send", sent)
     monkeypatch.setattr(fake_cuda, "fetch", fetched)
-    monkeypatch.setattr(Offload, "stream", stepped)
+    monkeypatch.setattr(Offload, "parts_on_device", stepped)
     return found
 
 
@@ -622,14 +622,14 @@ def test_a_state_that_is_loaded_goes_to_host_memory(
     first, second = (Run(cuda, kind=kind, backend="eager") for _ in range(2))
     first.step()
     states = first.optimizer.state_dict()
-    before, meanwhile, keep = storage_bytes("cuda"), list[int](), Offload.keep
+    before, meanwhile, keep = storage_bytes("cuda"), list[int](), Offload.pin
 
     def noted(self: Offload, tensor: Tensor) -> Tensor:
         meanwhile.append(storage_bytes("cuda"))
         return keep(self, tensor)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Offload, "keep", noted)
+        patched.setattr(Offload, "pin", noted)
         second.optimizer.load_state_dict(states)
     assert meanwhile
     assert max(meanwhile) <= before + 4 * len(states["state"])  # step counts

@@ -249,7 +249,9 @@ def test_what_wrappers_are_made_of() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     a, b, c = torch.ones(2), torch.zeros(2), torch.ones(2)
-    assert [id(t) for t in sleep._plain(TwoTensor(TwoTensor(a, b), c))] == list(map(id, (a, b, c)))
+    assert [id(t) for t in sleep._plain_tensors(TwoTensor(TwoTensor(a, b), c))] == list(
+        map(id, (a, b, c))
+    )
 
 
 # while it is asleep

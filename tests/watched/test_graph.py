@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tritonamp
-from tritonamp.watched.graph import leaves, nodes
+from tritonamp.watched.graph import gradient_leaves, nodes
 
 
 def enabled(level: str) -> tuple[list[nn.Module], list[torch.optim.Optimizer], tritonamp.Amp]:
@@ -21,7 +21,7 @@ def test_each_node_comes_once() -> None:
     for _ in range(40):  # 2^40 ways
         loss = loss + loss
     found = list(nodes(loss))
-    assert len(found) == 41 and leaves(found) == {x}
+    assert len(found) == 41 and gradient_leaves(found) == {x}
     assert list(nodes(torch.ones(()))) == []
 
 

@@ -9,7 +9,7 @@ from torch.autograd.function import BackwardCFunction
 from tritonamp.casts.active import process
 from tritonamp.casts.methods import other_users
 from tritonamp.names import parameter_names
-from tritonamp.watched.graph import leaves, nodes
+from tritonamp.watched.graph import gradient_leaves, nodes
 
 logger = logging.getLogger("tritonamp")
 
@@ -60,7 +60,8 @@ def _parameters_used(loss: Tensor) -> set[Tensor]:
     Those are torch.compile's, too, whose graphs may have been traced before.
     """
     found = list(nodes(loss))
-    return set() if any(isinstance(node, BackwardCFunction) for node in found) else leaves(found)
+    hides_leaves = any(isinstance(node, BackwardCFunction) for node in found)
+    return set() if hides_leaves else gradient_leaves(found)
 
 
 def _some(names: list[str]) -> str:

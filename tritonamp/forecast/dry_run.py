@@ -79,7 +79,7 @@ class DryRun(Recorder):
                 continue
             # the name of what torch.amp.custom_fwd puts in its place
             if function.forward.__code__.co_name != "decorate_fwd":
-                self.note("function", function.__qualname__, self.place_of(node) or Place())
+                self.note("function", function.__qualname__, self.place_of_node(node) or Place())
 
 
 class _BceInFp32(TorchFunctionMode):
@@ -92,7 +92,7 @@ class _BceInFp32(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _BCE:
             return func(*args, **(kwargs or {}))
-        place = self._run.here("binary_cross_entropy", Way.out_of(sys._getframe(1)))
+        place = self._run.place_now("binary_cross_entropy", Way.out_of(sys._getframe(1)))
         self._run.note("bce", "binary_cross_entropy", place)
         args, kwargs = cast_tree((args, kwargs or {}), from_half(torch.float32))
         with disable_casts():

@@ -226,6 +226,8 @@ def _drawn(call: OpCall) -> Any:
     if asked not in HALF_DTYPES:
         return call.run()
     drawn = tree_map_only(
-        Tensor, lambda t: t.to(asked) if t.dtype is torch.float32 else t, call.map(widened).run()
+        Tensor,
+        lambda t: t.to(asked) if t.dtype is torch.float32 else t,
+        call.map_arguments(widened).run(),
     )
     return call.args[0].copy_(drawn) if call.schema.written else drawn

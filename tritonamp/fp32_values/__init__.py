@@ -27,7 +27,7 @@ class Fp32Values:
     Packed and offloaded values are no tensors by themselves: see ``LentValue``.
 
     Args:
-        home: host memory of what optimizers step on between steps; None: it is beside half tensors.
+        home: host memory of masters between steps; None: masters are on the device.
 
     Attributes:
         asleep: says what is away from the device.
@@ -43,7 +43,7 @@ class Fp32Values:
         self._versions = array("Q")  # of the half tensors then
         self._value_versions = array("Q")  # of the values when they were last rounded
         self._lent: dict[Tensor, LentValue] = {}  # by half tensor, instead of a value
-        self._unsettled: dict[Tensor, LentValue] = {}  # those that others may have written to
+        self._unsettled: dict[Tensor, LentValue] = {}  # of these, values that may have been written
 
     def __contains__(self, half: Tensor) -> bool:
         return half in self._index
@@ -54,8 +54,10 @@ class Fp32Values:
     def lend(self, half: Tensor, packs: bool, remainder: Tensor | None = None) -> None:
         """Keep the FP32 value of ``half`` in another form than a tensor, from now on.
 
-        That is the half tensor and 16 bits, ``remainder`` if they are known, where it ``packs``;
-        else host memory.
+        Args:
+            half: the half tensor.
+            packs: keep 16 bits beside it; else the FP32 value in host memory.
+            remainder: the 16 bits, if they are known; None: those of the present FP32 value.
         """
         if half in self._lent:
             return
@@ -66,20 +68,20 @@ class Fp32Values:
             assert self._home is not None
             value = half.detach().float() if value is None else value
             self._lent[half] = self._unsettled[half] = OffloadedValue(half, value, self._home)
-        self.add(half, torch.empty(0))  # where others have theirs
+        self.add(half, torch.empty(0))  # nobody reads it, but all lists go by index
 
     def beside(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return what is kept beside each half tensor, and the tensor itself of others.
+        """Return what is kept beside each parameter: 16 bits, or an FP32 tensor in host memory.
 
-        That is the lower 16 bits of a packed value, the whole of an offloaded one. What somebody
-        has written into FP32 tensors until now counts.
+        A parameter without a lent value stands for itself. Writes into lent FP32 tensors until now
+        count.
         """
         self.settle_lent()
         lent = self._lent
         return [lent[param].beside() if param in lent else param for param in params]
 
     def settle_lent(self) -> None:
-        """Take over what somebody has written into lent FP32 tensors."""
+        """Take over what was written into lent FP32 tensors."""
         for half, value in [*self._unsettled.items()]:
             value.settle()
             if not value.needs_settling:
@@ -97,8 +99,9 @@ class Fp32Values:
             self._unsettled[half] = self._lent[half]
             return self._lent[half].get()
         i = self._index[half]
-        known = self._versions[i] == half._version and self._pointers[i] == half.data_ptr()
-        if not known or not isinstance(half, torch.nn.Parameter):
+        agrees = self._versions[i] == half._version and self._pointers[i] == half.data_ptr()
+        # torch does not count what batch_norm writes to running statistics, which are buffers
+        if not agrees or not isinstance(half, torch.nn.Parameter):
             self._update(i)
         return self._values[i]
 
@@ -116,16 +119,17 @@ class Fp32Values:
             whether somebody has written to a half tensor, or given it other memory.
         """
         self.settle_lent()
-        halves, at, seen = self._halves, self._pointers, self._versions
+        halves, pointers, seen = self._halves, self._pointers, self._versions
         if len(indices) < len(halves):
             halves = [halves[i] for i in indices]
-            at, seen = (array("Q", [numbers[i] for i in indices]) for numbers in (at, seen))
-        changed = at.tobytes() != addresses(halves) or seen.tobytes() != versions(halves)
+            pointers, seen = (array("Q", [all_[i] for i in indices]) for all_ in (pointers, seen))
+        changed = pointers.tobytes() != addresses(halves) or seen.tobytes() != versions(halves)
         for half in halves if changed else ():
             self.get(half)
         return changed
 
     def _update(self, i: int) -> None:
+        """Give value number i what its half tensor holds, where it rounds to anything else."""
         half, value = self._halves[i], self._values[i]
         with torch.no_grad():
             value.copy_(fp32_value(half.detach().to(value.device), value.detach()))
@@ -139,7 +143,7 @@ class Fp32Values:
 
     @between_graphs
     def push(self) -> None:
-        """Round FP32 values that somebody wrote to into their half tensors."""
+        """Round FP32 values that were written to into their half tensors."""
         self.settle_lent()
         if versions(self._values) != self._value_versions.tobytes():
             for i, (half, value) in enumerate(zip(self._halves, self._values, strict=True)):
@@ -205,7 +209,7 @@ class Fp32Values:
 
         The others must not have changed since ``refresh``.
         """
-        if len(indices) == len(self._halves):
+        if len(indices) == len(self._halves):  # two questions for all, not two for each
             self._versions = array("Q", versions(self._halves))
             self._value_versions = array("Q", versions(self._values))
             return

@@ -14,7 +14,7 @@ from tritonamp.policy import HALF_DTYPES
 class Home(Protocol):
     """Host memory that steps stream to the device and back: ``step.offload.Offload``."""
 
-    def keep(self, tensor: Tensor) -> Tensor:
+    def pin(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor in that memory."""
 
     def fetch(self, tensor: Tensor) -> Tensor:
@@ -42,8 +42,9 @@ class LentValue(ABC):
 
     def __init__(self, half: Tensor) -> None:
         self.half = half
-        self._view: Tensor | None = None
+        self._view: Tensor | None = None  # the FP32 tensor that somebody may hold
         self._versions = 0, 0  # of half tensor and view when they agreed
+        # the view of before a step, with its version then: a write to it would be lost
         self._stale: tuple[weakref.ref[Tensor], int] | None = None
 
     @abstractmethod
@@ -85,7 +86,7 @@ class LentValue(ABC):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Take over what somebody has written into the FP32 tensor.
+        """Take over what was written into the FP32 tensor.
 
         Raises:
             RuntimeError: it was written to after a step.
@@ -94,13 +95,13 @@ class LentValue(ABC):
         view, (half_version, view_version) = self._view, self._versions
         if view is None:
             return
-        moved = self.half._version != half_version
+        half_was_written = self.half._version != half_version
         if view._version != view_version:
-            if moved:
+            if half_was_written:  # it overrides the view where they disagree
                 view.copy_(fp32_value(self.half.detach(), view))
             self._set(view)
             self._agree()
-        elif moved:
+        elif half_was_written:
             self._release()
 
     def note_step(self) -> None:

@@ -26,8 +26,8 @@ class OffloadedValue(LentValue):
         super().__init__(half)
         self._home = home
         self._device = half.device
-        self._master = home.keep(value.detach())
-        self._known = self._place()  # of the half tensor, when master and half tensor agreed
+        self._master = home.pin(value.detach())
+        self._agreed_with = self._half_state()
 
     def beside(self) -> Tensor:
         """Return the FP32 value in host memory.
@@ -50,34 +50,35 @@ class OffloadedValue(LentValue):
     def load(self, value: Tensor) -> None:
         self._release()
         self._keep(value)
-        self._known = 0, 0  # the half tensor is about to be written
+        self._agreed_with = 0, 0  # the half tensor is about to be written
 
     @property
     def needs_settling(self) -> bool:
-        return True  # anybody may write to the half tensor
+        return True  # the half tensor may be written to at any time
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Take over what somebody has written into the half tensor, too."""
+        """Take over writes into the lent tensor, and into the half tensor."""
         super().settle()
-        if self._known != self._place() and self.half.dtype in HALF_DTYPES:
+        if self._agreed_with != self._half_state() and self.half.dtype in HALF_DTYPES:
             self._keep(fp32_value(self.half.detach(), self._home.fetch(self.beside())))
-            self._known = self._place()
+            self._agreed_with = self._half_state()
 
     def note_step(self) -> None:
         super().note_step()
-        self._known = self._place()
+        self._agreed_with = self._half_state()
 
     def _set(self, value: Tensor) -> None:
         half = self.half.detach()
         half.copy_(value)
         if half.dtype in HALF_DTYPES:
             self._keep(value)
-            self._known = self._place()
+            self._agreed_with = self._half_state()
 
     def _keep(self, value: Tensor) -> None:
-        self._home.wait()
+        self._home.wait()  # a step may still be on its way into this memory
         self._master.copy_(value)
 
-    def _place(self) -> tuple[int, int]:
+    def _half_state(self) -> tuple[int, int]:
+        """Return what a write to the half tensor, or other memory for it, changes."""
         return self.half.data_ptr(), self.half._version

@@ -6,11 +6,11 @@ from torch import Tensor
 from tritonamp.fp32_values.lent import Home, LentValue
 from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels._small_state import (
-    cut,
     in_memory_of,
     in_order_of_memory,
-    join,
+    join_master,
     padded,
+    split_master,
 )
 from tritonamp.policy import HALF_DTYPES
 
@@ -42,7 +42,7 @@ class PackedValue(LentValue):
             size = padded(half.numel())
             remainder = torch.zeros(size, dtype=torch.int16, device=half.device)
         self._home = home
-        self._remainder = remainder if home is None else home.keep(remainder)
+        self._remainder = remainder if home is None else home.pin(remainder)
         self._strides = memory_strides(half)
         self._layout = half.dtype, half.device, half.stride()  # for which the 16 bits are known
         if value is not None:
@@ -78,11 +78,11 @@ class PackedValue(LentValue):
             return half
         lower = self.beside()
         lower = lower if self._home is None else self._home.fetch(lower)
-        return in_memory_of(half, join(in_order_of_memory(half), lower[: half.numel()]))
+        return in_memory_of(half, join_master(in_order_of_memory(half), lower[: half.numel()]))
 
     def load(self, value: Tensor) -> None:
         self._view = value.detach().to(self.half.device, torch.float32, copy=True)
-        self._versions = -1, -1
+        self._versions = -1, -1  # of no tensor: ``settle`` takes both for written to
 
     def _set(self, value: Tensor) -> None:
         half = self.half.detach()
@@ -91,7 +91,7 @@ class PackedValue(LentValue):
             return
         remainder = self.beside()
         wide = in_order_of_memory(value.to(half.device, torch.float32), like=half)
-        upper, lower = cut(wide, half.dtype)
+        upper, lower = split_master(wide, half.dtype)
         half.copy_(in_memory_of(half, upper))
         self._wait()
         remainder[: half.numel()] = lower

@@ -29,7 +29,7 @@ from tritonamp.scaler import GradScaler
 from tritonamp.step.ema import EMA
 from tritonamp.step.stage_loss import StageLoss
 from tritonamp.step.state_loading import settle_state
-from tritonamp.watched.graph import leaves, nodes
+from tritonamp.watched.graph import gradient_leaves, nodes
 
 T = TypeVar("T")
 
@@ -211,7 +211,7 @@ class Amp:
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in found):
             return list(self._parts.optimizers)
         # the graph holds the models' parameters, the optimizers hold their masters
-        used, params = leaves(found), parameter_names(self._parts.models)
+        used, params = gradient_leaves(found), parameter_names(self._parts.models)
         pairs = zip(params, self.named_master_params(), strict=True)
         stepped = {master for param, (_, master) in pairs if param in used}
         fed = [
@@ -343,7 +343,7 @@ class Amp:
             self._parts.backend.requested,
             self._check_trains,
         )
-        return self._parts.sleep.add(average)
+        return self._parts.sleep.add_average(average)
 
     def _check_trains(self) -> None:
         self._check_enabled("ema(...).update")
@@ -661,7 +661,7 @@ class Amp:
         self._check_enabled("sleep")
         if not isinstance(weights, bool):
             raise ValueError(f"weights: expected a bool, got {weights!r}")
-        return self._parts.sleep.begin(weights)
+        return self._parts.sleep.fall_asleep(weights)
 
     @between_graphs
     def wake(self) -> None:
@@ -673,7 +673,7 @@ class Amp:
                 again when there is room.
         """
         self._check_enabled("wake")
-        self._built.sleep.end()
+        self._built.sleep.wake_up()
 
     def disable(self) -> None:
         """Put model, optimizer and torch back as they were, with the trained values.
@@ -693,7 +693,7 @@ class Amp:
             uninstall(optimizer)
             weights.restore_groups()
             if self._parts.stepper.offload is not None:
-                self._parts.stepper.offload.give_back(optimizer)
+                self._parts.stepper.offload.return_state(optimizer)
         self._parts.ranks.detach()
         changed = self._parts.enabled_models.dtypes.has_changed
         fp32_values = self._parts.enabled_models.disable()

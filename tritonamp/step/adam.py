@@ -37,7 +37,6 @@ class FusedAdamRule(FusedRule):
         found_inf: Tensor | None,
         backend: str,
     ) -> None:
-        """Run one step of the ``adamw`` operation, see ``FusedRule.update``."""
         if lists.state == "8bit" and any(getattr(rule, "amsgrad", False) for rule in lists.rules):
             raise ValueError(
                 "state='8bit': expected amsgrad=False, got a group with amsgrad=True since the "
@@ -47,7 +46,6 @@ class FusedAdamRule(FusedRule):
         step(lists, grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _adamw.AdamRule:
-        """Return the hyperparameters of one group."""
         decoupled = isinstance(optimizer, torch.optim.AdamW)
         return _adamw.AdamRule(
             scalar(group["lr"]),
@@ -61,7 +59,6 @@ class FusedAdamRule(FusedRule):
         )
 
     def has(self, name: str, group: dict[str, Any]) -> bool:
-        """Tell whether the group's parameters have the state of that name."""
         return name != "max_exp_avg_sqs" or bool(group["amsgrad"])
 
     def group_problems(

@@ -21,15 +21,17 @@ class _Place(NamedTuple):
     key: str
 
     def buffer(self) -> Tensor:
+        # asked anew each time: ``module.to`` puts another tensor there
         buffer = self.module._buffers[self.key]
         assert buffer is not None, f"{self.name} was a tensor"
-        return buffer.detach()
+        return buffer
 
 
 class CopiedBuffers:
     """Copies of all persistent buffers of models, as they were at the last update.
 
     Half buffers are copied to FP32: the FP32 value behind one counts as long as it rounds to it.
+    Build and update it without gradients.
 
     Args:
         models: the owners of the buffers.
@@ -41,7 +43,7 @@ class CopiedBuffers:
 
     def __init__(self, models: Sequence[nn.Module], fp32_values: Fp32Values) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._flat: list[tuple[list[_Place], Tensor]] = []
+        self._flat: list[tuple[list[_Place], Tensor]] = []  # one for each device and dtype
         by_kind: dict[tuple[torch.device, torch.dtype], list[_Place]] = {}
         for place in _places(models):
             buffer = place.buffer()
@@ -51,11 +53,12 @@ class CopiedBuffers:
 
     def _add(self, places: list[_Place], fp32_values: Fp32Values) -> None:
         buffers = [place.buffer() for place in places]
-        wide = buffers[0].dtype in HALF_DTYPES
-        values = [_fp32(place, fp32_values) if wide else place.buffer() for place in places]
+        is_half = buffers[0].dtype in HALF_DTYPES
+        values = [_fp32_of(buffer, fp32_values) for buffer in buffers] if is_half else buffers
+        # one launch joins them, and one copies them: models have hundreds of small buffers
         flat = torch.cat([value.reshape(-1) for value in values])
         self._flat.append((places, flat))
-        # named copies are views of the flat tensor: one copy_ updates all of them
+        # the named copies are views of the flat tensor, so that writing to it updates them all
         parts = flat.split([buffer.numel() for buffer in buffers])
         for place, buffer, part in zip(places, buffers, parts, strict=True):
             self.tensors[place.name] = part.view(buffer.shape)
@@ -70,7 +73,7 @@ class CopiedBuffers:
             now = torch.cat([place.buffer().reshape(-1) for place in places])
             if now.dtype != flat.dtype:
                 now = fp32_value(now, flat)
-            if found_inf is not None:
+            if found_inf is not None:  # the device decides: the host would have to wait to know
                 now = torch.where(transfer(found_inf, flat.device) != 0, flat, now)
             flat.copy_(now)
 
@@ -80,16 +83,14 @@ def _places(models: Sequence[nn.Module]) -> list[_Place]:
     for prefix, model in zip(prefixes(models), models, strict=True):
         for path, module in model.named_modules(remove_duplicate=False):
             # private (torch 2.11 to 2.15): torch has no public list of non-persistent buffers
-            passing = module._non_persistent_buffers_set
+            not_saved = module._non_persistent_buffers_set
             for key, buffer in module._buffers.items():
-                if buffer is not None and key not in passing:
+                if buffer is not None and key not in not_saved:
                     name = f"{path}.{key}" if path else key
                     places.append(_Place(prefix + name, module, key))
     return places
 
 
-def _fp32(place: _Place, fp32_values: Fp32Values) -> Tensor:
-    half = place.module._buffers[place.key]
-    assert half is not None
+def _fp32_of(half: Tensor, fp32_values: Fp32Values) -> Tensor:
     value = fp32_values.get(half) if half in fp32_values else half
     return value.detach().to(half.device, torch.float32)

@@ -42,7 +42,7 @@ class EMA:
         outcomes: step outcomes by optimizer.
         fp32_values: FP32 values of the models' half tensors.
         backend: "auto", "triton" or "eager".
-        check: a function that raises where the models are not in training.
+        check_trains: a function that raises where the models are not in training.
 
     Attributes:
         captured: whether a CUDA graph has captured ``update``.
@@ -56,7 +56,7 @@ class EMA:
         outcomes: Mapping[Optimizer, StepOutcomes],
         fp32_values: Fp32Values,
         backend: str,
-        check: Callable[[], None],
+        check_trains: Callable[[], None],
     ) -> None:
         self.decay = decay
         self.captured = False
@@ -65,13 +65,14 @@ class EMA:
         self._outcomes = outcomes
         self._fp32_values = fp32_values
         self._backend = backend
-        self._check = check
+        self._check_trains = check_trains
         self._averages: dict[Tensor, Tensor] = {}  # by parameter of the model
         self._memories = {optimizer: Memory() for optimizer in weights}
+        # a tensor that is made in inference mode could not be written to outside of it
         with torch.inference_mode(False), torch.no_grad():
             self._buffers = CopiedBuffers(models, fp32_values)
             for w in weights.values():
-                self._averages_of(self._averaged(w))
+                self._averages_of(self._values_to_average(w))
 
     @property
     def decay(self) -> float:
@@ -94,22 +95,24 @@ class EMA:
         Raises:
             RuntimeError: the model was disabled, or has no optimizer.
         """
-        self._check()
+        self._check_trains()
         with torch.inference_mode(False), torch.no_grad():
             for optimizer, w in self._weights.items():
-                w.refresh()
-                averaged = self._averaged(w)
-                averages = self._averages_of(averaged)
-                self.captured |= any(is_capturing(a.device) for a in averages[:1])
+                w.refresh()  # a checkpoint may have been loaded since the step
+                values = self._values_to_average(w)
+                averages = self._averages_of(values)
+                if averages and is_capturing(averages[0].device):
+                    self.captured = True
                 lists = TensorLists(
                     memory=self._memories[optimizer],
                     averages=averages,
-                    params=list(averaged.values()),
+                    params=list(values.values()),
                 )
                 ema(lists, self._decay, self._outcomes[optimizer].found_inf, self._backend)
-            self._buffers.update(self._found_inf())
+            # a buffer belongs to no optimizer: it waits for all of them
+            self._buffers.update(self._any_found_inf())
 
-    def _averaged(self, w: MasterWeights) -> dict[Tensor, Tensor]:
+    def _values_to_average(self, w: MasterWeights) -> dict[Tensor, Tensor]:
         """Return parameter to FP32 value, for parameters that train or have trained."""
         values = dict(w.fp32_values(lends=False))
         return {p: values[p] for p in w.parameters() if p.requires_grad or p in self._averages}
@@ -121,17 +124,18 @@ class EMA:
             average = self._averages.get(param)
             if average is None:
                 refuse_capture(param.device, "the average of a parameter")
-                average = self._averages[param] = self._value(param).clone()
+                average = self._averages[param] = self._fp32_value(param).clone()
             averages.append(average)
         return averages
 
-    def _value(self, param: Tensor) -> Tensor:
+    def _fp32_value(self, param: Tensor) -> Tensor:
         """Return the FP32 (or FP64) value of ``param``, on the device of ``param``."""
-        half = param.dtype in HALF_DTYPES and param in self._fp32_values
-        value = self._fp32_values.read(param) if half else param
+        # parameters of a healed module are FP32 themselves, though a value is kept for them
+        has_other = param.dtype in HALF_DTYPES and param in self._fp32_values
+        value = self._fp32_values.read(param) if has_other else param
         return value.detach().to(param.device, torch.promote_types(param.dtype, torch.float32))
 
-    def _found_inf(self) -> Tensor | None:
+    def _any_found_inf(self) -> Tensor | None:
         """Return whether the last step of any optimizer was skipped, 0-d; None: there was none."""
         flags = [o.found_inf for o in self._outcomes.values() if o.found_inf is not None]
         if len(flags) < 2:
@@ -148,12 +152,15 @@ class EMA:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averages in FP32, and the buffers, by the model's names for them.
 
-        Where every parameter is trained, this is a state of the plain model. The names of several
-        models begin with the model's number.
+        These are the tensors that ``update`` moves, no copies. Where every parameter is trained,
+        this is a state of the plain model. The names of several models begin with the model's
+        number.
         """
         self._fp32_values.asleep.check_training()
         averages = {
-            name: self._averages[param] for name, param in self._named() if param in self._averages
+            name: self._averages[param]
+            for name, param in self._named_parameters()
+            if param in self._averages
         }
         return averages | self._buffers.tensors
 
@@ -164,7 +171,7 @@ class EMA:
             ValueError: other names or shapes, listed; nothing was changed.
         """
         own = self.state_dict()
-        _check_like("ema.load_state_dict", state_dict, own)
+        _check_same_tensors("ema.load_state_dict", state_dict, own)
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(state_dict[name])
@@ -184,8 +191,12 @@ class EMA:
         if len(given) != len(self._models):
             raise ValueError(f"model: expected {len(self._models)} model(s), got {len(given)}")
         values = self.state_dict()
-        values |= {n: self._value(p) for n, p in self._named() if p not in self._averages}
-        targets = []
+        values |= {
+            name: self._fp32_value(param)
+            for name, param in self._named_parameters()
+            if param not in self._averages
+        }
+        targets = []  # all are checked before one is written
         for prefix, target in zip(prefixes(self._models), map(unwrapped, given), strict=True):
             state = {
                 name.removeprefix(prefix): value
@@ -193,27 +204,31 @@ class EMA:
                 if name.startswith(prefix)
             }
             own = target.state_dict()
-            _check_like("ema.copy_to", state, own)
+            _check_same_tensors("ema.copy_to", state, own)
             if any(isinstance(x, Tensor) and x.is_meta for x in own.values()):
                 raise ValueError(
                     "model: expected one with values, got one on the meta device: call "
                     "model.to_empty(device=...) before ema.copy_to"
                 )
-            targets.append((target, {name: _suited(state[name], own[name]) for name in state}))
+            whole = {name: _gathered_for(own[name], value) for name, value in state.items()}
+            targets.append((target, whole))
         for target, state in targets:
-            target.load_state_dict(state, strict=False)  # not what modules save beside tensors
+            # not strict: what modules save beside tensors (get_extra_state) is not averaged
+            target.load_state_dict(state, strict=False)
 
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
+    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        # a tied parameter under each of its names, as in ``state_dict``
         for prefix, model in zip(prefixes(self._models), self._models, strict=True):
             for name, param in model.named_parameters(remove_duplicate=False):
                 yield prefix + name, param
 
 
-def _suited(value: Tensor, target: Any) -> Tensor:
+def _gathered_for(target: Any, value: Tensor) -> Tensor:
+    """Return the whole of a sharded tensor that goes into a plain one; all ranks take part."""
     return full_tensor(value) if is_sharded(value) and not is_sharded(target) else value
 
 
-def _check_like(call: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _check_same_tensors(call: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise ValueError unless the tensors of both have the same names and shapes."""
     shapes = {name: tuple(x.shape) for name, x in own.items() if isinstance(x, Tensor)}
     got = {name: tuple(x.shape) for name, x in state.items() if isinstance(x, Tensor)}

@@ -122,7 +122,7 @@ class EnabledOptimizer(Swapped):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, enabled or not; FP32 state stays FP32."""
         stepper, optimizer = _awake(self), _unwrapped(self)
-        keep = None if stepper.offload is None else stepper.offload.keep
+        keep = None if stepper.offload is None else stepper.offload.pin
         load = super().load_state_dict  # type: ignore[misc]
         load_state(optimizer, load, state_dict, rule_of(optimizer), keep)
         stepper.weights[optimizer].load_master_params()

@@ -161,7 +161,7 @@ class FusedStep:
         if tells_first:  # number len(groups) + g: the first-step rule of group g
             rules += [self.rule.at_first_step(rule) for rule in rules]
             group_of = [g + len(groups) * (i in made) for i, g in enumerate(group_of)]
-        for part in [lists] if self._offload is None else self._offload.stream(lists):
+        for part in [lists] if self._offload is None else self._offload.parts_on_device(lists):
             updates = UpdateLists(part, rules, group_of, self._track_lost, self._state)
             self.rule.update(updates, grad_scale, found_inf, self._backend)
 
@@ -227,8 +227,8 @@ class FusedStep:
         is_new = self._shape(param, state, keys)
         if self._offload is not None:
             found = {k: v for k, v in state.items() if k in host_keys(self.rule) and v is not None}
-            away = {k: v for k, v in found.items() if not self._offload.has(v)}
-            state |= {k: self._offload.keep(v) for k, v in away.items()}
+            away = {k: v for k, v in found.items() if not self._offload.is_pinned(v)}
+            state |= {k: self._offload.pin(v) for k, v in away.items()}
         return is_new
 
     def _shape(self, param: Tensor, state: dict[str, Any], keys: Sequence[str]) -> bool:

@@ -13,9 +13,9 @@ class HostMemory:
     """The bits of device tensors, in pinned host memory; their device memory is free meanwhile.
 
     The tensors stay the same objects: their storages are emptied here, and filled again by
-    ``put_back``. Views and tied tensors share a storage, which moves once, as a whole. No write is
-    counted, since autograd finds the bits that it has saved. Nobody may touch the tensors in
-    between: they have sizes, and no memory.
+    ``put_back``. Views and tied tensors share a storage, which moves once, as a whole. Writes here
+    do not count in ``Tensor._version``, by which autograd would refuse the bits that it has saved.
+    Nobody may touch the tensors in between: they have sizes, and no memory.
 
     Waits for the device.
 
@@ -67,14 +67,14 @@ class HostMemory:
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield parts of storages, each with the part of a block that holds its bits."""
-        at = 0
+        moved = 0  # bytes of all pieces before
         for x in self._bytes:
             begin = 0
             while begin < len(x):
-                block, offset = self._blocks[at // BLOCK], at % BLOCK
+                block, offset = self._blocks[moved // BLOCK], moved % BLOCK
                 size = min(len(x) - begin, BLOCK - offset)
                 yield x[begin : begin + size], block[offset : offset + size]
-                begin, at = begin + size, at + size
+                begin, moved = begin + size, moved + size
 
 
 def _can_move(tensor: Tensor) -> bool:
@@ -85,6 +85,7 @@ def _can_move(tensor: Tensor) -> bool:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's whole storage, uint8, as a tensor whose writes count for nobody else."""
+    # ``data`` has a version counter of its own; of no elements, any dtype can be viewed as bytes
     nothing = tensor.data.as_strided((0,), (1,), 0).view(torch.uint8)
     return nothing.as_strided((tensor.untyped_storage().nbytes(),), (1,), 0)
 

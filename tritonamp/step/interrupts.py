@@ -31,16 +31,17 @@ class Uninterrupted:
             handler = _signal.getsignal(_SIGINT)
             if callable(handler):
                 self._handler = handler
-                _signal.signal(_SIGINT, self._keep)
+                _signal.signal(_SIGINT, self._hold_back)
 
-    def _keep(self, number: int, frame: FrameType | None) -> None:
+    def _hold_back(self, number: int, frame: FrameType | None) -> None:
         self._arrived = frame
+        # for a second one: should the block never end, the user must not be locked out
         _signal.signal(_SIGINT, self._handler)
 
     def __exit__(self, *exception: Any) -> None:
         if self._handler is not None:
             # a handler that somebody installed inside of the block stays
-            if _signal.getsignal(_SIGINT) == self._keep:
+            if _signal.getsignal(_SIGINT) == self._hold_back:
                 _signal.signal(_SIGINT, self._handler)
             if self._arrived is not None:
                 self._handler(_SIGINT, self._arrived)

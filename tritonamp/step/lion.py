@@ -28,12 +28,10 @@ class FusedLionRule(FusedRule):
         found_inf: Tensor | None,
         backend: str,
     ) -> None:
-        """Run one step of the ``lion`` operation, see ``FusedRule.update``."""
         step = lion_8bit if lists.state == "8bit" else _lion.lion
         step(lists, grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _lion.LionRule:
-        """Return the hyperparameters of one group."""
         beta1, beta2 = map(scalar, group["betas"])
         return _lion.LionRule(
             scalar(group["lr"]), beta1, beta2, group["weight_decay"], group["maximize"]

@@ -153,7 +153,7 @@ class MasterWeights(Masters):
         beside = self.beside(self._lent)
         self._fp32_values.note_step()
         yield from (x for x, param in zip(beside, self._lent, strict=True) if x is not param)
-        yield from self._shown.hidden()
+        yield from self._shown.hidden_gradients()
         for memory in (self._memory, *self._statistics.values()):
             yield from memory.forget_plans()
 

@@ -12,6 +12,7 @@ from tritonamp.kernels import adamw as _adamw
 from tritonamp.kernels import muon as _muon
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._muon_lists import MuonLists, MuonRule
+from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.step.adam import ADAM
 from tritonamp.step.fused import FusedRule, scalar
@@ -41,7 +42,6 @@ class FusedMuonRule(FusedRule):
         found_inf: Tensor | None,
         backend: str,
     ) -> None:
-        """Run one step of the ``muon`` operation, see ``FusedRule.update``."""
         lists.tensors.uses_triton(backend, _muon.MUON)  # keeps the plan that knows the state
         _muon.muon(MuonLists(lists), grad_scale, found_inf, backend)
 
@@ -51,7 +51,7 @@ class FusedMuonRule(FusedRule):
         Raises:
             RuntimeError: a parameter is sharded.
         """
-        if any(hasattr(param, "_local_tensor") for param in group["params"]):
+        if any(map(is_sharded, group["params"])):
             raise RuntimeError(
                 "tritonamp.optim.Muon: a parameter is sharded (DTensor), but Muon works on whole "
                 "matrices. Use torch.optim.Muon, whose own step gathers them"
@@ -69,8 +69,7 @@ class FusedMuonRule(FusedRule):
 
     def takes(self, optimizer: Optimizer) -> bool:
         """Tell whether no parameter is sharded: torch's own step gathers whole matrices."""
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        return not any(hasattr(param, "_local_tensor") for param in params)
+        return not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
 
     def refuse_sparse(self) -> None:
         """Raise the RuntimeError of torch's Muon."""
@@ -99,25 +98,22 @@ class FusedMuonAndAdamRule(FusedMuonRule):
         found_inf: Tensor | None,
         backend: str,
     ) -> None:
-        """Run ``muon`` on its groups, and ``adamw`` on the others, see ``FusedRule.update``."""
         lists.tensors.uses_triton(backend, _muon.MUON)  # keeps the plan that knows the state
-        matrices = _part(lists, MuonRule, ("momentum_buffers",), ())
+        matrices = _lists_of_kind(lists, MuonRule, ("momentum_buffers",), ())
         if len(matrices.tensors):
             _muon.muon(MuonLists(matrices), grad_scale, found_inf, backend)
         moments = "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"
-        others = _part(lists, _adamw.AdamRule, (*moments, "steps"), _adamw.OPTIONAL)
+        others = _lists_of_kind(lists, _adamw.AdamRule, (*moments, "steps"), _adamw.OPTIONAL)
         if len(others.tensors):
             _adamw.adamw(others, grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
-        """Return the hyperparameters of one group, of either kind."""
         if not is_adamws(group):
             return super().hyperparameters(optimizer, group)
         decoupled = {**group, "decoupled_weight_decay": True}
         return ADAM.hyperparameters(optimizer, decoupled)
 
     def has(self, name: str, group: dict[str, Any]) -> bool:
-        """Tell whether the group's parameters have the state of that name."""
         if not is_adamws(group):
             return name == "momentum_buffers"
         return name != "momentum_buffers" and ADAM.has(name, group)
@@ -128,13 +124,13 @@ def is_adamws(group: Mapping[str, Any]) -> bool:
     return "betas" in group
 
 
-def _part(
+def _lists_of_kind(
     lists: UpdateLists, kind: type, states: Sequence[str], optional: Sequence[str]
 ) -> UpdateLists:
-    """Return the part of the lists whose rules are of one kind.
+    """Return the lists of the parameters whose rules are of one kind.
 
-    Groups keep their numbers, so that both parts send the same ones: another kind's rule is
-    replaced by one of this kind, which nobody reads.
+    Groups keep their numbers, so that both parts send the same ones: in the place of each rule of
+    the other kind stands one of this kind, which no kernel reads there.
     """
     own = [rule for rule in lists.rules if isinstance(rule, kind)]
     rules = [rule if isinstance(rule, kind) else own[0] for rule in lists.rules] if own else []

@@ -1,7 +1,7 @@
 """Masters and optimizer state in host memory, and their way through the device in each step."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,24 +11,14 @@ from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels.device import is_capturing
-from tritonamp.step.small_state import PACKED
+from tritonamp.step.small_state import PACKED, StateRule
 
 PART = 1 << 26
 """Bytes of host memory that a part of a step takes through the device; a larger tensor is whole."""
 _ALIGNED = 256  # bytes: where a tensor begins in a buffer, as in memory of torch's own
 
 
-class _Rule(Protocol):
-    """The rule of an optimizer, as this file knows it: a ``FusedRule``."""
-
-    @property
-    def offloads(self) -> bool: ...
-
-    @property
-    def state_keys(self) -> Mapping[str, str]: ...
-
-
-def check_offload(optimizer: Optimizer, rule: _Rule | None, device: torch.device) -> None:
+def check_offload(optimizer: Optimizer, rule: StateRule | None, device: torch.device) -> None:
     """Raise ValueError unless the masters and the state of ``optimizer`` can be offloaded.
 
     Args:
@@ -61,7 +51,7 @@ def check_offload(optimizer: Optimizer, rule: _Rule | None, device: torch.device
         )
 
 
-def host_keys(rule: _Rule) -> frozenset[str]:
+def host_keys(rule: StateRule) -> frozenset[str]:
     """Return the keys in an optimizer's state of tensors that are in host memory."""
     return frozenset((*rule.state_keys.values(), PACKED))
 
@@ -118,14 +108,14 @@ class Offload:
 
     # host memory
 
-    def keep(self, tensor: Tensor) -> Tensor:
+    def pin(self, tensor: Tensor) -> Tensor:
         """Return a copy of the tensor in pinned memory."""
-        kept = torch.empty_strided(
+        pinned = torch.empty_strided(
             tensor.shape, memory_strides(tensor), dtype=tensor.dtype, device="cpu", pin_memory=True
         )
-        return kept.copy_(tensor.detach())
+        return pinned.copy_(tensor.detach())
 
-    def has(self, tensor: Tensor) -> bool:
+    def is_pinned(self, tensor: Tensor) -> bool:
         """Tell whether the tensor is in pinned memory."""
         return tensor.device.type == "cpu" and tensor.is_pinned()
 
@@ -143,26 +133,26 @@ class Offload:
         self.wait()
         self._buffers.clear()
 
-    def give_back(self, optimizer: Optimizer) -> None:
-        """Move the state of an optimizer that was enabled to its parameters."""
+    def return_state(self, optimizer: Optimizer) -> None:
+        """Move the state of an optimizer that was enabled to the device of its parameters."""
         self.wait()
         for param, state in optimizer.state.items():
             state |= on_device(state, param)
 
     # a step
 
-    def stream(self, lists: TensorLists) -> Iterator[TensorLists]:
-        """Yield the parts of a step's lists, on the device; what is written there gets back.
+    def parts_on_device(self, lists: TensorLists) -> Iterator[TensorLists]:
+        """Yield the parts of a step's lists, on the device; writes to them reach host memory.
 
         Args:
             lists: of parameters on the device, and state in host memory or on the device.
         """
-        parts = list(_parts(lists, self.has))
-        lists.memory.make_room(len(parts))
+        parts = list(_parts(lists, self.is_pinned))
+        lists.memory.make_room(len(parts))  # each part has plans of its own
         self._make_buffers(max(part.nbytes for part in parts))
         current = torch.cuda.current_stream(self._device)
         self._arriving.wait_stream(self._leaving)  # what the step before has written
-        staged = [self._arrive(part, k) for k, part in enumerate(parts[:2])]
+        staged = [self._start_arrival(part, k) for k, part in enumerate(parts[:2])]
         for k, part in enumerate(parts):
             copies, views, arrived = staged.pop(0)
             current.wait_event(arrived)
@@ -173,12 +163,12 @@ class Offload:
             with torch.cuda.stream(self._leaving):
                 for host, copy in copies:
                     host.copy_(copy, non_blocking=True)
-            if k + 2 < len(parts):
+            if k + 2 < len(parts):  # into the same buffer, once this part has left it
                 self._arriving.wait_event(_recorded(self._leaving))
-                staged.append(self._arrive(parts[k + 2], k))
+                staged.append(self._start_arrival(parts[k + 2], k))
 
-    def _arrive(self, part: _Part, k: int) -> _Staged:
-        """Start to fill a buffer, of which there are two."""
+    def _start_arrival(self, part: _Part, k: int) -> _Staged:
+        """Start to fill a buffer: even parts take the first one, odd parts the second."""
         copies, views, buffer = [], {}, self._buffers[k % 2]
         for host, begin in part.begins.items():
             copy = buffer[begin : begin + host.nbytes].view(host.dtype)
@@ -193,8 +183,10 @@ class Offload:
         if self._buffers and self._buffers[0].numel() >= nbytes:
             return
         current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._leaving)  # the memory of smaller ones goes to other tensors
-        self._buffers.clear()
+        # smaller ones are freed to this stream, which may use their memory at once: no stream may
+        # read them any more
+        current.wait_stream(self._leaving)
+        self._buffers.clear()  # first: both sizes at once may not fit
         self._buffers += [
             torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)
         ]

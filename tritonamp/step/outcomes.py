@@ -1,4 +1,4 @@
-"""Outcomes of one optimizer's steps, kept on the device so that nobody waits for them."""
+"""Outcomes of one optimizer's steps, kept on the device so that the host need not wait."""
 
 from typing import Any
 
@@ -12,26 +12,27 @@ from tritonamp.kernels.device import is_capturing, refuse_capture
 class StepOutcomes:
     """Counts of one optimizer's steps: tried ones, taken ones, and whether the last was a skip.
 
-    Taken steps are counted on the device, from the first call of ``count`` on.
+    Taken steps are counted on the device, from the first call of ``count_taken`` on.
 
     Attributes:
         tried: the number of steps, skipped ones included; replays of a CUDA graph go unseen.
         captured: whether a CUDA graph has captured a step.
         found_inf: 0-d, on the device, not 0 where the last step was a skip; None: there was none.
         tried_before: steps tried before the last ``state`` or ``load_state``.
-        known: how many of ``tried_before`` were taken.
-        counts: whether taken steps are counted on the device.
+        known_taken: how many of ``tried_before`` were taken.
+        is_counting: whether taken steps are counted on the device.
     """
 
     def __init__(self) -> None:
         self.tried = 0
         self.captured = False
         self.found_inf: Tensor | None = None
-        self.known = 0
+        self.known_taken = 0
         self.tried_before = 0
-        self.counts = False
-        self._uncounted_graph = False
-        self._taken: Tensor | None = None  # on the device of the gradients
+        self.is_counting = False
+        self._uncounted_graph = False  # whether the captured step counts nothing in its replays
+        # on the device of the gradients; float64, which is what a ``Readback`` copies
+        self._taken: Tensor | None = None
 
     def note_outcome(self, found_inf: Tensor) -> None:
         """Note the outcome of a step.
@@ -43,23 +44,23 @@ class StepOutcomes:
             self.found_inf.copy_(found_inf)  # replays write there, too
         else:
             self.found_inf = found_inf
-        if self.counts:
+        if self.is_counting:
             if self._taken is None:
                 refuse_capture(found_inf.device, "the count of steps that were taken")
-                self._taken = found_inf.new_full((1,), self.known, dtype=torch.float64)
+                self._taken = found_inf.new_full((1,), self.known_taken, dtype=torch.float64)
             self._taken.add_(found_inf == 0)
         if is_capturing(found_inf.device):
             self.captured = True
-            self._uncounted_graph = not self.counts
-        else:
+            self._uncounted_graph = not self.is_counting
+        else:  # a capture only records: the step comes with the replays
             self.tried += 1
 
     @property
     def is_known(self) -> bool:
-        """Whether ``known`` counts all steps: none was tried since."""
+        """Whether ``known_taken`` counts all steps: none was tried since."""
         return self.tried == self.tried_before and not self.captured
 
-    def count(self, any_taken: Tensor | None) -> Tensor | None:
+    def count_taken(self, any_taken: Tensor | None) -> Tensor | None:
         """Return how many steps were taken, float64 of shape (1,), kept up to date on the device.
 
         Steps before the first call count as one at most.
@@ -74,13 +75,13 @@ class StepOutcomes:
         Raises:
             RuntimeError: a CUDA graph has captured a step that does not count.
         """
-        counted, self.counts = self.counts, True
+        was_counting, self.is_counting = self.is_counting, True
         if self._uncounted_graph:
             raise RuntimeError(
                 "amp.step_schedulers: expected a call before a CUDA graph captures "
                 "optimizer.step(), got the first one after: run a step, and capture again"
             )
-        if not counted and not self.is_known and self.found_inf is not None:
+        if not was_counting and not self.is_known and self.found_inf is not None:
             self._taken = self.found_inf.new_zeros((1,), dtype=torch.float64)
             self._taken.add_(
                 self.found_inf == 0
@@ -93,24 +94,24 @@ class StepOutcomes:
         """Return the counts as plain values, and remember them as known. Reads the device.
 
         Args:
-            any_taken: whether any optimizer has taken a step; it counts where ``count`` was never
-                called, and several steps were tried.
+            any_taken: whether any optimizer has taken a step; it counts where ``count_taken`` was
+                never called, and several steps were tried.
         """
         if self._taken is not None:
-            self.known = int(self._taken)
+            self.known_taken = int(self._taken)
         elif not self.is_known:
             first = self.tried == 1 and self.found_inf is not None
-            self.known = int(self.found_inf == 0 if first else any_taken)
+            self.known_taken = int(self.found_inf == 0 if first else any_taken)
         self.tried_before = self.tried
-        return {"tried": self.tried, "taken": self.known, "counted": self.counts}
+        return {"tried": self.tried, "taken": self.known_taken, "counted": self.is_counting}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from what ``state`` returned."""
         self.tried = self.tried_before = state["tried"]
-        self.known = state["taken"]
-        self.counts = state["counted"] or self._taken is not None
+        self.known_taken = state["taken"]
+        self.is_counting = state["counted"] or self._taken is not None
         if self._taken is not None:
-            self._taken.fill_(self.known)
+            self._taken.fill_(self.known_taken)
         if not self.captured:
             self.found_inf = None
 

@@ -1,4 +1,4 @@
-"""The windows that outliers are told by: one for each loss scaler, on the device."""
+"""Windows of losses and norms, by which outliers are found: one for each scaler, on the device."""
 
 import weakref
 from collections.abc import Mapping
@@ -26,10 +26,11 @@ class OutlierWindows:
         self._loaded: weakref.WeakKeyDictionary[GradScaler, Any] = weakref.WeakKeyDictionary()
 
     def limit(self, scaler: GradScaler, device: torch.device) -> Limit | None:
-        """Return the window of the losses that ``scaler`` scales; None: nobody wants outliers."""
+        """Return the limit for losses that ``scaler`` scales; None: the policy has none."""
         if self._sigmas is None:
             return None
         window = self._windows.get(scaler)
+        # on another device the window begins anew
         if window is None or window.device != device:
             refuse_capture(device, "the window of outliers")
             window = new_window(device)
@@ -40,15 +41,18 @@ class OutlierWindows:
 
     def state(self, scalers: Mapping[int, GradScaler]) -> dict[str, list[float]]:
         """Return the windows by loss_id as plain values. Reads the device."""
-        found = {i: self._windows.get(scaler) for i, scaler in scalers.items()}
-        waiting = {str(i): self._loaded[s] for i, s in scalers.items() if s in self._loaded}
-        return waiting | {str(i): w.tolist() for i, w in found.items() if w is not None}
+        loaded = {str(i): self._loaded[s] for i, s in scalers.items() if s in self._loaded}
+        return loaded | {
+            str(i): self._windows[s].tolist() for i, s in scalers.items() if s in self._windows
+        }
 
     def load_state(self, state: Mapping[str, Any], scalers: Mapping[int, GradScaler]) -> None:
         """Continue from what ``state`` returned; a loss that it does not know begins anew."""
-        for i, scaler in scalers.items() if self._sigmas is not None else ():
+        if self._sigmas is None:
+            return
+        for i, scaler in scalers.items():
             values = list(state.get(str(i)) or [0.0] * WINDOW)
             if scaler in self._windows:  # in place: a CUDA graph may write there
                 upload(torch.tensor(values), self._windows[scaler])
-            elif str(i) in state:
+            elif str(i) in state:  # for ``limit``, which knows the device
                 self._loaded[scaler] = values

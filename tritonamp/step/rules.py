@@ -13,7 +13,7 @@ from tritonamp.step.fused import FusedRule
 from tritonamp.step.muon import MUON
 from tritonamp.step.sgd import SGD
 
-TORCHS: tuple[FusedRule, ...] = (ADAM, SGD, MUON)
+TORCH_RULES: tuple[FusedRule, ...] = (ADAM, SGD, MUON)
 """Rules of torch's own optimizers. Optimizers of ``tritonamp.optim`` name theirs."""
 
 
@@ -26,8 +26,8 @@ def rule_of(optimizer: Optimizer) -> FusedRule | None:
         return None
     if keeps_fp32_state(optimizer):
         return optimizer.fused_rule  # type: ignore[attr-defined]
-    plain = inspect.unwrap(_step(optimizer))  # torch puts a profiler around it
-    rule = next((rule for rule in TORCHS if rule.torch_step is plain), None)
+    step = inspect.unwrap(_own_step(optimizer))  # torch puts a profiler around it
+    rule = next((rule for rule in TORCH_RULES if rule.torch_step is step), None)
     return rule if rule is not None and rule.takes(optimizer) else None
 
 
@@ -48,14 +48,15 @@ def zero_eps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype)
 
 def keeps_fp32_state(optimizer: Optimizer) -> bool:
     """Tell whether ``optimizer`` is of ``tritonamp.optim``: half parameters get FP32 state."""
-    return hasattr(_step(optimizer), "by_fused_rule")
+    return hasattr(_own_step(optimizer), "by_fused_rule")
 
 
 def has_half_state(optimizer: Optimizer) -> bool:
     """Tell whether the own step of ``optimizer`` takes state in the dtype of the parameters."""
-    module: str = inspect.unwrap(_step(optimizer)).__module__
+    module: str = inspect.unwrap(_own_step(optimizer)).__module__
     return module.startswith("torch.optim.") and not keeps_fp32_state(optimizer)
 
 
-def _step(optimizer: Optimizer) -> Any:
+def _own_step(optimizer: Optimizer) -> Any:
+    # of its own class: enabled, ``step`` is that of ``EnabledOptimizer``
     return base_class(type(optimizer)).step  # type: ignore[attr-defined]

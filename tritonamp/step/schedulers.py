@@ -7,7 +7,8 @@ On the CPU an outcome is known at once, so that no scheduler is ever ahead.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from tritonamp.kernels.device import is_capturing
 from tritonamp.readback import Readback
 from tritonamp.step.outcomes import NO_STEPS, StepOutcomes
 
-_UNDER_WAY = 16  # calls whose outcome is unknown, after which the host waits for the oldest
+_MOST_UNKNOWN = 16  # calls whose outcome is unknown, after which the host waits for the oldest
 
 
 class SteppedScheduler:
@@ -48,12 +49,12 @@ class SteppedScheduler:
         self._ahead = 0  # steps of the scheduler beyond the known taken steps
         self._unknown = 0  # calls whose outcome has not arrived
         self._tried = 0  # steps of the optimizer at the last call
-        self._taken = 0  # of these, at the last call whose outcome has arrived
+        self._taken = 0  # steps taken, at the last call whose outcome has arrived
         self._readback: Readback | None = None
         if state is not None:
             self._ahead = state["ahead"]
             self._tried = outcomes.tried_before - state["open"]
-            self._taken = outcomes.known - state["open"]
+            self._taken = outcomes.known_taken - state["open"]
 
     def step(self, wait: bool) -> None:
         """Step the scheduler, unless it is ahead by a skip or no step was tried.
@@ -62,7 +63,8 @@ class SteppedScheduler:
             wait: wait for the outcomes of earlier calls.
         """
         outcomes = self._outcomes
-        taken = outcomes.count(None if outcomes.counts else self._log.any_taken)
+        # ``any_taken`` costs an op on the device, and matters to the first call alone
+        taken = outcomes.count_taken(None if outcomes.is_counting else self._log.any_taken)
         if taken is not None and is_capturing(taken.device):
             raise RuntimeError(
                 "amp.step_schedulers: expected a call after each replay of a CUDA graph, got one "
@@ -71,30 +73,33 @@ class SteppedScheduler:
         if outcomes.tried == self._tried and not outcomes.captured:
             return
         self._tried = outcomes.tried
-        self._collect(wait or self._unknown >= _UNDER_WAY)
-        self._ask(taken)
+        # fewer than _MOST_UNKNOWN are left: the readback has room for this one
+        self._settle_arrived(wait or self._unknown >= _MOST_UNKNOWN)
+        self._read_outcome(taken)
+        # a call whose outcome is unknown counts as taken: a scheduler that is further ahead than
+        # that has stepped for a skip, which this call makes up for
         if self._ahead < self._unknown:
             self.scheduler.step()
             self._ahead += 1
 
-    def _ask(self, taken: Tensor | None) -> None:
-        """Start copying the number of taken steps to the host."""
+    def _read_outcome(self, taken: Tensor | None) -> None:
+        """Start to copy the number of taken steps to the host, for the present call."""
         self._unknown += 1
         if taken is None or self._outcomes.is_known:
-            self._learn(self._outcomes.known)
+            self._settle_oldest(self._outcomes.known_taken)
             return
         if self._readback is None:
-            self._readback = Readback(taken, _UNDER_WAY)
+            self._readback = Readback(taken, _MOST_UNKNOWN)
         self._readback.start(taken, None)
         if not taken.is_cuda:
-            self._collect(wait=False)
+            self._settle_arrived(wait=False)
 
-    def _collect(self, wait: bool) -> None:
+    def _settle_arrived(self, wait: bool) -> None:
         if self._readback is not None:
             for reading in self._readback.ready(wait):
-                self._learn(int(reading.values[0]))
+                self._settle_oldest(int(reading.values[0]))
 
-    def _learn(self, taken: int) -> None:
+    def _settle_oldest(self, taken: int) -> None:
         """Settle the oldest unknown call: ``taken`` steps had been taken at it."""
         self._unknown -= 1
         if taken > self._taken:
@@ -107,7 +112,8 @@ class SteppedScheduler:
         Args:
             taken: the number of steps that the optimizer has taken.
         """
-        self._collect(wait=True)
+        self._settle_arrived(wait=True)
+        # a step was taken after the last call: the next call, of the resumed run, is to count it
         is_open = taken > self._taken
         if not is_open:
             self._tried = self._outcomes.tried  # every step since the last call was a skip
@@ -133,7 +139,8 @@ class SchedulerSteps:
         self._outcomes = outcomes
         self._log = log
         self._ranks = ranks
-        self._of: dict[Optimizer, list[SteppedScheduler]] = {o: [] for o in outcomes}
+        self._stepped: dict[Optimizer, list[SteppedScheduler]] = {o: [] for o in outcomes}
+        # states whose scheduler is not known yet: a file does not hold schedulers
         self._loaded: dict[Optimizer, list[dict[str, Any]]] = {o: [] for o in outcomes}
 
     def step(self, schedulers: Sequence[Any]) -> None:
@@ -142,25 +149,25 @@ class SchedulerSteps:
         Raises:
             ValueError: an argument is no scheduler of an enabled optimizer; none was stepped.
         """
-        found = [self._find(number, scheduler) for number, scheduler in enumerate(schedulers)]
+        found = [
+            self._stepped_scheduler(number, scheduler)
+            for number, scheduler in enumerate(schedulers)
+        ]
+        # how soon an outcome arrives without waiting is a matter of time, not of the program
         wait = self._ranks.several or torch.are_deterministic_algorithms_enabled()
         for stepped in found:
             stepped.step(wait)
 
-    def _find(self, number: int, scheduler: Any) -> SteppedScheduler:
-        for stepped in self._all():
+    def _stepped_scheduler(self, number: int, scheduler: Any) -> SteppedScheduler:
+        for stepped in itertools.chain.from_iterable(self._stepped.values()):
             if stepped.scheduler is scheduler:
                 return stepped
-        _check_step(number, scheduler)
+        _check_scheduler(number, scheduler)
         optimizer = self._optimizer_of(number, scheduler)
-        loaded = self._take_loaded(optimizer, scheduler)
+        loaded = self._pop_loaded(optimizer, scheduler)
         stepped = SteppedScheduler(scheduler, self._outcomes[optimizer], self._log, loaded)
-        self._of[optimizer].append(stepped)
+        self._stepped[optimizer].append(stepped)
         return stepped
-
-    def _all(self) -> Iterator[SteppedScheduler]:
-        for stepped in self._of.values():
-            yield from stepped
 
     def _optimizer_of(self, number: int, scheduler: Any) -> Optimizer:
         optimizer = getattr(scheduler, "optimizer", None)
@@ -175,7 +182,7 @@ class SchedulerSteps:
             "call the scheduler's step() yourself"
         )
 
-    def _take_loaded(self, optimizer: Optimizer, scheduler: Any) -> dict[str, Any] | None:
+    def _pop_loaded(self, optimizer: Optimizer, scheduler: Any) -> dict[str, Any] | None:
         """Return, and forget, the first loaded state for a scheduler of this kind."""
         loaded = self._loaded[optimizer]
         for i, state in enumerate(loaded):
@@ -189,7 +196,7 @@ class SchedulerSteps:
         any_taken = self._log.counts()["clean"] > 0
         for optimizer, outcomes in self._outcomes.items():
             steps = outcomes.state(any_taken)
-            live = [stepped.state(steps["taken"]) for stepped in self._of[optimizer]]
+            live = [stepped.state(steps["taken"]) for stepped in self._stepped[optimizer]]
             states.append({**steps, "schedulers": live + self._loaded[optimizer]})
         return states
 
@@ -205,11 +212,11 @@ class SchedulerSteps:
                 # private (torch 2.11 to 2.15): a scheduler warns without this mark; the optimizer
                 # has stepped, before the state was saved
                 optimizer._opt_called = True  # type: ignore[attr-defined]
-            self._of[optimizer] = []
+            self._stepped[optimizer] = []
             self._loaded[optimizer] = list(state["schedulers"])
 
 
-def _check_step(number: int, scheduler: Any) -> None:
+def _check_scheduler(number: int, scheduler: Any) -> None:
     """Refuse an object whose ``step`` cannot be called without arguments."""
     kind, step = type(scheduler).__name__, getattr(scheduler, "step", None)
     if isinstance(scheduler, (type, Optimizer)) or not callable(step):

@@ -32,11 +32,9 @@ class FusedSGDRule(FusedRule):
         found_inf: Tensor | None,
         backend: str,
     ) -> None:
-        """Run one step of the ``sgd`` operation, see ``FusedRule.update``."""
         _sgd.sgd(lists, grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _sgd.SGDRule:
-        """Return the hyperparameters of one group."""
         return _sgd.SGDRule(
             scalar(group["lr"]),
             group["momentum"],
@@ -47,16 +45,14 @@ class FusedSGDRule(FusedRule):
         )
 
     def tells_first_step(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Tell whether a first step differs: torch does not dampen it."""
+        # torch does not dampen a first step
         return any(group["momentum"] != 0 and group["dampening"] != 0 for group in groups)
 
     def at_first_step(self, hyperparameters: Any) -> _sgd.SGDRule:
-        """Return the hyperparameters of a parameter's first step."""
         first: _sgd.SGDRule = hyperparameters._replace(dampening=0.0)
         return first
 
     def has(self, name: str, group: dict[str, Any]) -> bool:
-        """Tell whether the group's parameters have a momentum buffer."""
         return bool(group["momentum"] != 0)
 
 

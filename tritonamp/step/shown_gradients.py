@@ -48,16 +48,17 @@ class ShownGradients:
     def show(self, param: Tensor, grad: Tensor | None) -> None:
         """Put ``grad`` in the place of the gradient of ``param``.
 
-        If a gradient is shown already, the present ``.grad``, which somebody has assigned since,
+        If a gradient is shown already, the user has assigned the present ``.grad`` since: it
         becomes the one to put back.
         """
-        known = self._own.get(param)
-        grad_dtype = param.grad_dtype if known is None else known.grad_dtype
+        earlier = self._own.get(param)
+        # what ``param`` has now is not its own if a gradient is shown already
+        grad_dtype = param.grad_dtype if earlier is None else earlier.grad_dtype
         self._own[param] = _Own(param.grad, grad_dtype, grad)
         # None: should somebody clear the gradient, the next backward makes a half one
         _set_gradient(param, grad, None)
 
-    def hidden(self) -> list[Tensor]:
+    def hidden_gradients(self) -> list[Tensor]:
         """Return the parameters' own gradients that are to be put back."""
         return [own.grad for own in self._own.values() if own.grad is not None]
 
@@ -69,12 +70,13 @@ class ShownGradients:
     def put_back(self) -> None:
         """Put the parameters' own gradients back, unless somebody has replaced the shown ones."""
         while self._own:
-            param, (own, grad_dtype, shown) = self._own.popitem()
-            grad = own if own is not None and param.grad is shown else param.grad
+            param, own = self._own.popitem()
+            grad = own.grad if own.grad is not None and param.grad is own.shown else param.grad
             if grad is not None and self._grad_dtype is not None:
                 grad = grad.to(self._grad_dtype)
-            fits = grad is None or grad.dtype == grad_dtype
-            _set_gradient(param, grad, grad_dtype if fits else None)
+            # somebody may have assigned one of another dtype, which torch would refuse
+            fits = grad is None or grad.dtype == own.grad_dtype
+            _set_gradient(param, grad, own.grad_dtype if fits else None)
 
     def clear(self, param: Tensor) -> None:
         """Clear ``.grad`` of ``param``: its next backward makes its own, whatever was shown."""
@@ -91,12 +93,13 @@ class ShownGradients:
     def round_back(self) -> None:
         """Round the present ``.grad`` into the half tensors, and put these in its place."""
         while self._own:
-            param, (own, grad_dtype, _) = self._own.popitem()
+            param, own = self._own.popitem()
             grad = param.grad
-            if grad is not None and own is not None:
-                sparse = own.is_sparse or grad.is_sparse
-                grad = grad.to(own.dtype) if sparse else own.copy_(grad)
-            _set_gradient(param, grad, grad_dtype)
+            if grad is not None and own.grad is not None:
+                # torch copies between dense and sparse tensors in neither direction
+                sparse = own.grad.is_sparse or grad.is_sparse
+                grad = grad.to(own.grad.dtype) if sparse else own.grad.copy_(grad)
+            _set_gradient(param, grad, own.grad_dtype)
 
 
 def _set_gradient(param: Tensor, grad: Tensor | None, grad_dtype: torch.dtype | None) -> None:

@@ -1,4 +1,4 @@
-"""What of one ``Amp`` leaves its device between phases of training, and comes back."""
+"""Sleep: tensors of one ``Amp`` leave the device between phases of training, and come back."""
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,13 +52,16 @@ class Sleep:
         self._averages: weakref.WeakSet[EMA] = weakref.WeakSet()
         self._host: HostMemory | None = None
 
-    def add(self, average: EMA) -> EMA:
+    def add_average(self, average: EMA) -> EMA:
         """Return an average, which sleeps with the rest from now on."""
         self._averages.add(average)
         return average
 
-    def begin(self, weights: bool) -> int:
+    def fall_asleep(self, weights: bool) -> int:
         """Move to host memory, and return how many bytes were moved.
+
+        Args:
+            weights: the model's parameters and buffers, too.
 
         Raises:
             RuntimeError: inside of ``with scale_loss``; a CUDA graph has captured a step; or there
@@ -66,17 +69,18 @@ class Sleep:
         """
         self._refuse_backward()
         self._refuse_graphs()
-        moving = [*self._of_training(), *(self._of_models() if weights else ())]
-        plain = (t for given in moving for t in _plain(given) if _on_device(t))
+        moving = [*self._training_tensors(), *(self._model_tensors() if weights else ())]
+        plain = (t for given in moving for t in _plain_tensors(given) if _is_on_device(t))
         if self._stepper.offload is not None:
             self._stepper.offload.give_up_buffers()
-        with Uninterrupted(), torch.inference_mode(False):  # ``end`` may be called elsewhere
+        # what is made in inference mode could not be written to outside of it, by ``wake_up``
+        with Uninterrupted(), torch.inference_mode(False):
             self._host = HostMemory(plain)
             self.asleep.training, self.asleep.weights = True, weights
         return self._host.nbytes
 
-    def end(self) -> None:
-        """Move back.
+    def wake_up(self) -> None:
+        """Move back to the device.
 
         Raises:
             RuntimeError: nothing is asleep.
@@ -109,7 +113,7 @@ class Sleep:
                 "replays would use memory that is gone. Enable anew, and train without graphs"
             )
 
-    def _of_training(self) -> Iterator[Tensor]:
+    def _training_tensors(self) -> Iterator[Tensor]:
         for optimizer, w in self._weights.items():
             yield from w.memory()
             yield from (x for x in leaves(dict(optimizer.state)) if isinstance(x, Tensor))
@@ -118,21 +122,21 @@ class Sleep:
         for model in self._models:
             yield from (p.grad for p in model.parameters() if p.grad is not None)
 
-    def _of_models(self) -> Iterator[Tensor]:
+    def _model_tensors(self) -> Iterator[Tensor]:
         for model in self._models:
             yield from model.parameters()
             yield from model.buffers()
 
 
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor, or those that a wrapper (a DTensor, a quantised weight) is made of."""
+def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor, or the tensors inside of a wrapper (a DTensor, a quantised weight)."""
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         for part in parts:  # since torch 2.14 a DTensor names its mesh, too
-            yield from _plain(part) if isinstance(part, Tensor) else ()
+            yield from _plain_tensors(part) if isinstance(part, Tensor) else ()
     else:
         yield tensor
 
 
-def _on_device(tensor: Tensor) -> bool:
+def _is_on_device(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.layout is torch.strided

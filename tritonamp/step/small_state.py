@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.kernels._device_tables import memory_strides
+from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._small_state import (
     BLOCK,
     SIGNED,
@@ -16,10 +17,10 @@ from tritonamp.kernels._small_state import (
     encode,
     in_memory_of,
     in_order_of_memory,
-    join,
-    moments_of,
+    join_master,
     moments_size,
     padded,
+    split_moments,
 )
 from tritonamp.policy import STATES
 
@@ -32,8 +33,8 @@ REMAINDER = "remainder"
 _FORMATS = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}  # moments that "8bit" knows, in order
 
 
-class _Rule(Protocol):
-    """The rule of an optimizer, as this file knows it: a ``FusedRule``."""
+class StateRule(Protocol):
+    """What this file and offload.py, which fused.py imports, know of a ``FusedRule``."""
 
     @property
     def states(self) -> tuple[str, ...]: ...
@@ -41,8 +42,11 @@ class _Rule(Protocol):
     @property
     def state_keys(self) -> Mapping[str, str]: ...
 
+    @property
+    def offloads(self) -> bool: ...
 
-def check_state(state: str, optimizer: Optimizer, rule: _Rule | None) -> None:
+
+def check_state(state: str, optimizer: Optimizer, rule: StateRule | None) -> None:
     """Raise ValueError unless ``optimizer`` can keep its state in the format ``state``.
 
     Args:
@@ -55,7 +59,8 @@ def check_state(state: str, optimizer: Optimizer, rule: _Rule | None) -> None:
     if state not in states:
         raise ValueError(
             f"state={state!r}: expected an optimizer whose step can keep such state, got a {kind}, "
-            f"which can keep {', '.join(map(repr, states))}: " + _ADVICE
+            f"which can keep {', '.join(map(repr, states))}: tritonamp.optim.Adam, AdamW and Lion, "
+            'and torch\'s Adam and AdamW, keep "fp32", "bf16" and "8bit"; SGD "fp32" and "bf16"'
         )
     if state != "8bit":
         return
@@ -65,18 +70,11 @@ def check_state(state: str, optimizer: Optimizer, rule: _Rule | None) -> None:
                 f"state='8bit': expected amsgrad=False, got a group of {kind} with amsgrad=True: "
                 "use state='bf16'"
             )
-        for param in group["params"]:
-            if hasattr(param, "_local_tensor"):
-                raise ValueError(
-                    "state='8bit': expected parameters in one piece, got sharded ones (FSDP2, "
-                    "DTensor), whose codes have no shape to shard: use state='bf16'"
-                )
-
-
-_ADVICE = (
-    'tritonamp.optim.Adam, AdamW and Lion, and torch\'s Adam and AdamW, keep "fp32", "bf16" and '
-    '"8bit"; SGD "fp32" and "bf16"'
-)
+        if any(map(is_sharded, group["params"])):
+            raise ValueError(
+                "state='8bit': expected parameters in one piece, got sharded ones (FSDP2, "
+                "DTensor), whose codes have no shape to shard: use state='bf16'"
+            )
 
 
 def packed_moments(moments: Iterable[Tensor | None], param: Tensor) -> Tensor:
@@ -91,7 +89,7 @@ def packed_moments(moments: Iterable[Tensor | None], param: Tensor) -> Tensor:
     given = list(moments)
     n, size = param.numel(), padded(param.numel())
     memory = torch.zeros(moments_size(n, len(given)), dtype=torch.uint8, device=param.device)
-    parts = moments_of(memory, size, len(given))
+    parts = split_moments(memory, size, len(given))
     for moment, kind, targets in zip(given, _FORMATS.values(), parts, strict=False):
         values = torch.zeros(size, device=param.device)
         if moment is not None:
@@ -110,8 +108,8 @@ def unpacked(memory: Tensor, param: Tensor, strides: tuple[int, ...]) -> dict[st
         strides: its ``memory_strides`` when the codes were made.
     """
     n, size = param.numel(), padded(param.numel())
-    count = memory.numel() // max(size + size // BLOCK, 1)
-    parts = moments_of(memory, size, count)
+    count = memory.numel() // max(moments_size(n, 1), 1)  # a parameter may have no elements
+    parts = split_moments(memory, size, count)
     return {
         key: decode(*part, kind)[:n].as_strided(param.shape, strides)
         for (key, kind), part in zip(_FORMATS.items(), parts, strict=False)
@@ -128,7 +126,7 @@ def packing_problems(memory: Tensor, moments: int, param: Tensor) -> Iterator[st
         )
 
 
-def in_fp32(state: Mapping[str, Any], rule: _Rule, param: Tensor) -> dict[str, Any]:
+def in_fp32(state: Mapping[str, Any], rule: StateRule, param: Tensor) -> dict[str, Any]:
     """Return one parameter's state with moments in FP32, by the keys of torch's optimizers."""
     wide = dict(state)
     strides = wide.pop(ORDER, None) or memory_strides(param)
@@ -137,7 +135,7 @@ def in_fp32(state: Mapping[str, Any], rule: _Rule, param: Tensor) -> dict[str, A
     if REMAINDER in wide:
         lower = wide.pop(REMAINDER)[: param.numel()].as_strided(param.shape, strides)
         with torch.no_grad():
-            master = join(in_order_of_memory(param), in_order_of_memory(lower, like=param))
+            master = join_master(in_order_of_memory(param), in_order_of_memory(lower, like=param))
         wide["master_param"] = in_memory_of(param, master)
     for key in rule.state_keys.values():
         moment = wide.get(key)
@@ -147,18 +145,26 @@ def in_fp32(state: Mapping[str, Any], rule: _Rule, param: Tensor) -> dict[str, A
 
 
 def fp32_state_dict(
-    state_dict: dict[str, Any], optimizer: Optimizer, rule: _Rule | None
+    state_dict: dict[str, Any], optimizer: Optimizer, rule: StateRule | None
 ) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with FP32 moments, which every format loads."""
-    if rule is None or not {"state", "param_groups"} <= state_dict.keys():  # a format of its own
+    # an optimizer that wraps another may have a format of its own
+    if rule is None or not {"state", "param_groups"} <= state_dict.keys():
         return state_dict
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
     state = dict(state_dict["state"])
-    for number, param in zip(numbers, params, strict=True):
+    for number, param in numbered_params(optimizer, state_dict):
         if number in state:
             state[number] = in_fp32(state[number], rule, param)
     return {**state_dict, "state": state}
+
+
+def numbered_params(
+    optimizer: Optimizer, state_dict: Mapping[str, Any]
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield each parameter of an optimizer with its number in a state dict of the same groups."""
+    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return zip(numbers, params, strict=True)
 
 
 def state_format(optimizer: Optimizer, wanted: str = STATES[0]) -> str:

@@ -19,29 +19,30 @@ class StageLoss:
 
     Args:
         loss_fn: of a micro-batch's output and target.
-        look: is shown each loss.
+        check_loss: is given each loss that has a backward.
         begin_backward: is given each loss as its backward begins, and returns the scale, 0-d.
     """
 
     def __init__(
         self,
         loss_fn: Callable[..., Tensor],
-        look: Callable[[Tensor], None],
+        check_loss: Callable[[Tensor], None],
         begin_backward: Callable[[Tensor], Tensor],
     ) -> None:
         self._loss_fn = loss_fn
-        self._look = look
+        self._check_loss = check_loss
         self._begin_backward = begin_backward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss, FP32 where it is half."""
         loss = self._loss_fn(*args, **kwargs)
+        # without a backward to come: an evaluation, or a stage that infers shapes
         if not loss.requires_grad or pipeline_work() is Work.SHAPES:
             return loss
-        self._look(loss)
+        self._check_loss(loss)
         wide = loss.float() if loss.dtype in HALF_DTYPES else loss
-        wide.register_hook(partial(self._scaled, wide.detach()))
+        wide.register_hook(partial(self._scale_gradient, wide.detach()))
         return wide
 
-    def _scaled(self, loss: Tensor, grad: Tensor) -> Tensor:
+    def _scale_gradient(self, loss: Tensor, grad: Tensor) -> Tensor:
         return grad * transfer(self._begin_backward(loss), grad.device)

@@ -12,7 +12,13 @@ from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.fused import FusedRule
 from tritonamp.step.offload import Offload, host_keys, on_device
 from tritonamp.step.rules import has_half_state, keeps_fp32_state, rule_of
-from tritonamp.step.small_state import PACKED, REMAINDER, in_fp32, packing_problems
+from tritonamp.step.small_state import (
+    PACKED,
+    REMAINDER,
+    in_fp32,
+    numbered_params,
+    packing_problems,
+)
 
 _SHOWN = 5  # problems that an error lists
 
@@ -22,7 +28,7 @@ def load_state(
     load: Callable[[dict[str, Any]], None],
     state_dict: dict[str, Any],
     rule: FusedRule | None,
-    keep: Callable[[Tensor], Tensor] | None = None,
+    pin: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Call ``load(state_dict)``, and keep FP32 state of half parameters in FP32.
 
@@ -32,33 +38,46 @@ def load_state(
         state_dict: a state of such an optimizer; where steps are counted, the counts may stand in
             the groups, as in apex's FusedAdam.
         rule: the fused rule of the optimizer, if it has one.
-        keep: returns a tensor in the host memory where it stays; None: it stays on the device.
+        pin: returns a copy of a tensor in the host memory where state stays; None: it stays on the
+            device.
 
     Raises:
         ValueError: it is no state of such an optimizer over such parameters; nothing was changed
             then.
     """
-    in_host = host_keys(rule) if rule is not None and keep is not None else frozenset()
+    pinned_keys = host_keys(rule) if rule is not None and pin is not None else frozenset()
     if not isinstance(state_dict, Mapping):
-        check_state(optimizer, state_dict, rule)
-    taken: list[dict[str, Any]] = []  # the state as the user's own hooks return it
+        check_loadable(optimizer, state_dict, rule)
+    checked: list[dict[str, Any]] = []
 
-    def take(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        check_state(optimizer, given, rule)
+    # as a hook: it runs behind the user's own hooks, and sees the state that they return
+    def check(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        check_loadable(optimizer, given, rule)
         counts_steps = rule is not None and rule.counts_steps
-        taken.append(_with_step_counts(given) if counts_steps else given)
-        return _without(taken[0], in_host)  # which torch would bring to the device
+        checked.append(_with_step_counts(given) if counts_steps else given)
+        return _without(checked[0], pinned_keys)  # which torch would bring to the device
 
-    handle = optimizer.register_load_state_dict_pre_hook(take)
+    handle = optimizer.register_load_state_dict_pre_hook(check)
     try:
         load(state_dict)
     finally:
         handle.remove()
-    if taken:  # else ``load`` ran no hook of torch's: the optimizer loads in its own way
-        keep_fp32_state(optimizer, _without(taken[0], in_host))
-        for param, name, value in _loaded(optimizer, taken[0]):
-            if name in in_host and keep is not None:
-                optimizer.state[param][name] = keep(value) if isinstance(value, Tensor) else value
+    # without a checked state ``load`` ran no hook of torch's: the optimizer loads in its own way
+    for param, key, value in _loaded(optimizer, checked[0]) if checked else ():
+        if key in pinned_keys and pin is not None:
+            optimizer.state[param][key] = pin(value) if isinstance(value, Tensor) else value
+        elif isinstance(value, Tensor) and _is_cast_by_torch(key, value, param):
+            optimizer.state[param][key] = value.to(param.device, copy=True)
+
+
+def _is_cast_by_torch(key: str, value: Tensor, param: Tensor) -> bool:
+    """Tell whether ``Optimizer.load_state_dict`` has cast state to the dtype of its parameter.
+
+    It does so with floating parameters: codes become floats, and FP32 or bfloat16 state of half
+    parameters is rounded.
+    """
+    is_wide = value.dtype in (torch.float32, torch.bfloat16) and param.dtype in HALF_DTYPES
+    return is_wide or key in (PACKED, REMAINDER)
 
 
 def _without(state_dict: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
@@ -70,7 +89,7 @@ def _without(state_dict: dict[str, Any], keys: Collection[str]) -> dict[str, Any
     return {**state_dict, "state": states}
 
 
-def check_state(optimizer: Optimizer, state_dict: Any, rule: FusedRule | None) -> None:
+def check_loadable(optimizer: Optimizer, state_dict: Any, rule: FusedRule | None) -> None:
     """Raise ValueError, listing the differences, unless the state fits ``optimizer``."""
     kind = type(optimizer).__name__
     where = f"{kind}.load_state_dict: "
@@ -83,18 +102,17 @@ def check_state(optimizer: Optimizer, state_dict: Any, rule: FusedRule | None) -
             f"got {keys[:20]}"
         )
     groups = state_dict["param_groups"]
-    numbers = [len(group["params"]) for group in optimizer.param_groups]
-    saved = [len(group["params"]) for group in groups]
-    if saved != numbers:
-        raise ValueError(f"{where}expected groups of {numbers} parameters, got groups of {saved}")
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    got = [len(group["params"]) for group in groups]
+    if got != sizes:
+        raise ValueError(f"{where}expected groups of {sizes} parameters, got groups of {got}")
     if rule is None:
         return
     problems = [*rule.group_problems(groups, optimizer.defaults)]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
     states = state_dict["state"]
-    numbered = [(i, _counts_steps(group, states)) for group in groups for i in group["params"]]
-    for (number, counted), param in zip(numbered, params, strict=True):
-        found = _problems(rule, states.get(number, {}), counted, param)
+    counted = {i for group in groups if _counts_steps(group, states) for i in group["params"]}
+    for number, param in numbered_params(optimizer, state_dict):
+        found = _state_problems(rule, states.get(number, {}), number in counted, param)
         problems += [f"state {number}: {problem}" for problem in found]
     if problems:
         more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -109,9 +127,10 @@ def _counts_steps(group: Mapping[str, Any], states: Mapping[int, Mapping[str, An
     return "step" in group and not any("step" in states.get(i, {}) for i in group["params"])
 
 
-def _problems(
+def _state_problems(
     rule: FusedRule, state: Mapping[str, Any], counted: bool, param: Tensor
 ) -> Iterator[str]:
+    """Yield why one parameter's state cannot be loaded; ``counted``: its group counts the steps."""
     needed = {key for name, key in rule.state_keys.items() if name not in rule.optional}
     if PACKED in state:
         yield from packing_problems(state[PACKED], len(needed), param)
@@ -140,27 +159,13 @@ def _with_step_counts(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def keep_fp32_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Restore state that ``Optimizer.load_state_dict`` has just cast to the parameter's dtype.
-
-    Half parameters keep FP32 and bfloat16 state, and all keep codes.
-    """
-    for param, name, value in _loaded(optimizer, state_dict):
-        is_codes = name in (PACKED, REMAINDER)
-        kept = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.bfloat16)
-        if is_codes or (kept and param.dtype in HALF_DTYPES):
-            optimizer.state[param][name] = value.to(param.device, copy=True)
-
-
 def _loaded(
     optimizer: Optimizer, state_dict: Mapping[str, Any]
 ) -> Iterator[tuple[Tensor, str, Any]]:
     """Yield parameter, key and value of each state in a state dict."""
-    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, param in zip(numbers, params, strict=True):
-        for name, value in state_dict["state"].get(number, {}).items():
-            yield param, name, value
+    for number, param in numbered_params(optimizer, state_dict):
+        for key, value in state_dict["state"].get(number, {}).items():
+            yield param, key, value
 
 
 def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
@@ -171,18 +176,16 @@ def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
     """
     found = False
     for param in params:
-        state = _replaced(optimizer, param)
-        for name, value in state.items():
+        state = _copy_state(optimizer, param)
+        for key, value in state.items():
             if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
-                state[name], found = value.float(), True
+                state[key], found = value.float(), True
     return found
 
 
-def _replaced(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
-    """Replace the state of ``param`` by a copy, and return the copy.
-
-    The old dictionary may be part of a result of ``optimizer.state_dict()``.
-    """
+def _copy_state(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
+    """Replace the state of ``param`` by a copy, and return the copy."""
+    # the old dictionary may be part of a result of ``optimizer.state_dict()``
     if param not in optimizer.state:
         return {}
     optimizer.state[param] = dict(optimizer.state[param])
@@ -202,7 +205,7 @@ def settle_state(optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor]) -> 
     rule = rule_of(optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
-            state = _replaced(optimizer, param)
+            state = _copy_state(optimizer, param)
             if rule is not None and state:
                 state = optimizer.state[param] = in_fp32(state, rule, param)
             step = state.get("step")
@@ -211,18 +214,18 @@ def settle_state(optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor]) -> 
             if param.dtype not in HALF_DTYPES:
                 continue
             if has_half_state(optimizer):
-                _narrow(state, param)
+                _round_state(state, param)
             elif keeps_fp32_state(optimizer) and state and param in fp32_values:
                 state["master_param"] = fp32_values[param].to(param.device)
 
 
-def _narrow(state: dict[str, Any], param: Tensor) -> None:
-    for name, value in state.items():
-        if not isinstance(value, Tensor) or value.dtype is not torch.float32 or name == "step":
+def _round_state(state: dict[str, Any], param: Tensor) -> None:
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.dtype is not torch.float32 or key == "step":
             continue
         # a 0-d number, such as NAdam's mu_product, stays FP32 in torch
         if value.dim() or not param.dim():
-            state[name] = value.to(param.dtype)
+            state[key] = value.to(param.dtype)
 
 
 def plain_state(
@@ -248,7 +251,8 @@ def plain_state(
         for group in plain["param_groups"]
     ]
     state = {}
-    for p, s in plain["state"].items():
-        wide = in_fp32(s, rule, p)
-        state[masters.get(p, p)] = wide if offload is None else wide | on_device(wide, p)
+    for param, own in plain["state"].items():
+        wide = in_fp32(own, rule, param)
+        moved = {} if offload is None else on_device(wide, param)
+        state[masters.get(param, param)] = wide | moved
     return {**plain, "state": defaultdict(dict, state), "param_groups": groups}

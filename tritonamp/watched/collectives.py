@@ -4,6 +4,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# ops of functional collectives that begin none
 _WAITS_FOR_NOBODY = frozenset(("wait_tensor", "_wrap_tensor_autograd"))
 
 

@@ -1,4 +1,4 @@
-"""Whose code a frame of the call stack runs: the user's, a library's, or a marked one of ours."""
+"""Frames of the call stack by owner: code of the user, of a library, or a marked one of ours."""
 
 import enum
 import functools
@@ -26,7 +26,7 @@ _GENERATED = ("<frozen ", "<eval_with_key>")  # Python's import system, and torc
 
 
 class Role(enum.Enum):
-    """What a frame means when the stack is walked."""
+    """The role of a frame when the stack is walked."""
 
     USER = enum.auto()  # code outside of tritonamp, torch and the standard library; the demo counts
     LIBRARY = enum.auto()  # code inside of them
@@ -61,7 +61,7 @@ def _is_library(file: str) -> bool:
 
 
 def outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, Role]]:
-    """Yield ``frame`` and those that have called it, innermost first, each with its role."""
+    """Yield ``frame`` and its callers, innermost first, each with its role."""
     while frame is not None:
         yield frame, role_of(frame.f_code)
         frame = frame.f_back

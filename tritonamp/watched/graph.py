@@ -17,6 +17,6 @@ def nodes(tensor: Tensor) -> Iterator[Any]:
             yield node
 
 
-def leaves(found: Iterable[Any]) -> set[Tensor]:
+def gradient_leaves(found: Iterable[Any]) -> set[Tensor]:
     """Return the tensors among ``nodes`` that a backward gives gradients to."""
     return {node.variable for node in found if hasattr(node, "variable")}

@@ -15,19 +15,19 @@ READ_NO_VALUES = frozenset(
     """zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full
     new_empty empty_like""".split()
 )
-"""Ops that only want to know of what shape and dtype their input is."""
+"""Ops that read the shape and the dtype of their input, and no values."""
 OVERWRITES = frozenset(
     "copy fill zero normal uniform bernoulli random exponential log_normal".split()
 )
-"""Ops that ignore what they write over."""
+"""Ops that ignore the values that they overwrite."""
 UNWRITTEN = frozenset(
     "empty new_empty empty_strided new_empty_strided empty_like empty_permuted resize".split()
 )
-"""Ops that give memory that nobody has written to."""
+"""Ops that return memory that nobody has written to."""
 ADDS_A_NUMBER = frozenset("add sub rsub clamp clamp_min".split())
-"""What an eps is given to."""
+"""Ops that take an eps: as a summand, or as a lower limit."""
 MOVES = frozenset("_unsafe_view clone _reshape_alias expand_copy lift_fresh _to_copy".split())
-"""The values stay what they are."""
+"""Ops that keep the values of their input, beside the views."""
 
 
 def is_watched(value: Any) -> bool:
@@ -47,7 +47,7 @@ def floats(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if is_watched(leaf)]
 
 
-def storage(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """Return the same number for all views of one memory."""
     # private (torch 2.11 to 2.15): the identity of the storage that views share
     return tensor.untyped_storage()._cdata
@@ -74,11 +74,11 @@ def amax(tensor: Tensor) -> float:
 
 
 class Schema(NamedTuple):
-    """What torch says of an op."""
+    """An op as torch declares it."""
 
     aten: str  # the op's name, "_softmax" or "add_"
     written: frozenset[int | str]  # the arguments that it writes to, by number or name
-    overwritten: frozenset[int | str]  # those of them whose content it ignores
+    overwritten: frozenset[int | str]  # of these, the arguments whose values it ignores
     random: bool  # whether it draws random numbers
     is_view: bool  # whether its results share memory with its inputs
 
@@ -90,7 +90,7 @@ class Schema(NamedTuple):
 
 @functools.cache
 def schema_of(func: Any) -> Schema:
-    """Return what torch says of an OpOverload."""
+    """Return the schema of an OpOverload."""
     aten = func._schema.name.partition("::")[2]
     written = {
         argument.name if argument.kwarg_only else i
@@ -117,7 +117,7 @@ class OpCall(NamedTuple):
 
     @property
     def schema(self) -> Schema:
-        """What torch says of the op."""
+        """The op as torch declares it."""
         return schema_of(self.func)
 
     @property
@@ -127,28 +127,32 @@ class OpCall(NamedTuple):
 
     @property
     def allocates(self) -> bool:
-        """Whether it gives memory that nobody has written to."""
+        """Whether it returns memory that nobody has written to."""
         return self.schema.name in UNWRITTEN
 
-    def pick(self, keys: frozenset[int | str], among: bool = True) -> list[Any]:
-        """Return the arguments that are (``among=False``: that are not) among ``keys``."""
-        named: dict[int | str, Any] = dict(enumerate(self.args))
-        named.update(self.kwargs)
-        return [value for key, value in named.items() if (key in keys) is among]
+    def _arguments(self) -> dict[int | str, Any]:
+        """Return the arguments by number, or by name where they came so, as ``Schema`` has them."""
+        arguments: dict[int | str, Any] = dict(enumerate(self.args))
+        return arguments | self.kwargs
 
     def run(self) -> Any:
-        """Return what the op gives."""
+        """Run the op, and return its result."""
         return self.func(*self.args, **self.kwargs)
 
     def inputs(self) -> list[Tensor]:
         """Return the floating tensors that the op reads."""
-        return floats(self.pick(self.schema.overwritten, among=False))
+        ignored = self.schema.overwritten
+        return floats([value for key, value in self._arguments().items() if key not in ignored])
+
+    def written_arguments(self) -> list[Any]:
+        """Return the arguments that the op writes to."""
+        return [value for key, value in self._arguments().items() if key in self.schema.written]
 
     def scalars(self) -> tuple[float, ...]:
         """Return the floating Python numbers among the arguments."""
         return tuple(v for v in tree_leaves([self.args, self.kwargs]) if type(v) is float)
 
-    def map(
+    def map_arguments(
         self, change: Callable[[Any], Any], keys: frozenset[int | str] | None = None
     ) -> "OpCall":
         """Return the call with ``change`` applied to every leaf of its arguments.
@@ -183,11 +187,11 @@ class OpCall(NamedTuple):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return floats(self.map(changed).run())
+                return floats(self.map_arguments(changed).run())
         except (RuntimeError, NotImplementedError):  # no kernel for this dtype, or no memory
             return []
 
-    def exact(self, result: Tensor) -> float | None:
+    def exact_magnitude(self, result: Tensor) -> float | None:
         """Return the largest magnitude in float64 where ``result`` is not finite.
 
         See ``Event.exact``.

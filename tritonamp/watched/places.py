@@ -62,7 +62,7 @@ class Place:
 
 
 class Way(NamedTuple):
-    """What lies between an op and the first code of the user's around it."""
+    """The frames between an op and the innermost code of the user's that has called it."""
 
     rule: FrameType | None  # the frame of a rule of the op table, if the op is in one
     at_edge: bool  # an enabled model casts its inputs or outputs there
@@ -71,7 +71,7 @@ class Way(NamedTuple):
 
     @classmethod
     def out_of(cls, innermost: FrameType) -> "Way":
-        """Walk outwards from a frame."""
+        """Return the way from a frame outwards."""
         rule, at_edge = None, False
         for frame, role in outwards(innermost):
             if role is Role.USER:
@@ -85,16 +85,16 @@ class Way(NamedTuple):
 
 
 class PlacedOps(TorchDispatchMode):
-    """A mode whose ops know where they run: modules are followed while it is active.
+    """A mode whose ops know where they run: it follows the forwards of modules while it is active.
 
-    Only those in ``names`` are; others count as part of the one that calls them.
+    A module that ``names`` lacks counts as part of the one that calls it.
     """
 
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
         super().__init__()
         self.names = names
-        self.modules: list[nn.Module] = []  # in whose forwards the run is, innermost last
-        self.failed: nn.Module | None = None  # the innermost that raised
+        self.modules: list[nn.Module] = []  # their forwards are running, innermost last
+        self.failed: nn.Module | None = None  # the innermost one that raised
         # names of modules that ran in another thread, which the mode does not see
         self.threads: dict[str, None] = {}
         self._nodes: dict[int, Place] = {}  # where autograd nodes were made, by sequence number
@@ -104,11 +104,11 @@ class PlacedOps(TorchDispatchMode):
         hooks = nn.modules.module
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            # about these hooks
+            # torch warns of compiled models that these hooks fire once more for their wrapper
             warnings.filterwarnings("ignore", message="Using `torch.compile")
             for hook in (
-                hooks.register_module_forward_pre_hook(self.entered),
-                hooks.register_module_forward_hook(self._left, always_call=True),
+                hooks.register_module_forward_pre_hook(self.note_entered),
+                hooks.register_module_forward_hook(self._note_left, always_call=True),
             ):
                 stack.callback(hook.remove)
             super().__enter__()
@@ -119,7 +119,7 @@ class PlacedOps(TorchDispatchMode):
         super().__exit__(*exception)
         self._hooks.close()
 
-    def entered(self, module: nn.Module, args: Any) -> None:
+    def note_entered(self, module: nn.Module, args: Any) -> None:
         """Note that the forward of a module begins."""
         if module not in self.names:
             return
@@ -128,9 +128,9 @@ class PlacedOps(TorchDispatchMode):
         else:
             self.threads[self.names[module]] = None
 
-    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _note_left(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_seen() and self.modules and self.modules[-1] is module:
-            if sys.exc_info()[0] is not None:
+            if sys.exc_info()[0] is not None:  # ``always_call``: the forward has raised
                 self.failed = self.failed or module
             self.modules.pop()
 
@@ -143,23 +143,28 @@ class PlacedOps(TorchDispatchMode):
 
         For ``__torch_dispatch__``, whose own frame does not count.
         """
-        return self.settled(self.here(op, Way.out_of(sys._getframe(2))))
+        return self.place_by_graph(self.place_now(op, Way.out_of(sys._getframe(2))))
 
-    def here(self, op: str, way: Way) -> Place:
+    def place_now(self, op: str, way: Way) -> Place:
         """Return where the run is now."""
         if not self.modules:
             return Place(None, "", op, way.file, way.number)
         module = self.modules[-1]
         return Place(self.names[module], type(module).__name__, op, way.file, way.number)
 
-    def settled(self, here: Place) -> Place:
-        """Return where the op that is running belongs, and know it of its gradient, too."""
+    def place_by_graph(self, here: Place) -> Place:
+        """Return where the op that is running belongs, and remember it for the op's backward.
+
+        Args:
+            here: what ``place_now`` returned: in a backward no module is known there.
+        """
         node = _node()
-        origin = None if node is None else self.place_of(node)
+        origin = None if node is None else self.place_of_node(node)
         if self.in_backward():
             if origin is None or here.file is None:
                 return origin or here
             return dataclasses.replace(origin, file=here.file, number=here.number)
+        # a checkpointed segment that is computed again runs inside of a node
         if origin is not None and here.module is None:
             here = dataclasses.replace(here, module=origin.module, kind=origin.kind)
         # of the op's node, which autograd has just made; private (torch 2.11 to 2.15), nothing
@@ -174,7 +179,7 @@ class PlacedOps(TorchDispatchMode):
         """
         return _node() is not None and not self.modules and not torch.is_grad_enabled()
 
-    def place_of(self, node: Any) -> Place | None:
+    def place_of_node(self, node: Any) -> Place | None:
         """Return where the forward op of an autograd node ran."""
         number = node._sequence_nr()
         # writes to views make two or three nodes for one op
@@ -189,7 +194,7 @@ class PlacedOps(TorchDispatchMode):
         for frame, number in traceback.walk_tb(error.__traceback__):
             if role_of(frame.f_code) is Role.USER:
                 way = way._replace(file=frame.f_code.co_filename, number=number)
-        return self.here("", way)
+        return self.place_now("", way)
 
 
 def _node() -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tritonamp.diagnosis.replay.verdicts import Event
-from tritonamp.watched.ops import OpCall, is_finite, storage
+from tritonamp.watched.ops import OpCall, is_finite, storage_id
 from tritonamp.watched.places import Place
 
 
@@ -36,17 +36,17 @@ class Memories:
 
     def of(self, tensor: Tensor) -> MemoryFacts:
         """Return what is known of the memory of ``tensor``."""
-        return self._facts[storage(tensor)]
+        return self._facts[storage_id(tensor)]
 
     def renew(self, tensor: Tensor, unwritten: bool) -> None:
         """Note that the memory is new, perhaps where older one has been."""
-        self._facts[storage(tensor)] = MemoryFacts(unwritten=unwritten)
+        self._facts[storage_id(tensor)] = MemoryFacts(unwritten=unwritten)
         self.forget(tensor)
 
     def copied(self, tensor: Tensor) -> Tensor:
         """Return a copy, of which the same is known."""
         copy = tensor.detach().clone()
-        self._facts[storage(copy)] = replace(self.of(tensor))
+        self._facts[storage_id(copy)] = replace(self.of(tensor))
         values = self.exact(tensor)
         if values is not None:
             self.put(copy, values)
@@ -54,18 +54,18 @@ class Memories:
 
     def exact(self, tensor: Tensor) -> Tensor | None:
         """Return the float64 values of ``tensor``, of its shape; None: nothing is known."""
-        memory, views = self._exact.get(storage(tensor), (None, {}))
+        memory, views = self._exact.get(storage_id(tensor), (None, {}))
         return None if memory is None or memory.expired() else views.get(_layout(tensor))
 
     def put(self, tensor: Tensor, values: Tensor) -> None:
         """Note the values of one view."""
         self._exact = {key: known for key, known in self._exact.items() if not known[0].expired()}
         memory = StorageWeakRef(tensor.untyped_storage())
-        self._exact.setdefault(storage(tensor), (memory, {}))[1][_layout(tensor)] = values
+        self._exact.setdefault(storage_id(tensor), (memory, {}))[1][_layout(tensor)] = values
 
     def forget(self, tensor: Tensor) -> None:
         """Forget all views of the memory of ``tensor``: it was written to, or is new."""
-        self._exact.pop(storage(tensor), None)
+        self._exact.pop(storage_id(tensor), None)
 
     def results(self, call: OpCall) -> list[Tensor]:
         """Return what the op would give for exact values; none where it cannot be run again.

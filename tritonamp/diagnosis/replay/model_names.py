@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from tritonamp.names import prefixes, tensor_names
-from tritonamp.watched.ops import storage
+from tritonamp.watched.ops import storage_id
 
 
 class ModelNames:
@@ -19,7 +19,7 @@ class ModelNames:
             for name, module in model.named_modules():
                 self.modules.setdefault(module, (front + name).rstrip("."))
         for tensor, name in tensor_names(models).items():
-            self._weights.setdefault(storage(tensor), {})[name] = tensor
+            self._weights.setdefault(storage_id(tensor), {})[name] = tensor
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of all parameters and buffers."""
@@ -28,7 +28,7 @@ class ModelNames:
 
     def weight(self, tensor: Tensor) -> tuple[str, Tensor] | None:
         """Return name and tensor of the parameter or buffer that ``tensor`` is or looks into."""
-        for name, weight in self._weights.get(storage(tensor), {}).items():
+        for name, weight in self._weights.get(storage_id(tensor), {}).items():
             if 0 <= tensor.data_ptr() - weight.data_ptr() < weight.nbytes:
                 return name, weight
         return None

@@ -23,7 +23,7 @@ from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels.device import world_size
 from tritonamp.watched.collectives import NoCollectives
 from tritonamp.watched.frames import Role, plays
-from tritonamp.watched.ops import floats, is_finite, storage
+from tritonamp.watched.ops import floats, is_finite, storage_id
 from tritonamp.watched.places import Place
 
 NOT_REPRODUCED = "not reproduced: run again, forward and backward are finite"
@@ -233,7 +233,7 @@ class _Replay:
         with self.watch:
             for i, seed in enumerate(backward.seeds):
                 if seed is not None:
-                    self.watch.inputs[storage(seed)] = f"gradient of output {i}"
+                    self.watch.inputs[storage_id(seed)] = f"gradient of output {i}"
             grads = backward.gradients(self.scale)
         bad = {name: g for name, g in grads.items() if not is_finite(g)}
         if not bad:

@@ -21,7 +21,7 @@ from tritonamp.watched.ops import (
     is_finite,
     is_watched,
     nonfinite_samples,
-    storage,
+    storage_id,
 )
 from tritonamp.watched.places import Place, PlacedOps, Way
 
@@ -53,10 +53,12 @@ class Watch(PlacedOps):
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
         self._memories = Memories()
 
-    def entered(self, module: nn.Module, args: Any) -> None:
-        super().entered(module, args)
+    def note_entered(self, module: nn.Module, args: Any) -> None:
+        super().note_entered(module, args)
         if module in self.model_names.roots:
-            self.inputs |= {storage(t): f"input {i}" for i, t in enumerate(args) if is_watched(t)}
+            self.inputs |= {
+                storage_id(t): f"input {i}" for i, t in enumerate(args) if is_watched(t)
+            }
 
     def _asked(self, call: OpCall) -> tuple[OpCall, Place]:
         """Return the op that the user called, which a rule of the op table may carry out."""
@@ -66,12 +68,12 @@ class Watch(PlacedOps):
             asked = OpCall(found["stock"].target, found["args"], found["kwargs"])
         else:
             asked = call
-        here = self.here(asked.schema.name, way)
+        here = self.place_now(asked.schema.name, way)
         is_cast = way.at_edge and asked is call and call.schema.name == "to_copy"
         if is_cast and self.modules and self.modules[-1] in self.model_names.roots:
             # an output that is cast belongs to its maker
             here = next((self._memories.of(t).maker or here for t in call.inputs()), here)
-        return asked, self.settled(here)
+        return asked, self.place_by_graph(here)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = OpCall(func, args, kwargs or {})
@@ -85,7 +87,7 @@ class Watch(PlacedOps):
                 dtype = next((t.dtype for t in call.inputs()), torch.float16)
                 self.refused = Event(place, "forward", dtype, str(func), scalars=call.scalars())
             raise
-        results = floats([result, call.pick(call.schema.written)])
+        results = floats([result, call.written_arguments()])
         # private (torch 2.11 to 2.15): for all device types at once, and without a change of what
         # ops see of autocast
         with torch.no_grad(), torch._C._DisableAutocast():
@@ -97,19 +99,21 @@ class Watch(PlacedOps):
         written = call.schema.written
         if not written:
             return call
-        for tensor in tree_leaves(call.pick(written)):
+        for tensor in tree_leaves(call.written_arguments()):
             weight = self.model_names.weight(tensor) if is_watched(tensor) else None
             if weight is not None:
                 self.writes.setdefault(weight[0], (weight[1], weight[1].detach().clone()))
         with torch.no_grad():
             copy = self._memories.copied
-            return call.map(lambda value: copy(value) if is_watched(value) else value, written)
+            return call.map_arguments(
+                lambda value: copy(value) if is_watched(value) else value, written
+            )
 
     def _note_results(self, ran: _Ran, results: list[Tensor], given: list[Tensor]) -> None:
         call = ran.call
-        held = set() if call.schema.name == "lift_fresh" else {storage(t) for t in given}
+        held = set() if call.schema.name == "lift_fresh" else {storage_id(t) for t in given}
         for t in results:
-            if storage(t) not in held:  # new memory, perhaps where older one has been
+            if storage_id(t) not in held:  # new memory, perhaps where older one has been
                 self._memories.renew(t, call.allocates)
         if call.allocates:
             return
@@ -167,7 +171,7 @@ class Watch(PlacedOps):
             divisor = call.args[known_ops.DIVISORS[name]]
         rounded = False
         if "cast" in known_ops.family(name):
-            rounded = asked is call or storage(inputs[0]) in {storage(t) for t in given}
+            rounded = asked is call or storage_id(inputs[0]) in {storage_id(t) for t in given}
         named = [self.model_names.weight(t) for t in inputs] if rounded else []
         return Event(
             place,
@@ -176,7 +180,7 @@ class Watch(PlacedOps):
             str(asked.func),
             _op_inputs(given[:6]),
             nan=nan,
-            exact=None if constant and not nan else call.exact(bad),
+            exact=None if constant and not nan else call.exact_magnitude(bad),
             quiet=constant and not nan,
             names=tuple(weight[0] for weight in named if weight),
             scalars=call.scalars(),
@@ -194,7 +198,7 @@ class Watch(PlacedOps):
         if memory.origin is not None:
             return memory.origin
         weight = self.model_names.weight(tensor)
-        label = self.inputs.get(storage(tensor))
+        label = self.inputs.get(storage_id(tensor))
         nan = bool(tensor.isnan().any())
         only_negative = not nan and not bool((tensor == math.inf).any())
         quiet = only_negative or (tensor.dim() == 0 and not nan)
