@@ -456,19 +456,19 @@ def test_small_state_is_alike_on_all_ranks(pair: Pair, order: str, state: str, k
 
 
 class OffloadOnCpu(Offload):
-    """The same without a bus: host memory is whatever ``keep`` has returned."""
+    """The same without a bus: host memory is whatever ``pin`` has returned."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._kept: dict[int, Tensor] = {}
+        self._pinned: dict[int, Tensor] = {}
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        kept = tensor.detach().clone()
-        self._kept[id(kept)] = kept
-        return kept
+    def pin(self, tensor: Tensor) -> Tensor:
+        pinned = tensor.detach().clone()
+        self._pinned[id(pinned)] = pinned
+        return pinned
 
-    def has(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._kept
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._pinned
 
     def fetch(self, tensor: Tensor) -> Tensor:
         return tensor.clone()

@@ -67,7 +67,7 @@ def trained(how: str, weights: bool | None) -> tuple[list[float], list[int]]:
 
 @on_ranks
 def sleeping(how: str, weights: bool) -> bool:
-    with mock.patch.object(sleep, "_on_device", lambda tensor: tensor.layout is torch.strided):
+    with mock.patch.object(sleep, "_is_on_device", lambda tensor: tensor.layout is torch.strided):
         never, _ = trained(how, None)
         slept, moved = trained(how, weights)
     return never == slept and all(moved) and len(moved) == 8
