@@ -576,8 +576,9 @@ def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     A half loss is scaled in FP32: times 65536 it would be inf.
     """
     value = loss.detach()
-    # not 0 of inf and NaN alone; in place it is a number, not a bool: fewer launches than isfinite
-    nonfinite = (value - value).ne_(0)
+    # Not 0 of inf and NaN alone: fewer launches than isfinite. Not in place, which would save one
+    # more: DTensor refuses that for a loss of which each rank has a summand.
+    nonfinite = (value - value) != 0
     if nonfinite.dim():
         nonfinite = nonfinite.any()
     wide = loss.float() if loss.dtype in HALF_DTYPES else loss

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import Pair, of_ranks, on_ranks, serve
 
@@ -127,6 +129,22 @@ def train_in_half(views: bool) -> list[list[list[float]]]:
     assert moved == [step != BAD for step in range(STEPS)]
     assert scaler.get_scale() == SCALE / 2
     return [p.tolist() for p in model.parameters()]
+
+
+@on_ranks
+def scale_summands(value: float) -> list[float]:
+    """Each rank holds a summand of the loss, as a row-parallel layer leaves it."""
+    mesh = init_device_mesh("cpu", (2,))
+    summand = torch.tensor(value if dist.get_rank() else 1.0)
+    scaler = tritonamp.GradScaler("cpu", init_scale=SCALE)
+    scaled: Any = scaler.scale(DTensor.from_local(summand, mesh, [Partial()]))
+    assert scaler.loss_nonfinite is not None
+    return [float(scaled.full_tensor()), float(scaler.loss_nonfinite)]
+
+
+def test_a_loss_of_which_each_rank_has_a_summand(pair: Pair) -> None:
+    assert scale_summands(pair, value=2.0) == [[3 * SCALE, 0.0]] * 2
+    assert scale_summands(pair, value=math.inf) == [[math.inf, 1.0]] * 2
 
 
 @pytest.mark.parametrize("views", [False, True])
