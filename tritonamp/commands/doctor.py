@@ -3,9 +3,12 @@
 import argparse
 import dataclasses
 import functools
+import json
+import os
 import platform
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import operations
 
 LEVELS, STATES = ("O0", "O1", "O2"), ("fp32", "bf16", "8bit")
+MOST_JOBS = 8  # processes, each of which takes half a GB of the GPU's memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,13 +34,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=tuple(selftest.GROUPS),
         help="instead, within a minute: each kernel against its eager twin; each level trained "
-        "for 30 steps, a skip, a resume, a CUDA graph; the fraction of the copy bandwidth that a "
-        "kernel reaches (default: all three)",
+        "for 30 steps, a skip, a resume, a CUDA graph; steps in which the host waits for the GPU; "
+        "the fraction of the copy bandwidth that a kernel reaches (default: all four)",
     )
     parser.add_argument(
         "--json",
         action="store_true",
         help="print the selftest as JSON, and on stderr how far it is",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="run the selftest in N processes; 0: in this one, so that a debugger can follow it "
+        "(default: up to 8 on a GPU, 0 on a CPU)",
+    )
+    parser.add_argument(
+        "--lines",
+        type=Path,
+        metavar="FILE",
+        help="append a line of JSON to FILE for each check of the selftest, when it is done",
     )
 
 
@@ -46,14 +63,27 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     ``fail`` ends the command with a message.
     """
     if args.selftest is None:
-        if args.json:
-            fail("expected --selftest with --json: it is the selftest that is printed as JSON")
+        for option in ("json", "jobs", "lines"):
+            if getattr(args, option):
+                fail(f"expected --selftest with --{option}, which is an option of the selftest")
         print(report())
         return 0
-    tell = functools.partial(print, file=sys.stderr) if args.json else lambda line: None
-    found = selftest.run(_devices()[0], args.selftest, tell)
+    device = selftest.first_device()
+    jobs = args.jobs
+    if jobs is None:
+        jobs = min(os.cpu_count() or 1, MOST_JOBS) if device.type == "cuda" else 0
+    found = selftest.run(device, args.selftest, functools.partial(_tell, args), max(jobs, 0))
     print(selftest.as_json(found) if args.json else selftest.text(found))
-    return 1 if found["failed"] else 0
+    return 1 if selftest.is_wrong(found) else 0
+
+
+def _tell(args: argparse.Namespace, outcome: dict[str, Any]) -> None:
+    """Say how far the selftest is, in the ways that were asked for."""
+    if args.json:
+        print(f"{outcome['group']} {outcome['name']}: {outcome['status']}", file=sys.stderr)
+    if args.lines:
+        with args.lines.open("a") as lines:
+            print(json.dumps(outcome), file=lines)
 
 
 def report() -> str:

@@ -2,30 +2,24 @@
 
 import json
 import textwrap
-import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 
-from tritonamp.commands.selftest import kernels, speed, training
-from tritonamp.commands.selftest.check import (
-    FAILED,
-    NOT_HERE,
-    OK,
-    Check,
-    Found,
-    NotHereError,
-    WrongError,
-)
+from tritonamp.commands.selftest import kernels, processes, speed, training, waits
+from tritonamp.commands.selftest.check import CUT_OFF, FAILED, OK, Check, outcome_of
 from tritonamp.commands.table import table
 from tritonamp.kernels import device as hardware
 
 GROUPS: dict[str, Callable[[torch.device, str], Iterable[Check]]] = {
     "kernel": kernels.checks,
     "training": training.checks,
+    "waits": waits.checks,
     "speed": speed.checks,
 }
+ALONE = frozenset(("speed",))
+"""Groups that need the GPU for themselves."""
 LINE = 200  # characters of a table's last column; all of it is in the JSON
 REPORT = (
     "Please report this table, as --selftest --json prints it. In a program whose kernels fail, "
@@ -33,25 +27,64 @@ REPORT = (
 )
 
 
+def first_device() -> torch.device:
+    """Return the first GPU, or the CPU where there is none."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def backend_on(device: torch.device) -> hardware.Backend:
+    """Return what the selftest tests on a device: the interpreter too, where it is asked for."""
+    return hardware.choose_backend("triton" if hardware.INTERPRETED else "auto", device)
+
+
+def all_checks(
+    groups: Collection[str], device: torch.device, backend: str
+) -> list[tuple[str, Check]]:
+    """Return the checks of the groups, each with its group."""
+    return [(group, check) for group in groups for check in GROUPS[group](device, backend)]
+
+
 def run(
     device: torch.device,
     groups: Collection[str] = (),
-    tell: Callable[[str], object] = lambda line: None,
+    tell: Callable[[dict[str, Any]], object] = lambda outcome: None,
+    jobs: int = 0,
 ) -> dict[str, Any]:
     """Run the checks of ``groups``, or all, on ``device``; one that fails leaves the others alone.
 
-    ``tell`` is called with a line after each.
+    Args:
+        device: the device; processes take ``first_device()``.
+        groups: names in ``GROUPS``.
+        tell: called with the outcome of each check when it is known.
+        jobs: number of processes in which checks run side by side, apart from those of ``ALONE``,
+            so that a check that ends its process or spoils the GPU's context leaves the others
+            alone, too; 0: they run in this process, up to the first that spoils the context.
 
     Returns:
         what ``--json`` prints: device, backend and reason; "failed", how many checks did; "checks",
-        for each its group, name, status, detail, seconds, and the numbers that it found.
+        for each its group, name, status, detail, seconds, and the numbers that it found. After
+        Ctrl-C those that are known by then; what was running is "cut off".
     """
-    backend = hardware.choose_backend("triton" if hardware.INTERPRETED else "auto", device)
-    outcomes = []
-    for group in groups or GROUPS:
-        for check in GROUPS[group](device, backend.name):
-            outcomes.append({"group": group, "name": check.name, **_outcome(check)})
-            tell(f"{group} {check.name}: {outcomes[-1]['status']}")
+    backend, groups = backend_on(device), list(groups or GROUPS)
+    outcomes: list[dict[str, Any]] = []
+
+    def note(outcome: dict[str, Any]) -> None:
+        outcomes.append(outcome)
+        tell(outcome)
+
+    try:
+        if jobs:
+            _run_in_processes(groups, jobs, note)
+        else:
+            for group, check in all_checks(groups, device, backend.name):
+                note({"group": group, "name": check.name, **outcome_of(check, device)})
+                if "spoiled" in outcomes[-1]:
+                    break
+    except KeyboardInterrupt:
+        note({"group": "selftest", "name": "all", "status": CUT_OFF, "detail": "", "seconds": 0.0})
+    order = [(group, check.name) for group, check in all_checks(groups, device, backend.name)]
+    places = {where: place for place, where in enumerate(order)}
+    outcomes.sort(key=lambda outcome: places.get((outcome["group"], outcome["name"]), len(order)))
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "torch": torch.__version__,
@@ -63,6 +96,15 @@ def run(
     }
 
 
+def _run_in_processes(groups: list[str], jobs: int, tell: Callable[[Any], object]) -> None:
+    workers = processes.Workers(tell)
+    together = [group for group in groups if group not in ALONE]
+    if together:
+        workers.run(together, jobs)
+    for group in ALONE.intersection(groups):
+        workers.run([group], 1)
+
+
 def text(found: dict[str, Any]) -> str:
     """Return the same for people: what runs, one table, and what to do."""
     rows = [
@@ -71,8 +113,10 @@ def text(found: dict[str, Any]) -> str:
     ]
     what = "kernels" if found["backend"] == "triton" else "eager twins, no kernels"
     seconds = sum(check["seconds"] for check in found["checks"])
-    failed, tried = found["failed"], sum(c["status"] != NOT_HERE for c in found["checks"])
+    failed, tried = found["failed"], sum(c["status"] in (OK, FAILED) for c in found["checks"])
     verdict = f"{failed} of {tried} failed. {REPORT}" if failed else f"All {tried} hold."
+    if any(check["status"] == CUT_OFF for check in found["checks"]):
+        verdict = f"It was stopped before all checks ran. {verdict}"
     return "\n\n".join(
         [
             f"selftest on {found['device']}: {what} ({found['reason']})",
@@ -82,23 +126,10 @@ def text(found: dict[str, Any]) -> str:
     )
 
 
+def is_wrong(found: dict[str, Any]) -> bool:
+    """Return whether a check failed, or was cut off."""
+    return any(check["status"] in (FAILED, CUT_OFF) for check in found["checks"])
+
+
 def as_json(found: dict[str, Any]) -> str:
     return json.dumps(found, indent=1)
-
-
-def _outcome(check: Check) -> dict[str, Any]:
-    start = time.perf_counter()
-    try:
-        found, status = check.run(), OK
-    except NotHereError as error:
-        found, status = Found(str(error)), NOT_HERE
-    except WrongError as error:
-        found, status = Found(str(error)), FAILED
-    except Exception as error:  # whatever goes wrong is the answer that was asked for
-        found, status = Found(" ".join(f"{type(error).__name__}: {error}".split())), FAILED
-    return {
-        "status": status,
-        "detail": found.detail,
-        "seconds": round(time.perf_counter() - start, 3),
-        **found.numbers,
-    }

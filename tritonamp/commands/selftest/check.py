@@ -1,9 +1,13 @@
 """A check of the selftest, and its result."""
 
+import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-OK, FAILED, NOT_HERE = "ok", "FAILED", "not here"
+import torch
+
+OK, FAILED, NOT_HERE, CUT_OFF = "ok", "FAILED", "not here", "cut off"
+SPOILED = "the GPU's context is gone, and every later call of this process would fail"
 
 
 class WrongError(Exception):
@@ -47,3 +51,45 @@ class Check(NamedTuple):
 
     name: str
     run: Callable[[], Found]
+
+
+def outcome_of(check: Check, device: torch.device) -> dict[str, Any]:
+    """Run a check, wait for the device, and return what ``--json`` prints of the check.
+
+    An illegal address comes up at whatever asks the device next, and at everything after it.
+    Waiting at the end of each check blames the check that caused it. "spoiled" is then True.
+    """
+    start = time.perf_counter()
+    try:
+        found, status = check.run(), OK
+    except NotHereError as error:
+        found, status = Found(str(error)), NOT_HERE
+    except WrongError as error:
+        found, status = Found(str(error)), FAILED
+    except Exception as error:  # whatever goes wrong is the answer that was asked for
+        found, status = Found(_on_one_line(error)), FAILED
+    numbers: dict[str, Any] = dict(found.numbers)
+    fault = _fault_of(device)
+    if fault is not None:
+        said = found.detail if status == FAILED else fault
+        found, status, numbers = Found(f"{said}; {SPOILED}"), FAILED, {"spoiled": True}
+    return {
+        "status": status,
+        "detail": found.detail,
+        "seconds": round(time.perf_counter() - start, 3),
+        **numbers,
+    }
+
+
+def _fault_of(device: torch.device) -> str | None:
+    """Return the error that the device's context is left with, or None."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:
+        return _on_one_line(error)
+    return None
+
+
+def _on_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

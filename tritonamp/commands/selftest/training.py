@@ -51,13 +51,16 @@ class SmallTraining:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.amp: tritonamp.Amp | None = None
 
-    def step(self) -> Tensor:
+    def step(self, max_norm: float | None = None) -> Tensor:
+        """Train one step, with the gradients of an enabled model clipped to ``max_norm``."""
         self.optimizer.zero_grad()
         loss = F.nll_loss(self.model(self.x), self.y)
         if self.amp is None:
             loss.backward()
         else:
             self.amp.backward(loss)
+            if max_norm is not None:
+                self.amp.clip_grad_norm_(max_norm)
         self.optimizer.step()
         return loss.detach()
 

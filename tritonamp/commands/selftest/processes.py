@@ -1,0 +1,151 @@
+"""The selftest in several processes side by side, none of which a fault of another can spoil."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any
+
+from tritonamp.commands.selftest.check import CUT_OFF, FAILED
+
+WORKER = (sys.executable, "-X", "faulthandler", "-m", "tritonamp.commands.selftest.worker")
+LIMIT = 120.0
+"""Seconds that a check may take, with the kernels that it compiles."""
+
+Outcome = dict[str, Any]
+
+
+class Workers:
+    """Runs the parts of the selftest, each in a process that begins again behind a fatal check.
+
+    Args:
+        tell: called with the outcome of each check when it is known, from one thread at a time.
+        worker: command of ``worker.py``.
+        limit: seconds that a check may take.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[Outcome], object],
+        worker: Sequence[str] = WORKER,
+        limit: float = LIMIT,
+    ) -> None:
+        self._tell, self._worker, self._limit = tell, worker, limit
+        self._one_at_a_time = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._is_stopped = False
+
+    def run(self, groups: Sequence[str], count: int) -> None:
+        """Run the groups' checks in ``count`` processes; Ctrl-C ends them, and is raised then."""
+        with ThreadPoolExecutor(count) as threads:
+            parts = [threads.submit(self._run_part, groups, i, count) for i in range(count)]
+            try:
+                for part in parts:
+                    part.result()
+            except BaseException:
+                self._stop()
+                raise
+
+    def _stop(self) -> None:
+        with self._one_at_a_time:
+            self._is_stopped = True
+            for process in self._running:
+                process.kill()
+
+    def _run_part(self, groups: Sequence[str], part: int, count: int) -> None:
+        first: int | None = 0
+        while first is not None:
+            command = [*self._worker, ",".join(groups), str(part), str(count), str(first)]
+            first = self._follow(command)
+
+    def _follow(self, command: list[str]) -> int | None:
+        """Run one process; return which check a new one has to begin with, or None."""
+        current: Outcome | None = None  # the line of the check that is running
+        number, began, last = -1, time.monotonic(), {}
+        with tempfile.TemporaryFile("w+") as errors, self._started(command, errors) as process:
+            if process is None:
+                return None
+            watch = _Watch(process, self._limit)
+            assert process.stdout is not None
+            for line in process.stdout:
+                found = json.loads(line)
+                if "starts" in found:
+                    number, current, began = found.pop("starts"), found, time.monotonic()
+                    watch.restart()
+                else:
+                    current, last = None, found
+                    self._report(found)
+            watch.cancel()
+            status = process.wait()
+            if current is None and (status == 0 or number >= 0):
+                return number + 1 if "spoiled" in last else None
+            seconds = round(time.monotonic() - began, 3)
+            why = f"no answer within {self._limit:g} s" if watch.barked else _end_of(status, errors)
+        where = current or {"group": "selftest", "name": "a process"}
+        # Ctrl-C goes to all processes, and may have ended this one before ``_stop`` does
+        stopped = self._is_stopped or status == -signal.SIGINT
+        cut = {"status": CUT_OFF, "detail": "it was running when the selftest was stopped"}
+        fate = cut if stopped else {"status": FAILED, "detail": why}
+        self._report(where | fate | {"seconds": seconds})
+        return None if stopped or current is None else number + 1
+
+    @contextlib.contextmanager
+    def _started(
+        self, command: list[str], errors: IO[str]
+    ) -> Iterator["subprocess.Popen[str] | None"]:
+        """Start a process; None after ``_stop``."""
+        with self._one_at_a_time:
+            if self._is_stopped:
+                yield None
+                return
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            self._running.add(process)
+        try:
+            yield process
+        finally:
+            with self._one_at_a_time:
+                self._running.discard(process)
+            process.kill()
+            process.wait()
+
+    def _report(self, outcome: Outcome) -> None:
+        with self._one_at_a_time:
+            self._tell(outcome)
+
+
+class _Watch:
+    """Kills a process that was silent for so many seconds."""
+
+    def __init__(self, process: "subprocess.Popen[str]", seconds: float) -> None:
+        self._process, self._seconds, self.barked = process, seconds, False
+        self._timer: threading.Timer | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        self.cancel()
+        self._timer = threading.Timer(self._seconds, self._bark)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _bark(self) -> None:
+        self.barked = True
+        self._process.kill()
+
+
+def _end_of(status: int, errors: IO[str]) -> str:
+    """Return how a process ended, with the line of stderr that says most."""
+    errors.seek(0)
+    said = [line.strip() for line in errors if line.strip()] or ["without a word"]
+    fatal = [line for line in said if line.startswith("Fatal Python error")]
+    how = f"signal {-status}" if status < 0 else f"exit status {status}"
+    return f"its process ended with {how}: {(fatal or said)[-1][:300]}"
