@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from timing import Work
 
+TIERS = 1, 2, 3
+
 
 class Case(NamedTuple):
     """One piece of work that several peers do.
@@ -18,7 +20,7 @@ class Case(NamedTuple):
         bytes: the least that have to move for each element; None: memory is not what limits it.
         peers: name to maker of the work on a device.
         path_bytes: by peer the bytes that it moves for each element, if they are known.
-        quick: part of ``--quick``, and of the tables of the pages.
+        tier: 1: what people ask first; 2: the other rows of the tables of the pages; 3: the rest.
         graph: too small to be timed by events; calls can be captured.
         operations: the kernels' operations that it measures, by name.
     """
@@ -31,6 +33,6 @@ class Case(NamedTuple):
     bytes: float | None
     peers: dict[str, Callable[[torch.device], Work]]
     path_bytes: dict[str, float] = {}  # noqa: RUF012  never written to
-    quick: bool = False
+    tier: int = 3
     graph: bool = False
     operations: tuple[str, ...] = ()

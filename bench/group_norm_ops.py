@@ -68,6 +68,6 @@ def cases(toy: bool) -> list[Case]:
         for case in both_directions(
             op, dtype, shape, TOY if toy else None, form=form,
             path_bytes={} if form else {"autocast": AUTOCAST_BYTES},
-            quick=dtype is BF16 and shape[1] == 320,
+            tier=2 if dtype is BF16 and shape[1] == 320 else 3,
         )
     ]  # fmt: skip

@@ -106,7 +106,7 @@ def cases(toy: bool) -> list[Case]:
         for classes in several
         for case in both_directions(
             op, dtype, (ROWS, classes), TOY if toy else None,
-            path_bytes=path_bytes, quick=dtype is HALF and classes == 50257,
+            path_bytes=path_bytes, tier=2 if dtype is HALF and classes == 50257 else 3,
         )
     ]  # fmt: skip
     return found + [_linear_case(name, TOY_HEAD if toy else head) for name, head in HEADS.items()]

@@ -16,10 +16,10 @@ def all_cases(toy: bool = False) -> list[Case]:
         toy: sizes that a CPU gets through in milliseconds, the same cases.
     """
     return [
+        *training.cases(toy),
+        *steps.cases(toy),
         *row_ops.cases(toy),
         *norm_ops.cases(toy),
         *group_norm_ops.cases(toy),
         *loss_ops.cases(toy),
-        *steps.cases(toy),
-        *training.cases(toy),
     ]

@@ -24,7 +24,7 @@ from tritonamp import functional
 
 EPS = 1e-5
 LENGTHS = {BF16: (256, 768, 1024, 4096, 8192, 65536), HALF: (1024, 4096)}
-QUICK = 1024, 4096
+TELLING = 1024, 4096
 
 
 def inputs(kind: str, shape: Shape, dtype: torch.dtype, device: Any) -> Inputs:
@@ -131,6 +131,6 @@ def cases(toy: bool) -> list[Case]:
         for n in lengths
         for case in both_directions(
             op, dtype, (ELEMENTS // n, n), (2, TOY_LENGTH) if toy else None,
-            path_bytes={"autocast": autocasts}, quick=dtype is BF16 and n in QUICK,
+            path_bytes={"autocast": autocasts}, tier=2 if dtype is BF16 and n in TELLING else 3,
         )
     ]  # fmt: skip

@@ -156,7 +156,7 @@ def both_directions(
     toy: Shape | None,
     *,
     path_bytes: dict[str, tuple[float, float]],
-    quick: bool,
+    tier: int,
     form: str = "",
 ) -> list[Case]:
     """Return the cases of a forward and of a backward.
@@ -167,7 +167,7 @@ def both_directions(
         shape: by which the cases are named.
         toy: the shape that is used in its place.
         path_bytes: by peer other than us, as in ``Case``, forward and backward.
-        quick: as in ``Case``.
+        tier: as in ``Case``.
         form: of memory, which ends the names.
     """
     used = toy or shape
@@ -182,7 +182,7 @@ def both_directions(
             peers=makers(op, direction, used, dtype),
             path_bytes={peer: counts[i] for peer, counts in path_bytes.items()}
             | {"tritonamp": op.bytes[i]},
-            quick=quick,
+            tier=tier,
             operations=op.kernels[i],
         )
         for i, direction in enumerate(DIRECTIONS)

@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import convergence
+import lines
+import matrix
 import peer_tables
 import pictures
+import run
 from markdown import multiple, paragraph, table
 from peers import PEERS
 from pictures import STEPS, TRAINING
@@ -31,26 +34,55 @@ LINK = "results"  # from there
 FRONT_PAGE = ROOT / "README.md"
 FRONT_LINK = "bench/results"
 NO_GPU = "Nothing has been run or measured on a GPU yet."
-NOT_MEASURED = """Not measured yet. On a machine with an NVIDIA GPU, in ten minutes:
+NOT_MEASURED = """Not measured yet. On a machine with an NVIDIA GPU, in six minutes:
 
 ```
-pip install -e ".[bench]" && python bench/run.py && python bench/report.py --write
+bench/first_gpu.sh && python bench/report.py --write
 ```"""
 SLOWER_SHOWN = 20
+
+MACHINE = "device", "torch", "triton", "commit", "date"
 
 Record = dict[str, Any]
 Row = dict[str, Any]
 
 
 def load(folder: Path) -> dict[str, Record]:
-    """Return the records of ``run.py`` by file name; quick ones only if there is no full one."""
-    paths = [
-        path
-        for path in sorted(folder.glob("*.json"))
-        if not path.stem.startswith(("convergence-", "counts-"))
+    """Return what was measured, by name of the run: of this folder, or of the runs in it."""
+    paths = [folder / lines.ROWS, *sorted(folder.glob(f"*/{lines.ROWS}"))]
+    records = {path.parent.name: record_of(path) for path in paths if path.exists()}
+    return {name: record for name, record in records.items() if record["rows"]}
+
+
+def record_of(path: Path) -> Record:
+    """Return the rows of a file with their ratios, the machine, and what was not measured.
+
+    A later line of a row replaces the earlier one.
+    """
+    found = {(line.get("case"), line["peer"]): line for line in lines.read(path)}
+    rows = [line for line in found.values() if "us" in line]
+    absent = [line for line in found.values() if "us" not in line]
+    not_here = {line["peer"] for line in absent if "case" not in line}
+    absent += [
+        {"case": case.name, "peer": peer, "reason": "out of time"}
+        for case in matrix.all_cases(toy=True)
+        for peer in case.peers
+        if peer not in not_here and (case.name, peer) not in found
     ]
-    full = [path for path in paths if not path.stem.endswith("-quick")]
-    return {path.stem: json.loads(path.read_text()) for path in full or paths}
+    machine = {key: rows[-1][key] for key in MACHINE} if rows else {}
+    return machine | {"rows": with_ratios(rows), "not_measured": absent}
+
+
+def with_ratios(rows: list[Row]) -> list[Row]:
+    """Add "ratio": by peer of the same case how many times longer it takes."""
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        times.setdefault(row["case"], {})[row["peer"]] = row["us"]
+    found = []
+    for row in rows:
+        others = {peer: us for peer, us in times[row["case"]].items() if peer != row["peer"]}
+        found.append(row | {"ratio": {peer: us / row["us"] for peer, us in others.items()}})
+    return found
 
 
 def is_ours(peer: str) -> bool:
@@ -73,17 +105,17 @@ def _of_gpu(stem: str, record: Record, link: str) -> str:
     bandwidths = sorted({row["copy_gb_per_s"] for row in rows})
     head = (
         f"**{record['device']}**, torch {record['torch']}, Triton {record['triton']}, "
-        f"commit {record['commit']}, `{record['command']}`, {record['date']}. "
+        f"commit {record['commit']}, `python bench/run.py`, {record['date']}. "
         f"A copy moves {_range(bandwidths)} GB/s; "
-        f"every row is in [{stem}.json]({link}/{stem}.json). Ratios: "
+        f"every row is in [{lines.ROWS}]({link}/{stem}/{lines.ROWS}). Ratios: "
         "how many times longer the peer takes; **bold**: we lose."
     )
     ours = [row for row in rows if is_ours(row["peer"])]
-    lines = [row for row in ours if row["quick"] and row["group"] not in (STEPS, TRAINING)]
+    telling = [row for row in ours if row["tier"] <= 2 and row["group"] not in (STEPS, TRAINING)]
     steps = [row for row in ours if row["group"] == STEPS]
     models = [row for row in rows if row["group"] == TRAINING]
     parts = [paragraph(head), *_pictures(stem, record, link)]
-    parts += [our_table(own) for own in (lines, steps) if own]
+    parts += [our_table(own) for own in (telling, steps) if own]
     parts += [training_table(models)] if models else []
     return "\n\n".join([*parts, slower(rows), paragraph(absent(record["not_measured"]))])
 
@@ -105,7 +137,7 @@ def summary(records: dict[str, Record], link: str) -> str:
         f"On {record['device']}, beside torch {record['torch']} (2.00x: it takes twice as long; "
         "**bold**: we lose); all rows are in [bench](bench/README.md):"
     )
-    shown = [row for row in record["rows"] if is_ours(row["peer"]) and row["quick"]]
+    shown = [row for row in record["rows"] if is_ours(row["peer"]) and row["tier"] <= 2]
     firsts = {row["group"]: row for row in reversed(shown)}
     rows = []
     for row in reversed(firsts.values()):
@@ -120,7 +152,7 @@ def summary(records: dict[str, Record], link: str) -> str:
 def our_table(rows: list[Row]) -> str:
     """Return our rows, with a column for each peer that one of them has."""
     peers = list(dict.fromkeys(p for row in rows for p in row["ratio"] if not is_ours(p)))
-    lines = [
+    shown = [
         (
             row["case"],
             _number(row["us"]),
@@ -132,12 +164,12 @@ def our_table(rows: list[Row]) -> str:
         )
         for row in rows
     ]
-    return table(("what", "us", "GB/s", "of copy", "host us", "peak MiB", *peers), lines)
+    return table(("what", "us", "GB/s", "of copy", "host us", "peak MiB", *peers), shown)
 
 
 def training_table(rows: list[Row]) -> str:
     """Return every mode of every model, with the time of torch.amp as a ratio."""
-    lines = [
+    shown = [
         (
             row["case"],
             row["peer"],
@@ -148,7 +180,7 @@ def training_table(rows: list[Row]) -> str:
         )
         for row in rows
     ]
-    return table(("what", "mode", "ms a step", "peak MiB", "host us", "torch.amp"), lines)
+    return table(("what", "mode", "ms a step", "peak MiB", "host us", "torch.amp"), shown)
 
 
 def slower(rows: list[Row]) -> str:
@@ -167,8 +199,8 @@ def slower(rows: list[Row]) -> str:
     if not lost:
         return f"Where we lose: in none of {len(compared)} comparisons."
     head = f"Where we lose, {len(lost)} of {len(compared)} comparisons:"
-    lines = ((name, peer, multiple(ratio)) for ratio, name, peer in lost[:SLOWER_SHOWN])
-    parts = [head, table(("what", "peer", "ratio"), lines)]
+    shown = ((name, peer, multiple(ratio)) for ratio, name, peer in lost[:SLOWER_SHOWN])
+    parts = [head, table(("what", "peer", "ratio"), shown)]
     if len(lost) > SLOWER_SHOWN:
         worst = multiple(lost[SLOWER_SHOWN][0])
         parts.append(f"and {len(lost) - SLOWER_SHOWN} more, none worse than {worst}.")

@@ -34,7 +34,7 @@ SOFTMAX_LENGTHS = {
     HALF: (256, 1024, 4096, 16384, 65536, 50257),
 }  # fmt: skip
 SMALL = (256, 256), (1024, 256), (1024, 1024)  # from 64K elements on torch takes other kernels
-QUICK = 1024, 4096, 32768, 50257
+TELLING = 1024, 4096, 32768, 50257
 
 
 def inputs(shape: Shape, dtype: torch.dtype, device: Any) -> Inputs:
@@ -111,7 +111,7 @@ def _cases(op: Op, shape: Shape, dtype: torch.dtype, toy: bool) -> list[Case]:
     return both_directions(
         op, dtype, shape, _toy(shape) if toy else None,
         path_bytes={"autocast": AUTOCAST_BYTES[dtype]} if is_softmax else {},
-        quick=is_softmax and dtype is BF16 and shape[-1] in QUICK and len(shape) == 2,
+        tier=2 if is_softmax and dtype is BF16 and shape[-1] in TELLING and len(shape) == 2 else 3,
     )  # fmt: skip
 
 

@@ -367,6 +367,16 @@ GROUPS = [
 ]
 
 
+FIRST = {
+    "full step GPT-2 124M",
+    "full step 148 small",
+    "full step 1.3B",
+    "optimizer GPT-2 124M",
+    "gradient statistics GPT-2 124M",
+}
+"""Cases of the first tier."""
+
+
 def cases(toy: bool) -> list[Case]:
     return [_case(group, name, toy) for name in SETS for group in GROUPS]
 
@@ -385,6 +395,6 @@ def _case(group: Group, name: str, toy: bool) -> Case:
         bytes=group.peers["tritonamp"][1],
         peers={peer: functools.partial(make, build) for peer, (make, _) in peers},
         path_bytes={peer: moved for peer, (_, moved) in peers if moved is not None},
-        quick=name == "GPT-2 124M" and group.name == "full step",
+        tier=1 if f"{group.name} {name}" in FIRST else 3,
         operations=group.operations,
     )

@@ -39,18 +39,20 @@ class Training(NamedTuple):
 
 
 REAL = {
-    "ResNet-50, 32x32 images, batch 256": Training(models.ResNet, 256, (3, 32, 32), 0, 10),
     "GPT-2 small, batch 8x1024, fused attention": Training(
         lambda: models.GPT(True), 8, (1024,), 50257, 50257
     ),
+    "ResNet-50, 32x32 images, batch 256": Training(models.ResNet, 256, (3, 32, 32), 0, 10),
     "GPT-2 small, batch 8x1024, softmax attention": Training(
         lambda: models.GPT(False), 8, (1024,), 50257, 50257
     ),
     "ViT-B/16, 224x224 images, batch 64": Training(models.ViT, 64, (3, 224, 224), 0, 1000),
 }
+FIRST = tuple(REAL)[:2]
+"""Cases of the first tier."""
 TOYS = [
-    Training(lambda: models.ResNet((1, 1), 4), 2, (3, 8, 8), 0, 10),
     Training(lambda: models.GPT(True, 16, 4, 8, 1, 2), 2, (4,), 16, 16),
+    Training(lambda: models.ResNet((1, 1), 4), 2, (3, 8, 8), 0, 10),
     Training(lambda: models.GPT(False, 16, 4, 8, 1, 2), 2, (4,), 16, 16),
     Training(lambda: models.ViT(4, 2, 8, 1, 2), 2, (3, 4, 4), 0, 1000),
 ]
@@ -133,8 +135,8 @@ def cases(toy: bool) -> list[Case]:
         shape = "x".join(map(str, (used.batch, *used.shape)))
         modes = OF_TOKENS if used.tokens else MODES
         peers = {mode: functools.partial(work, used, mode) for mode in modes}
-        quick = name.startswith("ResNet")
+        tier = 1 if name in FIRST else 3
         found.append(
-            Case("training step", name, "float16", shape, used.batch, None, peers, quick=quick)
+            Case("training step", name, "float16", shape, used.batch, None, peers, tier=tier)
         )
     return found

@@ -74,6 +74,9 @@ class Workers:
             watch = _Watch(process, self._limit)
             assert process.stdout is not None
             for line in process.stdout:
+                if not line.startswith("{"):  # of a tool that the process runs under
+                    print(line, end="", file=sys.stderr, flush=True)
+                    continue
                 found = json.loads(line)
                 if "starts" in found:
                     number, current, began = found.pop("starts"), found, time.monotonic()

@@ -1,0 +1,119 @@
+"""What the summary of first_gpu.sh says of the lines that its parts have left."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lines
+
+WRONG = "FAILED"  # how a line of the summary begins that makes its part fail
+MOST = 25  # lines of failures
+Summary = Callable[[Path, str], list[str]]
+"""Takes the folder of the results, and the log of the part."""
+
+
+def head(about: dict[str, Any], cores: int) -> str:
+    what = about["gpu"] or "no GPU: a dry run, which measures nothing"
+    return (
+        f"commit {about['commit']}, torch {about['torch']}, triton {about['triton']}, "
+        f"{cores} cores, {what}"
+    )
+
+
+def checks(folder: Path, log: str) -> list[str]:
+    """Return how many checks of the selftest hold, and those that do not."""
+    found = [line for line in lines.read(folder / lines.CHECKS) if line["group"] != "speed"]
+    tried = [line for line in found if line["status"] != "not here"]
+    if not tried:
+        return []
+    slowest = max(tried, key=lambda line: line["seconds"])
+    ok = sum(line["status"] == "ok" for line in tried)
+    said = [
+        f"{ok} of {len(tried)} checks hold; slowest: {_check(slowest)}, {slowest['seconds']:.0f} s"
+    ]
+    said += [f"{_check(line)}: {line['detail']}" for line in tried if "CUDA graph" in line["name"]]
+    bad = [f"{line['status']} {_check(line)}: {line['detail']}" for line in tried]
+    return said + [line for line in bad if not line.startswith("ok ")][:MOST]
+
+
+def _check(line: dict[str, Any]) -> str:
+    return f"{line['group']} {line['name']}"
+
+
+def speed(folder: Path, log: str) -> list[str]:
+    """Return each kernel's fraction of the copy bandwidth, several in a line."""
+    found = [line for line in lines.read(folder / lines.CHECKS) if line["group"] == "speed"]
+    said = [f"copy {line['gb_per_s']:.0f} GB/s" for line in found if line["name"] == "copy"]
+    fractions = [
+        f"{line['name']} {line['fraction_of_copy']:.2f}"
+        for line in found
+        if "fraction_of_copy" in line
+    ]
+    said += ["of copy: " + ", ".join(fractions[i : i + 8]) for i in range(0, len(fractions), 8)]
+    return said + [
+        f"{WRONG} {_check(line)}: {line['detail']}" for line in found if line["status"] == WRONG
+    ]
+
+
+def rows_of(tier: int) -> Summary:
+    """Return a function that returns a line for each case of a tier."""
+
+    def rows(folder: Path, log: str) -> list[str]:
+        found = {(line.get("case"), line["peer"]): line for line in lines.read(folder / lines.ROWS)}
+        cases: dict[str, list[dict[str, Any]]] = {}
+        for (case, _), line in found.items():
+            if line.get("tier") == tier:
+                cases.setdefault(case, []).append(line)
+        said = [f"{case}: {'; '.join(map(_row, rows))}" for case, rows in cases.items()]
+        return (
+            said
+            + [
+                f"{WRONG} {line['case']}, {line['peer']}: {line['reason']}"
+                for rows in cases.values()
+                for line in rows
+                if "reason" in line
+            ][:MOST]
+        )
+
+    return rows
+
+
+def _row(row: dict[str, Any]) -> str:
+    if "us" not in row:
+        return f"{row['peer']} not measured"
+    parts = [row["peer"], f"{row['us'] / 1e3:.3g} ms" if row["us"] > 1e4 else f"{row['us']:.4g} us"]
+    if row["fraction_of_copy"]:
+        parts.append(f"{row['fraction_of_copy']:.2f} of copy")
+    if row["group"] == "training step" and row["peak_bytes"]:
+        parts.append(f"{row['peak_bytes'] / 2**30:.1f} GiB")
+    return " ".join(parts)
+
+
+def tests(folder: Path, log: str) -> list[str]:
+    """Return how many tests passed, and those that did not."""
+    found = {line["test"]: line for line in lines.read(folder / lines.TESTS)}
+    counts = Counter(line["status"] for line in found.values())
+    if not counts:
+        return []
+    bad = [line for line in found.values() if line["status"] in ("failed", "error")]
+    return [
+        ", ".join(f"{count} {status}" for status, count in counts.most_common()),
+        *(f"{WRONG} {line['test']}: {line['detail']}" for line in bad[:MOST]),
+    ]
+
+
+def sanitizer(folder: Path, log: str) -> list[str]:
+    """Return the verdicts of compute-sanitizer, each with how often it was given."""
+    said = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*|Invalid .*|.*hazard.*)", log)
+    return [
+        f"{'' if re.search(r'SUMMARY: 0 ', text) else WRONG + ' '}{text} ({count} times)"
+        for text, count in Counter(said).most_common(MOST)
+    ]
+
+
+def ncu(folder: Path, log: str) -> list[str]:
+    """Return ncu's numbers of each kernel."""
+    wanted = r"^  [a-z_]+ \(|(DRAM Throughput|Achieved Occupancy|Max Bandwidth) .*|ERR"
+    return [line.strip() for line in log.splitlines() if re.search(wanted, line)][: 4 * MOST]
