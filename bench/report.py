@@ -22,7 +22,6 @@ import lines
 import matrix
 import peer_tables
 import pictures
-import run
 from markdown import multiple, paragraph, table
 from peers import PEERS
 from pictures import STEPS, TRAINING
