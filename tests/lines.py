@@ -47,7 +47,10 @@ class Lines:
         reports.append(report)
         if report.when not in ("setup", "call"):  # "teardown", or xdist's word for a dead process
             del self._reports[report.nodeid]
-            seconds = time.monotonic() - self._started.pop(report.nodeid)
+            seconds = sum(report.duration for report in reports)
+            started = self._started.pop(report.nodeid)
+            if report.when != "teardown":  # a dead process has measured nothing
+                seconds = time.monotonic() - started
             self._write(report.nodeid, seconds, *_outcome(reports))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
