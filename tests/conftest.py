@@ -1,5 +1,5 @@
-"""What runs (covering.py), for how long (budget.py), on what (gpuless/), and what every test gets
-(every_test.py).
+"""What runs (covering.py), for how long (budget.py), on what (gpuless/), where results go
+(lines.py), and what every test gets (every_test.py).
 """
 
 import importlib
@@ -8,7 +8,7 @@ import os
 import pytest
 from gpuless import driver
 
-pytest_plugins = ["covering", "budget"]
+pytest_plugins = ["covering", "budget", "lines"]
 
 driver.load()  # here, because other conftest.py files import torch
 
