@@ -1,73 +1,27 @@
 """The parts of first_gpu.sh: what each runs, for how long, and what the summary says of it."""
 
 import argparse
-import contextlib
-import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
-import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import first_setup
 import first_summary
-import lines
+import jsonl
+from first_setup import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SECONDS, TOOLS_SECONDS = 360.0, 150.0
-KILLED_AFTER = 3.0  # seconds after Ctrl-C
 AT_THE_END = 2.0  # seconds for the last summary
 LEAST = 3.0  # seconds for which a part is started
 SUMMARY = 11_000  # characters: a lent machine may hand back 12,000
-FOR_TESTS = "expecttest", "hypothesis", "pytest"  # other wheels are peers: some of them warn
-PEERS_FROM = "gpu_peers"  # folder of wheels that only measurements see
 MOST_PROCESSES = 14
 DRY_TESTS = "tests/gpuless/test_waits.py"
-SANITIZERS = "memcheck", "racecheck", "synccheck"
-
-
-class Machine(NamedTuple):
-    """What the parts run on.
-
-    Attributes:
-        gpu: its name; "" where there is none.
-        folder: of the results.
-        work: of links, wheels and logs.
-        processes: that run side by side.
-        only: arguments of pytest, for the tests that run first.
-    """
-
-    gpu: str
-    folder: Path
-    work: Path
-    processes: int
-    only: str
-
-    def python(self, *arguments: str) -> list[str]:
-        return [sys.executable, *arguments]
-
-    def selftest(self, *arguments: str) -> list[str]:
-        to = str(self.folder / lines.CHECKS)
-        return self.python("-m", "tritonamp", "doctor", "--selftest", *arguments, "--lines", to)
-
-    def rows(self, tier: int, seconds: float) -> list[str]:
-        return self.python(
-            "bench/run.py", "--tiers", str(tier), "--seconds", f"{seconds - 1:.1f}",
-            "--folder", str(self.folder), *["--toy"] * (not self.gpu),
-        )  # fmt: skip
-
-    def tests(self, *arguments: str) -> list[str]:
-        on = ["--cuda"] if self.gpu else ["--fake-cuda"]
-        return self.python(
-            "-m", "pytest", "-v", "--tb=short", "-rfE", "-p", "no:cacheprovider",
-            "--continue-on-collection-errors", "-n", str(self.processes), *on,
-            "--lines", str(self.folder / lines.TESTS), *arguments,
-        )  # fmt: skip
+SANITIZERS = {"memcheck": 60, "racecheck": 30, "synccheck": 20}  # tools, and their shares
 
 
 class Part(NamedTuple):
@@ -75,51 +29,85 @@ class Part(NamedTuple):
 
     Attributes:
         name: of its log, and in the summary.
-        share: of the time, in seconds of a run of ``SECONDS``.
-        command: from the machine and the part's seconds.
-        summary: what the summary says of its lines, from the folder and the log.
+        share: of the time: seconds in a run of ``SECONDS``, or of ``TOOLS_SECONDS``.
+        command: what runs.
+        summary: what the summary says of the lines that it leaves.
+        takes_seconds: whether the command has an option ``--seconds``.
     """
 
     name: str
     share: float
-    command: Callable[[Machine, float], list[str]]
-    summary: Callable[[Path, str], list[str]] = lambda folder, log: []
+    command: list[str]
+    summary: first_summary.Summary
+    takes_seconds: bool = False
 
 
-def parts(machine: Machine) -> list[Part]:
-    """Return the parts, the most wanted first."""
-    processes = str(machine.processes)
-    found = [
-        Part("kernels, training, waits", 70, lambda m, s: m.selftest(
-            "kernel", "training", "waits", "--jobs", processes), first_summary.checks),
-        Part("speed", 25, lambda m, s: m.selftest("speed", "--jobs", "1"), first_summary.speed),
-        Part("first rows", 105, lambda m, s: m.rows(1, s), first_summary.rows_of(1)),
-        Part("telling rows", 40, lambda m, s: m.rows(2, s), first_summary.rows_of(2)),
-        Part("tests", 95, lambda m, s: m.tests(*[DRY_TESTS] * (not m.gpu)), first_summary.tests),
-        Part("other rows", 10, lambda m, s: m.rows(3, s), first_summary.rows_of(3)),
-    ]  # fmt: skip
-    if machine.only:
-        only = machine.tests(*shlex.split(machine.only))
-        found.insert(0, Part("mended tests", 60, lambda m, s: only, first_summary.tests))
-    return found
+class Machine(NamedTuple):
+    """What the parts run on.
 
+    Attributes:
+        gpu: whether there is one.
+        folder: of the results.
+        work: of links, wheels and logs.
+        processes: that run side by side.
+    """
 
-def tools(machine: Machine) -> list[Part]:
-    """Return the parts of ``--tools``."""
-    seconds = 60, 30, 20
-    found = [
-        Part(tool, share, lambda m, s, tool=tool: m.python(
-            "bench/sanitize.py", tool, "--jobs", str(m.processes)), first_summary.sanitizer)
-        for tool, share in zip(SANITIZERS, seconds, strict=True)
-    ]  # fmt: skip
-    # the second launch of each kernel, as large as it is timed
-    kernels = "::regex:^(softmax|norm|cross_entropy|cast|grad_stats|adam|sgd|lion):2"
-    sections = "SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats"
-    options = [word for section in sections for word in ("--section", section)]
-    return [*found, Part("ncu", 40, lambda m, s: [
-        "ncu", "--clock-control", "none", "--kernel-id", kernels, *options,
-        *m.python("-m", "tritonamp", "doctor", "--selftest", "speed", "--jobs", "0"),
-    ], first_summary.ncu)]  # fmt: skip
+    gpu: bool
+    folder: Path
+    work: Path
+    processes: int
+
+    def selftest(self, *arguments: str) -> list[str]:
+        to = str(self.folder / jsonl.CHECKS)
+        command = [sys.executable, "-m", "tritonamp", "doctor", "--selftest", *arguments]
+        return [*command, "--lines", to]
+
+    def rows(self, name: str, share: float, tier: int) -> Part:
+        toy = [] if self.gpu else ["--toy"]
+        command = [sys.executable, "bench/run.py", "--tiers", str(tier), *toy]
+        command += ["--folder", str(self.folder)]
+        return Part(name, share, command, first_summary.rows_of(tier), takes_seconds=True)
+
+    def tests(self, name: str, share: float, arguments: list[str]) -> Part:
+        command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rfE"]
+        command += ["-p", "no:cacheprovider", "--continue-on-collection-errors"]
+        command += ["-n", str(self.processes), "--cuda" if self.gpu else "--fake-cuda"]
+        command += ["--lines", str(self.folder / jsonl.TESTS), *arguments]
+        return Part(name, share, command, first_summary.tests)
+
+    def parts(self, only: str) -> list[Part]:
+        """Return the parts, the most wanted first.
+
+        Args:
+            only: arguments of pytest, for tests that run before everything else.
+        """
+        together = self.selftest("kernel", "training", "waits", "--jobs", str(self.processes))
+        alone = self.selftest("speed", "--jobs", "1")
+        first = [self.tests("mended tests", 60, shlex.split(only))] if only else []
+        return [
+            *first,
+            Part("kernels, training, waits", 70, together, first_summary.checks),
+            Part("speed", 25, alone, first_summary.speed),
+            self.rows("first rows", 105, 1),
+            self.rows("telling rows", 40, 2),
+            self.tests("tests", 95, [] if self.gpu else [DRY_TESTS]),
+            self.rows("other rows", 10, 3),
+        ]
+
+    def tools(self) -> list[Part]:
+        """Return the parts of ``--tools``."""
+        script, jobs = [sys.executable, "bench/sanitize.py"], str(self.processes)
+        found = [
+            Part(tool, share, [*script, tool, "--jobs", jobs], first_summary.sanitizer)
+            for tool, share in SANITIZERS.items()
+        ]
+        # the second launch of each kernel, as large as it is timed
+        kernels = "::regex:^(softmax|norm|cross_entropy|cast|grad_stats|adam|sgd|lion):2"
+        command = ["ncu", "--clock-control", "none", "--kernel-id", kernels]
+        for section in ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats"):
+            command += ["--section", section]
+        command += [sys.executable, "-m", "tritonamp", "doctor", "--selftest", "speed"]
+        return [*found, Part("ncu", 40, [*command, "--jobs", "0"], first_summary.ncu)]
 
 
 class Run:
@@ -152,129 +140,46 @@ class Run:
 
     def run_part(self, part: Part, seconds: float) -> None:
         if seconds < LEAST:
-            self._done(part, "no time left", 0.0, False)
+            self._done(part, "no time left", 0.0)
             return
         begin = time.monotonic()
         log = self._logs / f"{part.name.replace(', ', '-').replace(' ', '-')}.log"
-        status = ended(part.command(self.machine, seconds), log, seconds, self._environment(part))
+        timed = ["--seconds", f"{seconds - 1:.1f}"] if part.takes_seconds else []
+        status = first_setup.ended(
+            [*part.command, *timed], log, seconds, self._environment(part.name)
+        )
         taken = time.monotonic() - begin
         text = log.read_text(errors="replace")
         told = part.summary(self.machine.folder, text)
         wrong = any(line.startswith(first_summary.WRONG) for line in told)
+        self.failed |= wrong or bool(status)
         if status is None:
-            self._done(part, f"cut off at {seconds:.0f} s", taken, wrong)
-        elif status == 0 and not wrong:
-            self._done(part, f"ok, {taken:.0f} s", taken, False)
+            self._done(part, f"cut off at {seconds:.0f} s", taken)
+        elif wrong or status:
+            self._done(part, f"FAILED with exit status {status}, {taken:.0f} s", taken)
+            told = told or text.splitlines()[-3:]
         else:
-            self._done(part, f"FAILED with exit status {status}, {taken:.0f} s", taken, True)
-            if not told:
-                told = text.splitlines()[-3:]
+            self._done(part, f"ok, {taken:.0f} s", taken)
         for line in told:
             if sum(map(len, self._said)) + len(line) < SUMMARY:
                 self.say("  " + line[:220])
 
-    def _done(self, part: Part, outcome: str, seconds: float, failed: bool) -> None:
-        self.failed |= failed
+    def _done(self, part: Part, outcome: str, seconds: float) -> None:
         self.say(f"{part.name}: {outcome}")
         line = {"part": part.name, "outcome": outcome, "seconds": round(seconds, 1)}
-        lines.append(self.machine.folder / lines.PARTS, line)
-        pack(self._logs, self.machine.folder / "logs.tar.gz")
+        jsonl.append(self.machine.folder / jsonl.PARTS, line)
+        first_setup.pack(self._logs, self.machine.folder / "logs.tar.gz")
 
-    def _environment(self, part: Part) -> dict[str, str]:
+    def _environment(self, name: str) -> dict[str, str]:
         paths = [str(self.machine.work / "tests"), os.environ.get("PYTHONPATH", "")]
-        if "rows" in part.name:
-            paths.insert(0, str(self.machine.work / PEERS_FROM))
+        if "rows" in name:
+            paths.insert(0, str(self.machine.work / "peers"))
         found = {"OMP_NUM_THREADS": "1"} | os.environ
         found |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
         found["PATH"] += os.pathsep + "/usr/local/cuda/bin"
-        if part.name in SANITIZERS:  # so that each tensor has bounds of its own
+        if name in SANITIZERS:  # so that each tensor has bounds of its own
             found["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         return found
-
-
-def ended(
-    command: Sequence[str], log: Path, seconds: float, environment: dict[str, str]
-) -> int | None:
-    """Run a command with all that it starts; return its exit status, None where it was cut off."""
-    with log.open("w") as file:
-        try:
-            process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                cwd=ROOT, env=environment, start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            print(error, file=file)
-            return 127
-        try:
-            return process.wait(max(seconds - KILLED_AFTER, 0.0))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(KILLED_AFTER)
-            return None
-        finally:  # also where this process is stopped itself
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def pack(folder: Path, path: Path) -> None:
-    """Write the archive of a folder, so that there is a whole one at every moment."""
-    new = path.with_name(path.name + ".new")
-    with tarfile.open(new, "w:gz") as archive:
-        archive.add(folder, "logs")
-    new.replace(path)
-
-
-def link(folder: Path) -> None:
-    """Make this tree importable from the folder, as an installation of it would be."""
-    package = folder / "tritonamp"
-    package.mkdir(parents=True)
-    for path in (ROOT / "tritonamp").iterdir():
-        (package / path.name).symlink_to(path)
-    (package / "kernels").symlink_to(ROOT / "kernels")
-
-
-def finds_this_tree() -> bool:
-    """Return whether Python finds the package of this tree, and no other."""
-    code = "import tritonamp.kernels as found; print(found.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tempfile.gettempdir(), capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    path = done.stdout.strip()
-    return bool(path) and Path(path).resolve() == ROOT / "kernels" / "__init__.py"
-
-
-def install(wheels: Path, work: Path) -> Iterator[str]:
-    """Install the wheels, each by itself; yield what pip says of those that it cannot install."""
-    for wheel in sorted(wheels.glob("*.whl")):
-        target = work / ("tests" if wheel.name.startswith(FOR_TESTS) else PEERS_FROM)
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-        command += ["--no-compile", "--no-cache-dir", "--target", str(target), str(wheel)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            yield f"{wheel.name}: {(done.stderr.strip().splitlines() or ['?'])[-1][:200]}"
-
-
-def facts() -> dict[str, str]:
-    """Return what torch says of this machine; it is asked in another process."""
-    code = (
-        "import json, provenance, torch; gpu = torch.cuda.is_available();"
-        "print(json.dumps(provenance.machine(torch.device('cuda' if gpu else 'cpu')) | "
-        "{'gpu': torch.cuda.get_device_name() if gpu else ''}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT / "bench",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(f"torch cannot be asked for the GPU:\n{done.stderr[-2000:]}")
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -293,16 +198,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_in(work: Path, args: argparse.Namespace, seconds: float) -> int:
     begin = time.monotonic()
-    if not finds_this_tree():
-        link(work / "links")
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(work / "links"), os.environ.get("PYTHONPATH")])
-        )
-    about = facts()
+    first_setup.make_importable(work)
+    about = first_setup.facts()
     folder = args.folder or (
-        ROOT / "bench" / "results" / f"{about['gpu']}-{time.strftime('%Y-%m-%d')}"
-        if about["gpu"]
-        else Path(tempfile.mkdtemp())
+        ROOT / "bench" / "results" / about["run"] if about["run"] else Path(tempfile.mkdtemp())
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -311,14 +210,14 @@ def run_in(work: Path, args: argparse.Namespace, seconds: float) -> int:
         return 2
     cores = len(os.sched_getaffinity(0))
     processes = min(cores, MOST_PROCESSES)
-    machine = Machine(about["gpu"], folder.resolve(), work, processes, args.only)
+    machine = Machine(bool(about["run"]), folder.resolve(), work, processes)
     run = Run(machine, seconds - (time.monotonic() - begin))
     run.say(first_summary.head(about, cores))
     if args.wheels:
-        for problem in install(args.wheels, work):
+        for problem in first_setup.install(args.wheels, work):
             run.failed = True
             run.say(f"not installed: {problem}")
-    run.run_all(tools(machine) if args.tools else parts(machine))
+    run.run_all(machine.tools() if args.tools else machine.parts(args.only))
     run.say(f"all of it is in {folder}, after {time.monotonic() - begin:.0f} s")
     return int(run.failed)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lines
+import jsonl
 
 WRONG = "FAILED"  # how a line of the summary begins that makes its part fail
 MOST = 25  # lines of failures
@@ -15,7 +15,7 @@ Summary = Callable[[Path, str], list[str]]
 
 
 def head(about: dict[str, Any], cores: int) -> str:
-    what = about["gpu"] or "no GPU: a dry run, which measures nothing"
+    what = about["device"] if about["run"] else "no GPU: a dry run, which measures nothing"
     return (
         f"commit {about['commit']}, torch {about['torch']}, triton {about['triton']}, "
         f"{cores} cores, {what}"
@@ -24,7 +24,7 @@ def head(about: dict[str, Any], cores: int) -> str:
 
 def checks(folder: Path, log: str) -> list[str]:
     """Return how many checks of the selftest hold, and those that do not."""
-    found = [line for line in lines.read(folder / lines.CHECKS) if line["group"] != "speed"]
+    found = [line for line in jsonl.read(folder / jsonl.CHECKS) if line["group"] != "speed"]
     tried = [line for line in found if line["status"] != "not here"]
     if not tried:
         return []
@@ -44,7 +44,7 @@ def _check(line: dict[str, Any]) -> str:
 
 def speed(folder: Path, log: str) -> list[str]:
     """Return each kernel's fraction of the copy bandwidth, several in a line."""
-    found = [line for line in lines.read(folder / lines.CHECKS) if line["group"] == "speed"]
+    found = [line for line in jsonl.read(folder / jsonl.CHECKS) if line["group"] == "speed"]
     said = [f"copy {line['gb_per_s']:.0f} GB/s" for line in found if line["name"] == "copy"]
     fractions = [
         f"{line['name']} {line['fraction_of_copy']:.2f}"
@@ -61,7 +61,7 @@ def rows_of(tier: int) -> Summary:
     """Return a function that returns a line for each case of a tier."""
 
     def rows(folder: Path, log: str) -> list[str]:
-        found = {(line.get("case"), line["peer"]): line for line in lines.read(folder / lines.ROWS)}
+        found = {(line.get("case"), line["peer"]): line for line in jsonl.read(folder / jsonl.ROWS)}
         cases: dict[str, list[dict[str, Any]]] = {}
         for (case, _), line in found.items():
             if line.get("tier") == tier:
@@ -93,7 +93,7 @@ def _row(row: dict[str, Any]) -> str:
 
 def tests(folder: Path, log: str) -> list[str]:
     """Return how many tests passed, and those that did not."""
-    found = {line["test"]: line for line in lines.read(folder / lines.TESTS)}
+    found = {line["test"]: line for line in jsonl.read(folder / jsonl.TESTS)}
     counts = Counter(line["status"] for line in found.values())
     if not counts:
         return []

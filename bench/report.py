@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import convergence
-import lines
+import jsonl
 import matrix
 import peer_tables
 import pictures
@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 def load(folder: Path) -> dict[str, Record]:
     """Return what was measured, by name of the run: of this folder, or of the runs in it."""
-    paths = [folder / lines.ROWS, *sorted(folder.glob(f"*/{lines.ROWS}"))]
+    paths = [folder / jsonl.ROWS, *sorted(folder.glob(f"*/{jsonl.ROWS}"))]
     records = {path.parent.name: record_of(path) for path in paths if path.exists()}
     return {name: record for name, record in records.items() if record["rows"]}
 
@@ -58,7 +58,7 @@ def record_of(path: Path) -> Record:
 
     A later line of a row replaces the earlier one.
     """
-    found = {(line.get("case"), line["peer"]): line for line in lines.read(path)}
+    found = {(line.get("case"), line["peer"]): line for line in jsonl.read(path)}
     rows = [line for line in found.values() if "us" in line]
     absent = [line for line in found.values() if "us" not in line]
     not_here = {line["peer"] for line in absent if "case" not in line}
@@ -106,7 +106,7 @@ def _of_gpu(stem: str, record: Record, link: str) -> str:
         f"**{record['device']}**, torch {record['torch']}, Triton {record['triton']}, "
         f"commit {record['commit']}, `python bench/run.py`, {record['date']}. "
         f"A copy moves {_range(bandwidths)} GB/s; "
-        f"every row is in [{lines.ROWS}]({link}/{stem}/{lines.ROWS}). Ratios: "
+        f"every row is in [{jsonl.ROWS}]({link}/{stem}/{jsonl.ROWS}). Ratios: "
         "how many times longer the peer takes; **bold**: we lose."
     )
     ours = [row for row in rows if is_ours(row["peer"])]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lines
+import jsonl
 import provenance
 import torch
 from case import TIERS, Case
@@ -60,11 +60,11 @@ class Plan(NamedTuple):
 
     @property
     def file(self) -> Path:
-        return self.folder / lines.ROWS
+        return self.folder / jsonl.ROWS
 
     def waiting(self, process: str, tier: int) -> list[Pair]:
         """Return what a process has to measure: rows that have no line yet."""
-        known = {(row.get("case"), row["peer"]) for row in lines.read(self.file)}
+        known = {(row.get("case"), row["peer"]) for row in jsonl.read(self.file)}
         return [
             (case, peer)
             for case in all_cases(self.toy)
@@ -122,7 +122,7 @@ def measure_here(process: str, tier: int, plan: Plan, seconds: float) -> None:
     machine = provenance.machine(plan.device) | {"date": time.strftime("%Y-%m-%d")}
     pairs = plan.waiting(process, tier)
     for found in measure(pairs, stopwatch, time.time() + seconds):
-        lines.append(plan.file, found | machine)
+        jsonl.append(plan.file, found | machine)
         if found.get("reason") != CUT:
             outcome = found.get("reason") or f"{found['us']:.1f} us"
             print(f"{found['case']}: {found['peer']} {outcome}", flush=True)
@@ -146,24 +146,33 @@ def run_processes(seconds: float, plan: Plan, start: Start = start_process) -> N
     """Measure tier by tier.
 
     A process gets its part of what is left by its number of rows; what one does not need is there
-    for the next. ``torch.compile`` comes last, since it compiles for most of its time.
+    for the next. ``torch.compile`` comes last, since it compiles for most of its time. Where there
+    is too little for all, the last ones wait.
     """
     end = time.time() + seconds
-    known = {row["peer"] for row in lines.read(plan.file) if "case" not in row}
+    known = {row["peer"] for row in jsonl.read(plan.file) if "case" not in row}
     for peer in PEERS.keys() - known:
         if reason := missing(peer):
-            lines.append(plan.file, {"peer": peer, "reason": reason})
+            jsonl.append(plan.file, {"peer": peer, "reason": reason})
     order = sorted(dict.fromkeys(peer.process for peer in PEERS.values()), key="compile".__eq__)
     for tier in plan.tiers:
         waiting = {process: len(plan.waiting(process, tier)) for process in order}
         waiting = {process: rows for process, rows in waiting.items() if rows}
         while waiting:
             process = next(iter(waiting))
-            left = end - time.time() - RESERVE - START * len(waiting)
-            share = left * waiting[process] / sum(waiting.values())
+            share = first_share(list(waiting.values()), end - time.time() - RESERVE)
             del waiting[process]
             if share >= WORTH_IT:
                 _measure_all(process, tier, plan, time.time() + START + share, start)
+
+
+def first_share(rows: list[int], left: float) -> float:
+    """Return the seconds of measuring for the first of the processes that have so many rows."""
+    for count in range(len(rows), 1, -1):
+        share = (left - START * count) * rows[0] / sum(rows[:count])
+        if share >= START:
+            return share
+    return left - START
 
 
 def _measure_all(process: str, tier: int, plan: Plan, until: float, start: Start) -> None:
@@ -176,7 +185,7 @@ def _measure_all(process: str, tier: int, plan: Plan, until: float, start: Start
         before, waiting = waiting, len(plan.waiting(process, tier))
         if waiting == before:  # it measured nothing
             reason = f"its process ended early: {stopped}"
-            lines.append(plan.file, {"peer": process, "reason": reason})
+            jsonl.append(plan.file, {"peer": process, "reason": reason})
             return
 
 
@@ -206,8 +215,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     plan.folder.mkdir(parents=True, exist_ok=True)
     run_processes(args.seconds, plan)
+    found = jsonl.read(plan.file)
     print(plan.file)
-    return 0 if any("us" in row for row in lines.read(plan.file)) else 1
+    tried = [row for row in found if "case" in row]  # none where the time was too short for one
+    return 1 if tried and not any("us" in row for row in tried) else 0
 
 
 if __name__ == "__main__":
