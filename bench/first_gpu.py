@@ -13,7 +13,7 @@ from typing import NamedTuple
 import first_setup
 import first_summary
 import jsonl
-from first_setup import ROOT
+from commits import ROOT
 
 SECONDS, TOOLS_SECONDS = 360.0, 150.0
 AT_THE_END = 2.0  # seconds for the last summary
@@ -48,13 +48,15 @@ class Machine(NamedTuple):
     Attributes:
         gpu: whether there is one.
         folder: of the results.
-        work: of links, wheels and logs.
+        work: of wheels and logs.
+        tree: in which the parts run.
         processes: that run side by side.
     """
 
     gpu: bool
     folder: Path
     work: Path
+    tree: Path
     processes: int
 
     def selftest(self, *arguments: str) -> list[str]:
@@ -145,9 +147,8 @@ class Run:
         begin = time.monotonic()
         log = self._logs / f"{part.name.replace(', ', '-').replace(' ', '-')}.log"
         timed = ["--seconds", f"{seconds - 1:.1f}"] if part.takes_seconds else []
-        status = first_setup.ended(
-            [*part.command, *timed], log, seconds, self._environment(part.name)
-        )
+        command, environment = [*part.command, *timed], self._environment(part.name)
+        status = first_setup.ended(command, self.machine.tree, log, seconds, environment)
         taken = time.monotonic() - begin
         text = log.read_text(errors="replace")
         told = part.summary(self.machine.folder, text)
@@ -198,8 +199,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_in(work: Path, args: argparse.Namespace, seconds: float) -> int:
     begin = time.monotonic()
-    first_setup.make_importable(work)
-    about = first_setup.facts()
+    tree = first_setup.importable_tree(work)
+    about = first_setup.facts(tree)
     folder = args.folder or (
         ROOT / "bench" / "results" / about["run"] if about["run"] else Path(tempfile.mkdtemp())
     )
@@ -210,7 +211,7 @@ def run_in(work: Path, args: argparse.Namespace, seconds: float) -> int:
         return 2
     cores = len(os.sched_getaffinity(0))
     processes = min(cores, MOST_PROCESSES)
-    machine = Machine(bool(about["run"]), folder.resolve(), work, processes)
+    machine = Machine(bool(about["run"]), folder.resolve(), work, tree, processes)
     run = Run(machine, seconds - (time.monotonic() - begin))
     run.say(first_summary.head(about, cores))
     if args.wheels:

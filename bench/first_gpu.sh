@@ -13,9 +13,9 @@
 # wrote. What is there when the time is up, or when it is killed, stays. Exit status 1 where a part
 # failed. Without a GPU it is a dry run of the same parts, on the CPU at toy size.
 #
-# It takes nothing from the network, needs no Git, and installs nothing: a folder of links makes this
-# tree importable where Python finds no tritonamp, or another one. TRITONAMP_COMMIT names the commit
-# where there is no .git; PYTHON is the interpreter (python3).
+# It takes nothing from the network, needs no Git, and installs nothing: where Python finds no
+# tritonamp, or another one, a copy of this tree runs. TRITONAMP_COMMIT names the commit where there
+# is no .git; PYTHON is the interpreter (python3).
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 exec "${PYTHON:-python3}" "$root/bench/first_gpu.py" "$@"

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,13 +12,15 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+import commits
+from commits import ROOT
+
 KILLED_AFTER = 3.0  # seconds after Ctrl-C
 FOR_TESTS = "expecttest", "hypothesis", "pytest"  # other wheels are peers: some of them warn
 
 
 def ended(
-    command: Sequence[str], log: Path, seconds: float, environment: dict[str, str]
+    command: Sequence[str], tree: Path, log: Path, seconds: float, environment: dict[str, str]
 ) -> int | None:
     """Run a command with all that it starts; return its exit status, None where it was cut off."""
     with log.open("w") as file:
@@ -50,22 +53,21 @@ def pack(folder: Path, path: Path) -> None:
     new.replace(path)
 
 
-def make_importable(work: Path) -> None:
-    """Have this process and those that it starts find the package of this tree, and no other."""
+def importable_tree(work: Path) -> Path:
+    """Return the tree to run in: this one where Python finds it, else a copy that needs no pip.
+
+    The copy has a link to kernels/ where the installed package has that folder.
+    """
     spec = importlib.util.find_spec("tritonamp")
-    if spec is None or Path(str(spec.origin)).resolve() != ROOT / "tritonamp" / "__init__.py":
-        link(work / "links")
-        paths = str(work / "links"), os.environ.get("PYTHONPATH", "")
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-
-
-def link(folder: Path) -> None:
-    """Make this tree importable from the folder, as an installation of it would be."""
-    package = folder / "tritonamp"
-    package.mkdir(parents=True)
-    for path in (ROOT / "tritonamp").iterdir():
-        (package / path.name).symlink_to(path)
-    (package / "kernels").symlink_to(ROOT / "kernels")
+    if spec is not None and Path(str(spec.origin)).resolve() == ROOT / "tritonamp" / "__init__.py":
+        return ROOT
+    tree = work / "tree"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", "__pycache__"), symlinks=True)
+    (tree / "tritonamp" / "kernels").symlink_to(tree / "kernels")
+    paths = str(tree), os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    os.environ[commits.VARIABLE] = commits.commit()
+    return tree
 
 
 def install(wheels: Path, work: Path) -> Iterator[str]:
@@ -79,7 +81,7 @@ def install(wheels: Path, work: Path) -> Iterator[str]:
             yield f"{wheel.name}: {(done.stderr.strip().splitlines() or ['?'])[-1][:200]}"
 
 
-def facts() -> dict[str, str]:
+def facts(tree: Path) -> dict[str, str]:
     """Return ``provenance.machine``, and as "run" the name of a run; "" without a GPU.
 
     Another process asks torch, so that this one holds no memory of the GPU.
@@ -90,7 +92,7 @@ def facts() -> dict[str, str]:
         "print(json.dumps(machine | {'run': provenance.run_name() if gpu else ''}))"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT / "bench", capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=tree / "bench", capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"torch cannot be asked for the GPU:\n{done.stderr[-2000:]}")
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])

@@ -1,20 +1,17 @@
 """What the files in results/ have in common: device, versions, commit; and how they are written."""
 
 import json
-import os
 import platform
 import re
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from commits import commit
 
 import tritonamp
 from tritonamp.kernels.device import triton_version
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -32,25 +29,6 @@ def machine(device: torch.device) -> dict[str, Any]:
 def run_name() -> str:
     """Return the name of a run on this machine's GPU: that and the date."""
     return f"{slug(torch.cuda.get_device_name())}-{time.strftime('%Y-%m-%d')}"
-
-
-def commit() -> str:
-    """Return the commit of this tree: of the checkout, of the archive, or ``TRITONAMP_COMMIT``.
-
-    "-dirty" follows where files that Git knows differ from it. A tree without `.git` that
-    ``git archive`` has written carries its commit in archived.txt. A copy of a checkout has only
-    the environment to tell it; without that: "unknown".
-    """
-    archived = Path(__file__).with_name("archived.txt").read_text().strip()
-    if not archived.startswith("$"):
-        return archived
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("TRITONAMP_COMMIT", "unknown")
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
