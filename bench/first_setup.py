@@ -27,7 +27,7 @@ def ended(
         try:
             process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                cwd=ROOT, env=environment, start_new_session=True,
+                cwd=tree, env=environment, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             print(error, file=file)
