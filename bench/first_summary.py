@@ -84,7 +84,7 @@ def _row(row: dict[str, Any]) -> str:
     if "us" not in row:
         return f"{row['peer']} not measured"
     parts = [row["peer"], f"{row['us'] / 1e3:.3g} ms" if row["us"] > 1e4 else f"{row['us']:.4g} us"]
-    if row["fraction_of_copy"]:
+    if row["fraction_of_copy"] and row["clock"] != "host":
         parts.append(f"{row['fraction_of_copy']:.2f} of copy")
     if row["group"] == "training step" and row["peak_bytes"]:
         parts.append(f"{row['peak_bytes'] / 2**30:.1f} GiB")

@@ -1,5 +1,7 @@
 """All cases, for ``run.py`` and ``test_cases.py``."""
 
+import functools
+
 import group_norm_ops
 import loss_ops
 import norm_ops
@@ -9,6 +11,7 @@ import training
 from case import Case
 
 
+@functools.cache
 def all_cases(toy: bool = False) -> list[Case]:
     """In order of importance: a run that is out of time leaves out the last ones.
 

@@ -381,10 +381,14 @@ def cases(toy: bool) -> list[Case]:
     return [_case(group, name, toy) for name in SETS for group in GROUPS]
 
 
-def _case(group: Group, name: str, toy: bool) -> Case:
-    build = SETS[name][toy]
+@functools.cache
+def parameter_count(name: str, toy: bool) -> int:
     with torch.device("meta"):
-        size = sum(p.numel() for p in build().parameters())
+        return sum(p.numel() for p in SETS[name][toy]().parameters())
+
+
+def _case(group: Group, name: str, toy: bool) -> Case:
+    build, size = SETS[name][toy], parameter_count(name, toy)
     peers = group.peers.items()
     return Case(
         group=group.name,

@@ -29,7 +29,9 @@ MACHINE = {
     "triton": "3.9.0",
     "tritonamp": "0.1.0",
     "commit": "abc",
+    "date": "2026-01-01",
 }
+NO_PEER = {"peer": "apex", "reason": "apex is not installed"}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,7 @@ def bench() -> SimpleNamespace:
         "host",
         "host_ratios",
         "host_stubs",
+        "jsonl",
         "loss_ops",
         "matrix",
         "norm_ops",
@@ -74,22 +77,27 @@ def rows(bench: SimpleNamespace) -> list[dict[str, Any]]:
         for peer in case.peers:
             us = 100.0 if not peer.startswith("tritonamp") else 200.0 if case.name == lost else 50.0
             timing = bench.timing.Timing(us, 7.0, 1 << 20, "events", 10)
-            made.append(bench.run.row_of(case, peer, timing, 3e12))
-    return bench.run.with_ratios(made, MACHINE)
+            made.append(bench.run.row_of(case, peer, timing, 3e12) | MACHINE)
+    return made
 
 
 @pytest.fixture
 def results(bench: SimpleNamespace, rows: list[dict[str, Any]], tmp_path: Path) -> Path:
-    record = {"command": "python bench/run.py", "date": "2026-01-01", "rows": rows}
-    record["not_measured"] = [{"peer": "apex", "reason": "apex is not installed"}]
-    bench.provenance.write_record(tmp_path / "nvidia-test.json", MACHINE | record)
+    """A folder with the results of one run."""
+    write(bench, tmp_path / "nvidia-test", rows)
     return tmp_path
+
+
+def write(bench: SimpleNamespace, folder: Path, rows: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True)
+    (folder / bench.jsonl.ROWS).write_text("\n".join(map(json.dumps, [*rows, NO_PEER])) + "\n")
 
 
 # Rows
 
 
-def test_rows_can_be_recomputed(rows: list[dict[str, Any]]) -> None:
+def test_rows_can_be_recomputed(bench: SimpleNamespace, results: Path) -> None:
+    rows = bench.report.load(results)["nvidia-test"]["rows"]
     us = {(row["case"], row["peer"]): row["us"] for row in rows}
     for row in rows:
         if row["bytes_per_element"]:
@@ -206,21 +214,88 @@ def test_cpu_timing_says_that_it_is_one(stopwatch: Any, bench: SimpleNamespace) 
     assert (timing.clock, timing.host_us, timing.peak_bytes, closed) == ("host", None, None, [True])
 
 
+def works(device: torch.device) -> Any:
+    return importlib.import_module("timing").Work([lambda: None])
+
+
+def fails(device: torch.device) -> None:
+    raise MemoryError("too much")
+
+
+def case_of(bench: SimpleNamespace, **peers: Any) -> Any:
+    return bench.matrix.Case("g", "n", "float16", "1", 1, 2, peers)
+
+
 def test_a_failing_peer_does_not_end_the_run(stopwatch: Any, bench: SimpleNamespace) -> None:
-    def fails(device: torch.device) -> None:
-        raise MemoryError("too much")
-
-    def works(device: torch.device) -> Any:
-        return bench.timing.Work([lambda: None])
-
-    case = bench.matrix.Case(
-        "g", "n", "float16", "1", 1, 2, {"eager": fails, "autocast": works, "compile": works}
-    )
-    bad, good = bench.run.measure("torch", [case], stopwatch, time.time() + 100)
-    assert bad == {"case": "n", "peer": "eager", "reason": "MemoryError: too much"}
+    case = case_of(bench, eager=fails, autocast=works)
+    pairs = [(case, peer) for peer in case.peers]
+    before, bad, cut, good = bench.run.measure(pairs, stopwatch, time.time() + 100)
+    where = {"case": "n", "peer": "eager", "tier": 3}
+    assert before == where | {"reason": bench.run.CUT}
+    assert bad == where | {"reason": "MemoryError: too much"}
+    assert cut == where | {"peer": "autocast", "reason": bench.run.CUT}
     assert good["peer"] == "autocast" and good["us"] >= 0
-    late = list(bench.run.measure("torch", [case], stopwatch, 0.0))
-    assert [row["reason"] for row in late] == ["out of time"] * 2
+    assert not list(bench.run.measure(pairs, stopwatch, 0.0))
+
+
+@pytest.fixture
+def plan(bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What is measured: one case, by three peers, the second of which fails."""
+    case = case_of(bench, eager=works, autocast=fails, fp32=works)
+    monkeypatch.setattr(bench.run, "all_cases", lambda toy: [case])
+    return bench.run.Plan(tmp_path, toy=True)
+
+
+def read(bench: SimpleNamespace, plan: Any) -> dict[str, str]:
+    """Return by peer "us", or the reason why there is none."""
+    return {
+        line["peer"]: "us" if "us" in line else line["reason"]
+        for line in bench.jsonl.read(plan.file)
+        if "case" in line
+    }
+
+
+def test_a_second_run_goes_on(bench: SimpleNamespace, plan: Any) -> None:
+    bench.run.measure_here("torch", 3, plan, 100.0)
+    assert read(bench, plan) == {"eager": "us", "autocast": "MemoryError: too much", "fp32": "us"}
+    assert not plan.waiting("torch", 3) and not plan.waiting("torch", 1)
+    size = plan.file.stat().st_size
+    bench.run.measure_here("torch", 3, plan, 100.0)
+    assert plan.file.stat().st_size == size
+
+
+def test_behind_a_row_that_ends_its_process_a_new_one_goes_on(
+    bench: SimpleNamespace, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = []
+
+    def start(process: str, tier: int, plan: Any, seconds: float) -> str | None:
+        """Do as a process that dies at the first failing row would."""
+        starts.append(process)
+        before = len(starts)
+
+        def dies(device: torch.device) -> None:
+            raise KeyboardInterrupt  # is no Exception, as a crash is none
+
+        (case,) = bench.run.all_cases(True)
+        case.peers["autocast"] = dies
+        try:
+            bench.run.measure_here(process, tier, plan, seconds)
+        except KeyboardInterrupt:
+            return f"exit status {before}"
+        return None
+
+    bench.run.run_processes(100.0, plan, start)
+    assert starts == ["torch", "torch"]
+    assert read(bench, plan) == {"eager": "us", "autocast": bench.run.CUT, "fp32": "us"}
+
+
+def test_a_process_that_measures_nothing_is_not_started_again(
+    bench: SimpleNamespace, plan: Any
+) -> None:
+    bench.run.run_processes(100.0, plan, lambda *args: "exit status 1")
+    lines = [line for line in bench.jsonl.read(plan.file) if line["peer"] == "torch"]
+    assert [line["reason"] for line in lines] == ["its process ended early: exit status 1"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without a GPU")
@@ -237,35 +312,50 @@ def test_run_writes_nothing_without_a_gpu(
 
 
 def test_processes_share_the_time_by_their_rows(
-    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, shares = [0.0], {}
     rows = {"tritonamp": 30, "torch": 60, "compile": 10}
 
-    def measures(process: str, plan: Any, seconds: float, path: Path) -> None:
+    def start(process: str, tier: int, plan: Any, seconds: float) -> None:
         shares[process] = seconds
         now[0] += bench.run.START + (seconds if process != "tritonamp" else 0.0)
 
-    monkeypatch.setattr(bench.run, "rows_by_process", lambda plan: dict(rows))
-    monkeypatch.setattr(bench.run, "_run_process", measures)
+    def waiting(plan: Any, process: str, tier: int) -> list[None]:
+        return [None] * rows.get(process, 0)
+
+    monkeypatch.setattr(bench.run.Plan, "waiting", waiting)
     monkeypatch.setattr(bench.run.time, "time", lambda: now[0])
-    bench.run.run_processes(10, bench.run.Plan())
+    bench.run.run_processes(600, bench.run.Plan(tmp_path, (1,)), start)
     whole = 600 - bench.run.RESERVE - 3 * bench.run.START
     assert shares == pytest.approx(
         {"tritonamp": whole * 0.3, "torch": whole * 60 / 70, "compile": whole * 10 / 70}
     )
+    assert list(shares) == ["tritonamp", "torch", "compile"]  # which compiles, and can wait
 
 
-def test_rows_by_process_count_what_is_installed(bench: SimpleNamespace) -> None:
-    quick, full = (bench.run.rows_by_process(bench.run.Plan(quick)) for quick in (True, False))
-    assert list(full)[:3] == ["tritonamp", "torch", "compile"]
-    assert all(0 < quick[process] < full[process] for process in quick)
-    ours = sum(peer.startswith("tritonamp") for c in bench.matrix.all_cases() for peer in c.peers)
-    assert full["tritonamp"] == ours
+def test_where_time_is_short_the_first_process_gets_it(bench: SimpleNamespace) -> None:
+    start = bench.run.START
+    assert bench.run.first_share([30, 30], 6 * start) == 2 * start
+    assert bench.run.first_share([30, 30], 3 * start) == 2 * start  # the second waits
+    assert bench.run.first_share([30, 30, 1], 4 * start) == start
+
+
+def test_what_is_waiting_is_what_is_installed(bench: SimpleNamespace, tmp_path: Path) -> None:
+    plan = bench.run.Plan(tmp_path)
+    ours = {tier: plan.waiting("tritonamp", tier) for tier in bench.run.TIERS}
+    assert all(peer.startswith("tritonamp") for pairs in ours.values() for _, peer in pairs)
+    everything = sum(
+        peer.startswith("tritonamp") for c in bench.matrix.all_cases() for peer in c.peers
+    )
+    assert sum(map(len, ours.values())) == everything
+    first = [case.name for case, _ in ours[1]]
+    assert first[0].startswith("GPT-2 small") and "full step GPT-2 124M" in first
+    assert plan.waiting("apex", 3) == [] or bench.peers.missing("apex") is None
 
 
 def test_imports_do_not_count(
-    bench: SimpleNamespace, stopwatch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: SimpleNamespace, stopwatch: Any, plan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
 
@@ -273,14 +363,10 @@ def test_imports_do_not_count(
         now[0] += 60.0
         return stopwatch
 
-    case = bench.matrix.Case(
-        "g", "n", "float16", "1", 1, 2, {"eager": lambda _: bench.timing.Work([lambda: None])}
-    )
     monkeypatch.setattr(bench.run.Plan, "stopwatch", slow_start)
-    monkeypatch.setattr(bench.run.Plan, "cases", lambda plan: [case])
     monkeypatch.setattr(bench.run.time, "time", lambda: now[0])
-    bench.run.measure_to_file("torch", bench.run.Plan(), 5.0, tmp_path / "rows.jsonl")
-    assert "us" in json.loads((tmp_path / "rows.jsonl").read_text())
+    bench.run.measure_here("torch", 3, plan, 5.0)
+    assert read(bench, plan)["eager"] == "us"
 
 
 def test_host_time_is_put_beside_torchs(bench: SimpleNamespace) -> None:
@@ -342,7 +428,7 @@ def test_report_shows_where_we_lose(bench: SimpleNamespace, results: Path) -> No
 
 
 def test_pictures(bench: SimpleNamespace, results: Path) -> None:
-    rows = json.loads((results / "nvidia-test.json").read_text())["rows"]  # as report.py reads them
+    rows = bench.report.load(results)["nvidia-test"]["rows"]
     written = bench.pictures.draw(rows, results, "x")
     assert {path.name for path in written} == set(bench.pictures.names("x", rows).values())
     assert len(written) == 3 and all(path.stat().st_size > 10_000 for path in written)
@@ -351,18 +437,31 @@ def test_pictures(bench: SimpleNamespace, results: Path) -> None:
 
 def test_report_without_measurements(bench: SimpleNamespace, tmp_path: Path) -> None:
     text = bench.report.speed(bench.report.load(tmp_path), "bench/results")
-    assert text.startswith("Not measured yet.") and "python bench/run.py" in text
+    assert text.startswith("Not measured yet.") and "bench/first_gpu.sh" in text
     for study in bench.convergence.STUDIES:
         told = bench.report.training_results(tmp_path, study)
         assert told == f"Not measured yet: `python bench/convergence.py {study}`"
 
 
-def test_quick_runs_are_shown_only_alone(bench: SimpleNamespace, results: Path) -> None:
-    quick = results / "nvidia-test-quick.json"
-    quick.write_text((results / "nvidia-test.json").read_text())
-    assert list(bench.report.load(results)) == ["nvidia-test"]
-    (results / "nvidia-test.json").unlink()
-    assert list(bench.report.load(results)) == ["nvidia-test-quick"]
+def test_what_a_cut_has_left_is_shown(
+    bench: SimpleNamespace, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Some rows, the last of them torn; the others count as out of time."""
+    write(bench, tmp_path / "cut", rows[:7])
+    file = tmp_path / "cut" / bench.jsonl.ROWS
+    with file.open("a") as torn:
+        torn.write('{"case": "sof')
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / bench.jsonl.ROWS).write_text(json.dumps(NO_PEER) + "\n")
+    records = bench.report.load(tmp_path)
+    assert list(records) == ["cut"]
+    text = bench.report.speed(records, "results")
+    assert rows[0]["case"] in text and "out of time" in text
+    every = sum(len(case.peers) for case in bench.matrix.all_cases(toy=True))
+    absent = [line for line in records["cut"]["not_measured"] if line["reason"] == "out of time"]
+    apex = sum("apex" in case.peers for case in bench.matrix.all_cases(toy=True))
+    assert len(absent) == every - 7 - apex
+    assert bench.report.load(tmp_path / "cut").keys() == {"cut"}  # the folder itself
 
 
 def test_marks(bench: SimpleNamespace) -> None:
@@ -396,7 +495,7 @@ def test_a_result_reaches_both_pages(
     """On a copy of the READMEs, from a made-up file: table and picture are in the first screen."""
     report, folder = bench.report, tmp_path / "bench" / "results"
     folder.mkdir(parents=True)
-    (results / "nvidia-test.json").rename(folder / "nvidia-test.json")
+    (results / "nvidia-test").rename(folder / "nvidia-test")
     for name in ("FRONT_PAGE", "README"):
         page = tmp_path / getattr(report, name).relative_to(report.ROOT)
         page.write_text(getattr(report, name).read_text())

@@ -1,147 +1,396 @@
-"""bench/first_gpu.sh, with a Python that only notes what it is asked for: its parts, what becomes
-of a failing one, exit status, files. The parts themselves run in its dry run, which CI has.
+"""bench/first_gpu.sh: its parts and their time; what becomes of one that fails, hangs or is cut;
+the lines, the summary and the exit status.
 """
 
+import importlib
+import json
 import os
-import re
 import shutil
-import stat
 import subprocess
+import sys
+import tarfile
+import time
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "first_gpu.sh"
-STUB = r"""#!/usr/bin/env bash
-echo "$*" >>"$CALLS"
-case "$*" in
-    *kernels/__init__.py*) exit "${NOT_INSTALLED:-0}" ;;
-    *provenance*) echo "${GPU:-}" ;;
-    *"$FAILS"*) echo "FAILED tests/test_x.py - it is wrong"; exit 3 ;;
-    *"import expecttest"*) exit "${NO_EXPECTTEST:-0}" ;;
-    *"-m pytest"*) echo "SKIPPED [2] tests/helpers.py:44: needs expecttest: optim_db" ;;
-    *json.load*) echo "the table of the selftest" ;;
-    *doctor*) echo "{}" ;;
-    *run.py*) echo "$OUT/nvidia-h100.json" ;;
-esac
-"""
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "bench" / "first_gpu.sh"
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("bash") is None or shutil.which("timeout") is None, reason="needs bash, timeout"
-)
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+@pytest.fixture(scope="module")
+def first() -> SimpleNamespace:
+    """The modules, which pytest's ``pythonpath`` finds by name."""
+    names = {"gpu": "first_gpu", "setup": "first_setup", "summary": "first_summary"}
+    names |= {"jsonl": "jsonl", "commits": "commits"}
+    return SimpleNamespace(
+        **{short: importlib.import_module(name) for short, name in names.items()}
+    )
 
 
 @pytest.fixture
-def first_gpu(tmp_path: Path):
-    """Runs the script; returns exit status, output, and the calls of Python."""
-    stub = tmp_path / "bin" / "python-stub"
-    stub.parent.mkdir()
-    stub.write_text(STUB)
-    stub.chmod(stub.stat().st_mode | stat.S_IEXEC)
-
-    def run(*arguments: str, **variables: str) -> tuple[int, str, list[str]]:
-        calls = tmp_path / "calls"
-        calls.write_text("")
-        environment = os.environ | {
-            "PYTHON": str(stub), "CALLS": str(calls), "OUT": str(tmp_path),
-            "FAILS": "nothing fails",
-        } | variables  # fmt: skip
-        done = subprocess.run(
-            [str(SCRIPT), *arguments], env=environment, capture_output=True, text=True, check=False
-        )
-        return done.returncode, done.stdout, calls.read_text().splitlines()
-
-    return run
+def machine(first: SimpleNamespace, tmp_path: Path) -> Any:
+    """A GPU with 16 cores; its folder is there, and nothing is in it."""
+    for name in ("out", "work"):
+        (tmp_path / name).mkdir()
+    return first.gpu.Machine(True, tmp_path / "out", tmp_path / "work", ROOT, 14)
 
 
-def called(calls: list[str], what: str) -> str:
-    (call,) = [call for call in calls if what in call]
-    return call
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
 
 
-def test_on_a_gpu(first_gpu, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    status, text, calls = first_gpu(str(folder), GPU="nvidia-h100")
-    assert status == 0
-    assert called(calls, "doctor") == "-X faulthandler -m tritonamp doctor --selftest --json"
-    assert called(calls, "-m pytest").endswith(f" -n {len(os.sched_getaffinity(0))} --cuda")
-    assert re.search(rf"--minutes 8\.[56] --folder {folder}$", called(calls, "bench/run.py"))
-    assert called(calls, "bench/report.py").endswith(f"--folder {folder}")
-    for line in ("nvidia-h100, ", "selftest: ok", "the table of the selftest", "tests: ok"):
-        assert line in text
-    assert "measurements: ok" in text and "nvidia-h100.json" in text
-    assert (folder / "summary.txt").read_text() == text
-    assert {path.name for path in folder.iterdir()} == {
-        "summary.txt", "selftest.json", "selftest.log", "tests.log", "measurements.log",
-        "tables.md",
-    }  # fmt: skip
-    assert not any("pip" in call for call in calls)
+def part(first: SimpleNamespace, name: str, code: str, share: float = 1.0) -> Any:
+    return first.gpu.Part(name, share, python(code), lambda folder, log: [])
+
+
+# The parts
+
+
+def test_the_most_wanted_come_first(machine: Any) -> None:
+    parts = {part.name: part for part in machine.parts("")}
+    assert list(parts) == [
+        "kernels, training, waits", "speed", "first rows", "telling rows", "tests", "other rows",
+    ]  # fmt: skip
+    together, tests = parts["kernels, training, waits"].command, parts["tests"].command
+    assert " ".join(together).endswith(
+        f"--selftest kernel training waits --jobs 14 --lines {machine.folder}/selftest.jsonl"
+    )
+    assert "--cuda" in tests and tests[-1] == str(machine.folder / "tests.jsonl")
+    assert "--tiers 1" in " ".join(parts["first rows"].command)
+    assert sum(part.share for part in parts.values()) <= 360
+
+
+def test_mended_tests_run_before_everything_else(machine: Any) -> None:
+    first, second, *_ = machine.parts("tests/step -k 'clip or norm'")
+    assert first.command[-3:] == ["tests/step", "-k", "clip or norm"]
+    assert second.name == "kernels, training, waits"
+
+
+def test_without_a_gpu_the_same_parts_are_dry(machine: Any) -> None:
+    dry = machine._replace(gpu=False)
+    assert [part.name for part in dry.parts("")] == [part.name for part in machine.parts("")]
+    commands = {part.name: " ".join(part.command) for part in dry.parts("")}
+    assert "--fake-cuda" in commands["tests"] and "--cuda" not in commands["tests"].split()
+    assert all("--toy" in text for name, text in commands.items() if "rows" in name)
+
+
+def test_tools(machine: Any) -> None:
+    parts = {part.name: " ".join(part.command) for part in machine.tools()}
+    assert list(parts) == ["memcheck", "racecheck", "synccheck", "ncu"]
+    assert "sanitize.py racecheck --jobs 14" in parts["racecheck"]
+    assert parts["ncu"].startswith("ncu ") and "--selftest speed --jobs 0" in parts["ncu"]
+    assert sum(part.share for part in machine.tools()) == 150
+
+
+# Their time
+
+
+def test_what_a_part_leaves_of_its_time_is_there_for_the_others(
+    first: SimpleNamespace, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, given = [0.0], []
+
+    def ended(command: Any, tree: Any, log: Path, seconds: float, environment: Any) -> int:
+        log.touch()
+        given.append(seconds)
+        now[0] += 10.0 if len(given) == 1 else seconds
+        return 0
+
+    monkeypatch.setattr(first.gpu.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(first.setup, "ended", ended)
+    run = first.gpu.Run(machine, 100 + first.gpu.AT_THE_END)
+    run.run_all([part(first, name, "", share) for name, share in (("a", 2), ("b", 1), ("c", 2))])
+    assert given == pytest.approx([40.0, 30.0, 60.0])
+
+
+def test_a_command_is_told_its_seconds(
+    first: SimpleNamespace, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def ended(command: list[str], tree: Any, log: Path, *rest: Any) -> int:
+        log.touch()
+        told.extend(command)
+        return 0
+
+    monkeypatch.setattr(first.setup, "ended", ended)
+    first.gpu.Run(machine, 50).run_part(machine.rows("first rows", 1, 1), 20.0)
+    assert told[-2:] == ["--seconds", "19.0"]
+
+
+CHILD = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("begun", flush=True)
+subprocess.run([sys.executable, "-c", "import time; time.sleep(60)  # planted child"])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+def test_a_part_that_hangs_ends_with_all_that_it_has_started(
+    first: SimpleNamespace, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first.setup, "KILLED_AFTER", 0.5)
+    run, began = first.gpu.Run(machine, 30), time.monotonic()
+    run.run_part(part(first, "hangs", CHILD), 3.0)
+    assert time.monotonic() - began < 4.0 and not run.failed
+    (line,) = first.jsonl.read(machine.folder / "parts.jsonl")
+    assert line["outcome"] == "cut off at 3 s"
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(b"planted child" in command for command in commands)
+    with tarfile.open(machine.folder / "logs.tar.gz") as archive:
+        assert archive.extractfile("logs/hangs.log").read() == b"begun\n"  # type: ignore[union-attr]
+
+
+# What becomes of them
+
+
+def test_a_part_that_fails_hides_no_other(first: SimpleNamespace, machine: Any) -> None:
+    run = first.gpu.Run(machine, 60)
+    run.run_all(
+        [
+            part(first, "good", "print('fine')"),
+            part(first, "bad", "print('one'); raise SystemExit('it broke')"),
+            first.gpu.Part("absent", 1, ["no-such-tool"], lambda folder, log: []),
+            part(first, "last", "pass"),
+        ]
+    )
+    assert run.failed
+    said = (machine.folder / "summary.txt").read_text().splitlines()
+    assert [line.partition(",")[0] for line in said if not line.startswith("  ")] == [
+        "good: ok", "bad: FAILED with exit status 1", "absent: FAILED with exit status 127",
+        "last: ok",
+    ]  # fmt: skip
+    assert "  it broke" in said and any("no-such-tool" in line for line in said)
+
+
+def test_a_part_without_time_is_named(first: SimpleNamespace, machine: Any) -> None:
+    run = first.gpu.Run(machine, 1.0)
+    run.run_all([part(first, "late", "pass")])
+    assert (machine.folder / "summary.txt").read_text() == "late: no time left\n"
+    assert not run.failed
+
+
+def test_a_summary_is_never_too_long(first: SimpleNamespace, machine: Any) -> None:
+    run = first.gpu.Run(machine, 60)
+    told = [f"line {i} " + 500 * "x" for i in range(200)]
+    run.run_part(first.gpu.Part("long", 1, python(""), lambda folder, log: told), 20)
+    run.run_part(part(first, "next", ""), 20)
+    text = (machine.folder / "summary.txt").read_text()
+    assert len(text) < 12_000 and "next: ok" in text
 
 
 @pytest.mark.smoke
-def test_without_one_it_is_a_dry_run(first_gpu, tmp_path: Path) -> None:
-    status, text, calls = first_gpu(str(tmp_path / "out"))
-    assert status == 0 and "no GPU: a dry run, which measures nothing" in text
-    assert " --fake-cuda" in called(calls, "-m pytest")
-    assert " --toy --quick" in called(calls, "bench/run.py")
+def test_failures_among_the_lines_fail_the_part(first: SimpleNamespace, machine: Any) -> None:
+    checks = machine.folder / "selftest.jsonl"
+    outcome = {"group": "kernel", "name": "sum", "status": "ok", "detail": "", "seconds": 2.0}
+    first.jsonl.append(checks, outcome)
+    first.jsonl.append(checks, outcome | {"name": "ema", "status": "not here"})
+    first.jsonl.append(checks, outcome | {"name": "norm", "status": "cut off", "seconds": 9.0})
+    assert first.summary.checks(machine.folder, "") == [
+        "1 of 2 checks hold; slowest: kernel norm, 9 s",
+        "cut off kernel norm: ",
+    ]
+    first.jsonl.append(checks, outcome | {"name": "lion", "status": "FAILED", "detail": "3 ulps"})
+    run = first.gpu.Run(machine, 60)
+    run.run_part(first.gpu.Part("kernels", 1, python(""), first.summary.checks), 20)
+    assert run.failed
+    assert "  FAILED kernel lion: 3 ulps" in (machine.folder / "summary.txt").read_text()
 
 
-@pytest.mark.parametrize("part", ["doctor", "-m pytest", "run.py"])
-def test_a_part_that_fails_hides_no_other(first_gpu, tmp_path: Path, part: str) -> None:
-    status, text, calls = first_gpu(str(tmp_path / "out"), GPU="nvidia-h100", FAILS=part)
-    name = {"doctor": "selftest", "-m pytest": "tests", "run.py": "measurements"}[part]
-    assert status == 1
-    assert re.search(rf"^{name}: FAILED with exit status 3 after \d s, see {name}.log$", text, re.M)
-    assert text.count(": ok, ") == 2 and any("run.py" in call for call in calls)
-    assert ("FAILED tests/test_x.py - it is wrong" in text) == (part == "-m pytest")
+# What the summary says
 
 
-def test_what_needs_expecttest_is_named_where_it_is_absent(first_gpu, tmp_path: Path) -> None:
-    status, text, _ = first_gpu(str(tmp_path / "out"), GPU="nvidia-h100", NO_EXPECTTEST="1")
-    assert status == 0
-    assert "expecttest is absent; left out are:" in text
-    assert "SKIPPED [2] tests/helpers.py:44: needs expecttest: optim_db" in text
+def test_rows_of_a_case_stand_in_a_line(first: SimpleNamespace, machine: Any) -> None:
+    row = {"case": "GPT-2", "group": "training step", "tier": 1, "clock": "events"}
+    row |= {"fraction_of_copy": None, "peak_bytes": 3 << 29}
+    file = machine.folder / "rows.jsonl"
+    first.jsonl.append(file, row | {"peer": "fp32", "us": 212_345.0})
+    cut = {"case": "GPT-2", "tier": 1, "peer": "tritonamp O2", "reason": "its process ended"}
+    first.jsonl.append(file, cut)
+    first.jsonl.append(file, row | {"case": "another", "tier": 2, "peer": "fp32", "us": 1.0})
+    assert first.summary.rows_of(1)(machine.folder, "") == [
+        "GPT-2: fp32 212 ms 1.5 GiB; tritonamp O2 not measured",
+        "FAILED GPT-2, tritonamp O2: its process ended",
+    ]
+    # measured after all, by a later process
+    first.jsonl.append(file, row | {"peer": "tritonamp O2", "us": 91_000.0})
+    (line,) = first.summary.rows_of(1)(machine.folder, "")
+    assert line.endswith("tritonamp O2 91 ms 1.5 GiB")
 
 
-def test_a_checkout_that_python_does_not_find_is_installed_without_a_network(
-    first_gpu, tmp_path: Path
+def test_tests_are_counted_and_failures_named(first: SimpleNamespace, machine: Any) -> None:
+    for name, status in [("a", "passed"), ("b", "failed"), ("c", "skipped"), ("d", "passed")]:
+        line = {"test": name, "status": status, "seconds": 0.1, "detail": "why"}
+        first.jsonl.append(machine.folder / "tests.jsonl", line)
+    assert first.summary.tests(machine.folder, "") == [
+        "2 passed, 1 failed, 1 skipped",
+        "FAILED b: why",
+    ]
+
+
+def test_what_compute_sanitizer_finds_fails_its_part(first: SimpleNamespace) -> None:
+    log = "========= ERROR SUMMARY: 0 errors\n" * 3
+    assert first.summary.sanitizer(Path(), log) == ["ERROR SUMMARY: 0 errors (3 times)"]
+    found = first.summary.sanitizer(
+        Path(), log + "========= Invalid __global__ read of size 4 bytes\n"
+        "========= ERROR SUMMARY: 1 error\n"
+    )  # fmt: skip
+    assert [line.startswith("FAILED ") for line in found] == [False, True, True]
+
+
+def test_a_torn_last_line_is_left_out(first: SimpleNamespace, tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    first.jsonl.append(file, {"a": 1})
+    with file.open("a") as torn:
+        torn.write('{"a": 2, "b')
+    assert first.jsonl.read(file) == [{"a": 1}]
+    assert first.jsonl.read(tmp_path / "absent") == []
+
+
+# The machine
+
+
+def test_a_wheel_that_cannot_be_installed_is_named(first: SimpleNamespace, tmp_path: Path) -> None:
+    wheels, work = tmp_path / "wheels", tmp_path / "work"
+    wheels.mkdir()
+    (wheels / "broken-1-py3-none-any.whl").write_text("no archive")
+    with zipfile.ZipFile(wheels / "expecttest_like-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("expecttest_like.py", "")
+        info = "expecttest_like-1.dist-info"
+        wheel.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: expecttest-like\nVersion: 1"
+        )
+        tags = "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any"
+        wheel.writestr(f"{info}/WHEEL", tags)
+        wheel.writestr(f"{info}/RECORD", "")
+    (problem,) = first.setup.install(wheels, work)
+    assert problem.startswith("broken-1-py3-none-any.whl: ")
+    assert (work / "tests" / "expecttest_like.py").is_file()
+
+
+def test_a_copy_runs_where_python_finds_another_tree(
+    first: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, _, calls = first_gpu(str(tmp_path / "out"), NOT_INSTALLED="1")
-    install = called(calls, "pip install")
-    for option in ("--no-index", "--no-deps", "--no-build-isolation", "-e ."):
-        assert option in install
+    assert first.setup.importable_tree(tmp_path / "unused") == ROOT
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.delenv("TRITONAMP_COMMIT", raising=False)
+    monkeypatch.setattr(first.setup.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(first.setup.commits, "commit", lambda: "abc")
+    tree = first.setup.importable_tree(tmp_path)
+    code = "import tritonamp.kernels as k; print(k.__file__)"
+    done = subprocess.run(python(code), cwd=tree, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tree / "tritonamp" / "kernels" / "__init__.py")
+    assert (os.environ["PYTHONPATH"], os.environ["TRITONAMP_COMMIT"]) == (str(tree), "abc")
+    assert not (tree / ".git").exists()
 
 
-def test_tools(first_gpu, tmp_path: Path) -> None:
-    for tool in ("ncu", "compute-sanitizer"):
-        path = tmp_path / "bin" / tool
-        path.write_text('#!/usr/bin/env bash\necho "$(basename "$0") $*" >>"$CALLS"\n')
-        path.chmod(path.stat().st_mode | stat.S_IEXEC)
-    found = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    status, _, calls = first_gpu("--tools", str(tmp_path / "out"), GPU="x", PATH=found)
-    assert status == 0
-    for check in ("memcheck", "racecheck", "synccheck"):
-        assert called(calls, f"--tool {check}").endswith("doctor --selftest kernel")
-    assert called(calls, "--clock-control none").endswith("doctor --selftest speed")
-    assert not any("-m pytest" in call for call in calls)
+def test_the_commit_of_a_tree_without_git(
+    first: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commits = first.commits
+    monkeypatch.setenv("TRITONAMP_COMMIT", "said")
+    assert commits.commit() == "said"
+    monkeypatch.delenv("TRITONAMP_COMMIT")
+    monkeypatch.setattr(commits, "__file__", str(tmp_path / "commits.py"))
+    monkeypatch.setattr(commits, "ROOT", tmp_path)
+    archived = tmp_path / "archived.txt"
+    archived.write_text("1234abc\n")  # as ``git archive`` writes it
+    assert commits.commit() == "1234abc"
+    archived.write_text("$Format:%h$\n")
+    assert commits.commit() == "unknown"
 
 
-def test_tools_that_are_absent_are_named(first_gpu, tmp_path: Path) -> None:
-    if shutil.which("ncu") or shutil.which("compute-sanitizer"):
-        pytest.skip("they are here")
-    status, text, _ = first_gpu("--tools", str(tmp_path / "out"))
-    assert status == 0
-    assert "compute-sanitizer is absent" in text and "ncu is absent" in text
+def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    done = dry_run(tmp_path / "out", 30)
+    assert done.returncode == 2 and "cannot be written" in done.stderr
 
 
-def test_a_folder_that_cannot_be_written_is_told_at_once(first_gpu, tmp_path: Path) -> None:
-    (tmp_path / "out" / "summary.txt").mkdir(parents=True)
-    status, _, calls = first_gpu(str(tmp_path / "out"), GPU="nvidia-h100")
-    assert status == 2
-    assert not any("doctor" in call or "-m pytest" in call for call in calls)
+# All of it
+
+PLANTED = """
+import importlib.abc, importlib.util, os, sys, time
+
+class Planted(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "tritonamp.commands.selftest.kernels":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            real, check = module.checks, sys.modules["tritonamp.commands.selftest.check"]
+
+            def spoil():
+                check._fault_of = lambda device: "an illegal memory access"
+                return check.Found("fine")
+
+            def checks(device, backend):
+                yield check.Check("spoils", spoil)
+                yield check.Check("dies", os.abort)
+                yield from real(device, backend)
+                if "HANGS" in os.environ:
+                    yield check.Check("hangs", lambda: time.sleep(600))
+
+            module.checks = checks
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Planted())
+"""
 
 
-def test_a_folder_whose_name_has_spaces(first_gpu, tmp_path: Path) -> None:
-    status, text, calls = first_gpu(str(tmp_path / "my out"), GPU="nvidia-h100")
-    assert status == 0 and "the table of the selftest" in text
-    assert called(calls, "bench/run.py").endswith(f"--folder {tmp_path / 'my out'}")
+def dry_run(folder: Path, seconds: float, *options: str, **variables: str) -> Any:
+    command = [str(SCRIPT), "--seconds", str(seconds), *options, str(folder)]
+    environment = os.environ | {"PYTHON": sys.executable} | variables
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In new processes the selftest has a check that spoils its process, and one that dies."""
+    (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    paths = str(tmp_path), os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("planted")
+def test_a_fatal_check_hides_no_other(first: SimpleNamespace, machine: Any) -> None:
+    dry = machine._replace(gpu=False, processes=2)
+    run = first.gpu.Run(dry, 300)
+    run.run_part(dry.parts("")[0], 300)
+    checks = first.jsonl.read(machine.folder / "selftest.jsonl")
+    failed = {line["name"]: line["detail"] for line in checks if line["status"] == "FAILED"}
+    assert set(failed) == {"spoils", "dies"} and run.failed
+    assert failed["dies"] == "its process ended with signal 6: Fatal Python error: Aborted"
+    assert failed["spoils"].startswith("an illegal memory access; the GPU's context is gone")
+    assert sum(line["status"] == "ok" for line in checks) > 40
+    text = (machine.folder / "summary.txt").read_text()
+    assert text.startswith("kernels, training, waits: FAILED") and "FAILED kernel dies: " in text
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("planted")
+def test_a_dry_run_ends_in_its_limit_whatever_fails_inside(tmp_path: Path) -> None:
+    (tmp_path / "broken-1-py3-none-any.whl").write_text("no archive")
+    began, out = time.monotonic(), tmp_path / "out"
+    done = dry_run(out, 60, "--wheels", str(tmp_path), HANGS="1")
+    assert time.monotonic() - began < 60 + 5  # to start and end processes
+    assert done.returncode == 1, done.stderr
+    assert "no GPU: a dry run, which measures nothing" in done.stdout
+    assert "not installed: broken-1-py3-none-any.whl" in done.stdout
+    assert (out / "summary.txt").read_text() == done.stdout
+    parts = [json.loads(line)["part"] for line in (out / "parts.jsonl").read_text().splitlines()]
+    assert len(parts) == 6 and (out / "logs.tar.gz").is_file()

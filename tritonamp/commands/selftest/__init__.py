@@ -81,7 +81,8 @@ def run(
                 if "spoiled" in outcomes[-1]:
                     break
     except KeyboardInterrupt:
-        note({"group": "selftest", "name": "all", "status": CUT_OFF, "detail": "", "seconds": 0.0})
+        where = {"group": "selftest", "name": "all", "status": CUT_OFF}
+        note(where | {"detail": "stopped by Ctrl-C", "seconds": 0.0})
     order = [(group, check.name) for group, check in all_checks(groups, device, backend.name)]
     places = {where: place for place, where in enumerate(order)}
     outcomes.sort(key=lambda outcome: places.get((outcome["group"], outcome["name"]), len(order)))

@@ -109,13 +109,13 @@ class Workers:
                 return
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
             self._running.add(process)
-        try:
-            yield process
-        finally:
-            with self._one_at_a_time:
-                self._running.discard(process)
-            process.kill()
-            process.wait()
+        with process:  # at its end stdout is closed
+            try:
+                yield process
+            finally:
+                with self._one_at_a_time:
+                    self._running.discard(process)
+                process.kill()
 
     def _report(self, outcome: Outcome) -> None:
         with self._one_at_a_time:
