@@ -1,6 +1,7 @@
 """The parts of first_gpu.sh: what each runs, for how long, and what the summary says of it."""
 
 import argparse
+import importlib.util
 import os
 import shlex
 import signal
@@ -73,7 +74,8 @@ class Machine(NamedTuple):
     def tests(self, name: str, share: float, arguments: list[str]) -> Part:
         command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rfE"]
         command += ["-p", "no:cacheprovider", "--continue-on-collection-errors"]
-        command += ["-n", str(self.processes), "--cuda" if self.gpu else "--fake-cuda"]
+        command += ["-n", str(self.processes)] * (importlib.util.find_spec("xdist") is not None)
+        command += ["--cuda" if self.gpu else "--fake-cuda"]
         command += ["--lines", str(self.folder / jsonl.TESTS), *arguments]
         return Part(name, share, command, first_summary.tests)
 
