@@ -4,10 +4,11 @@
     python bench/articles.py --mode "apex O2"  # that mode alone, in this process
     python bench/articles.py --toy --lines /tmp/x.jsonl    # toy sizes on the CPU
 
-FOLDER holds ``cifar-10-batches-py``, which torchvision checks and reads. Time and memory do
-not depend on what the images show. Each mode runs in a process of its own, and appends a line of
-JSON when it is done: numbers, or the reason why there are none. Of several lines of a mode the last
-counts. Without a GPU nothing is measured or written.
+FOLDER holds ``cifar-10-batches-py``, which torchvision checks and reads. Time and memory do not
+depend on what the images show. Each mode runs in a process of its own, and appends a line of JSON
+when it is done: numbers, or the reason why there are none. Of several lines of a mode the last
+counts. The exit status is 1 if a mode was not measured. Without a GPU nothing is measured or
+written.
 """
 
 import argparse
@@ -80,7 +81,7 @@ class Task(NamedTuple):
 
 
 REAL = Task(models.ResNet, 50_000, 10_000, 32, 256, 3)
-TOY = Task(functools.partial(models.ResNet, (1, 1), 8), 256, 128, 8, 16, 3)
+TOY = Task(functools.partial(models.ResNet, (1, 1), 8), 512, 256, 8, 16, 4)
 
 
 class Trainer(NamedTuple):
@@ -174,6 +175,10 @@ def measure(mode: str, task: Task, device: torch.device) -> Row:
     return found
 
 
+def read(path: Path) -> list[Row]:
+    return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
+
+
 def append(path: Path, row: Row) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as lines:
@@ -181,9 +186,10 @@ def append(path: Path, row: Row) -> None:
 
 
 def measure_to_file(mode: str, task: Task, device: torch.device, path: Path, about: Row) -> None:
-    """Append what one mode took, or the reason why it failed; FP32 and TF32 are this process's."""
+    """Append what one mode took, or the reason why it failed."""
     if mode == "FP32":
-        torch.backends.cudnn.conv.fp32_precision = "ieee"  # torch's default is TF32
+        # for the whole process: torch's default is TF32
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
     try:
         found = measure(mode, task, device)
     except Exception as error:  # a mode can fail in any way; the others go on
@@ -217,7 +223,7 @@ def run_process(arguments: list[str], until: float) -> str | None:
 def tables(path: Path) -> str:
     """Return the tables of a file of lines: one for each machine and setup."""
     found: dict[str, dict[str, Row]] = {}
-    for row in map(json.loads, path.read_text().splitlines()):
+    for row in read(path):
         found.setdefault(_about(row), {})[row["mode"]] = row
     parts = []
     for about, by_mode in found.items():
@@ -284,11 +290,10 @@ def main(arguments: list[str] | None = None) -> int:
     if args.mode:
         measure_to_file(args.mode, task, device, path, about)
         return 0
+    before = len(read(path))
     run_modes(given, args.seconds, path, about)
-    print(tables(path))
-    print(path)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return int(any("reason" in row for row in rows[-len(MODES) :]))
+    print(tables(path), path, sep="\n\n")
+    return int(any("reason" in row for row in read(path)[before:]))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor
 CLASSES = 10
 MARGIN = 4  # pixels that a crop may move by
 COARSE = 4  # generated images are smooth: so many random values along a side
-CONTRAST, NOISE = 24.0, 32.0  # standard deviation of a class's pattern, and of what hides it
+CONTRAST, NOISE = 24.0, 40.0  # standard deviation of a class's pattern, and of what hides it
 NO_TORCHVISION = "torchvision, which reads CIFAR-10, is not installed: pip install torchvision"
 
 
