@@ -35,6 +35,11 @@ def articles() -> Any:
 
 
 @pytest.fixture(scope="module")
+def epochs() -> Any:
+    return importlib.import_module("epochs")
+
+
+@pytest.fixture(scope="module")
 def images() -> Any:
     return importlib.import_module("images")
 
@@ -88,13 +93,13 @@ def test_an_epoch_has_every_image_once(images: Any) -> None:
     classes = torch.arange(n) % images.CLASSES
     data = images.prepared(train.contiguous(), classes, train, classes)
     mean, std = torch.arange(n).double().mean(), train[:, 0].double().std()
-    epochs = []
+    drawn = []
     for _ in range(2):
         torch.manual_seed(3)
-        epochs.append(list(data.epoch(16)))
-    assert [(x.shape, x.dtype) for x, _ in epochs[0]] == [((16, 3, size, size), torch.float32)] * 3
+        drawn.append(list(data.epoch(16)))
+    assert [(x.shape, x.dtype) for x, _ in drawn[0]] == [((16, 3, size, size), torch.float32)] * 3
     seen = []
-    for (x, y), (again, _) in zip(*epochs, strict=True):
+    for (x, y), (again, _) in zip(*drawn, strict=True):
         assert torch.equal(x, again)
         values = (x.double() * std + mean).amax((1, 2, 3)).round().long()  # the margin is 0
         assert torch.equal(values % images.CLASSES, y)
@@ -149,18 +154,18 @@ def task(articles: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def fp32(articles: Any, task: Any) -> dict[str, Any]:
-    return articles.measure("FP32", task, CPU)
+def fp32(epochs: Any, task: Any) -> dict[str, Any]:
+    return epochs.measure("FP32", task, CPU)
 
 
 @pytest.mark.parametrize(
     "mode", [pytest.param(m, marks=[pytest.mark.smoke] * (m == "apex O2")) for m in MODES[1:]]
 )
 def test_a_mode_trains_as_fp32_does(
-    articles: Any, task: Any, fp32: dict[str, Any], mode: str
+    epochs: Any, task: Any, fp32: dict[str, Any], mode: str
 ) -> None:
     """Batches are equal, so that losses are close until rounding errors have grown."""
-    found = articles.measure(mode, task, CPU)
+    found = epochs.measure(mode, task, CPU)
     assert found.keys() == fp32.keys() and found["skipped"] == 0
     assert (found["images"], found["test_images"], found["peak_mib"]) == (96, 32, None)
     assert found["losses"][0] == pytest.approx(fp32["losses"][0], rel=0.01)
@@ -172,21 +177,25 @@ def test_a_mode_trains_as_fp32_does(
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_an_epoch_does_not_wait_for_the_device(
-    articles: Any, task: Any, fake_cuda: FakeCuda, plans: None, mode: str
+    epochs: Any,
+    task: Any,
+    fake_cuda: FakeCuda,
+    plans: None,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
 ) -> None:
-    """After the first steps, in which plans are made."""
-    epochs, train_epoch = [], articles.train_epoch
+    """The second; in the first plans are made."""
+    waits, train_epoch = [], epochs.train_epoch
 
     def watched(*args: Any) -> tuple[Tensor, Tensor]:
         with fake_cuda.watch() as records:
             found = train_epoch(*args)
-        epochs.append(records)
+        waits.append(records)
         return found
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(articles, "train_epoch", watched)
-        found = articles.measure(mode, task._replace(train=32, test=16), torch.device("cuda"))
-    assert epochs[1] == []
+    monkeypatch.setattr(epochs, "train_epoch", watched)
+    found = epochs.measure(mode, task._replace(train=32, test=16), torch.device("cuda"))
+    assert waits[1] == []
     assert found["peak_mib"] == 1 and found["losses"][1] < 3
 
 
