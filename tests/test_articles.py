@@ -174,6 +174,33 @@ def test_a_mode_trains_as_fp32_does(
     assert 0 <= found["accuracy"] <= 100 and found["seconds_per_epoch"] > 0
 
 
+@pytest.mark.parametrize(
+    ("mode", "weights", "outputs"),
+    [
+        ("FP32", torch.float32, torch.float32),
+        ("torch.amp", torch.float32, torch.float16),
+        ("apex O1", torch.float32, torch.float16),
+        ("apex O2", torch.float16, torch.float16),
+        ("tritonamp O2", torch.float16, torch.float16),
+    ],
+)
+def test_a_mode_is_what_its_name_says(
+    epochs: Any, task: Any, mode: str, weights: torch.dtype, outputs: torch.dtype
+) -> None:
+    """In training and in the evaluation."""
+    seen = []
+
+    def build() -> Any:
+        model = task.build()
+        model[0].register_forward_hook(
+            lambda conv, _, output: seen.append((conv.training, conv.weight.dtype, output.dtype))
+        )
+        return model
+
+    epochs.measure(mode, task._replace(build=build, train=16, test=16), CPU)
+    assert set(seen) == {(training, weights, outputs) for training in (True, False)}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_an_epoch_does_not_wait_for_the_device(
