@@ -16,6 +16,7 @@ import functools
 import json
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -63,12 +64,17 @@ def measure_to_file(mode: str, task: Task, device: torch.device, path: Path, abo
 
 
 def run_modes(arguments: list[str], seconds: float | None, path: Path, about: Row) -> None:
-    """Measure every mode in a process of its own; append lines for those that write none."""
+    """Measure every mode in a process of its own, and append its line when it ends.
+
+    All lines carry the commit of the start, because they may themselves change a committed file.
+    """
     until = float("inf") if seconds is None else time.time() + seconds
-    for mode in MODES:
-        reason = run_process([*arguments, "--mode", mode, "--lines", str(path)], until)
-        if reason:
-            append(path, {"mode": mode, "reason": reason} | about)
+    with tempfile.TemporaryDirectory() as folder:
+        for mode in MODES:
+            written = Path(folder) / provenance.slug(mode)
+            reason = run_process([*arguments, "--mode", mode, "--lines", str(written)], until)
+            (row,) = read(written) or [{"mode": mode, "reason": reason}]
+            append(path, row | about)
 
 
 def run_process(arguments: list[str], until: float) -> str | None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import chain, repeat
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -271,13 +272,15 @@ def test_a_mode_that_fails_leaves_a_line_and_the_others_go_on(
         return SimpleNamespace(returncode=-11 if dies else articles.main(command[2:]))
 
     monkeypatch.setattr(articles, "measure", measure)
+    commits = chain(["first"], repeat("changed by the first line"))
+    monkeypatch.setattr(articles.provenance, "commit", lambda: next(commits))
     processes = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(articles, "subprocess", processes)
     clock = SimpleNamespace(time=lambda: now[0], strftime=time.strftime)
     monkeypatch.setattr(articles, "time", clock)
     options = ["--toy", "--epochs", "7", "--seconds", "100", "--lines", str(path)]
     assert articles.main(options) == 1
-    assert now[0] == 100.0
+    assert now[0] == 100.0 and {row["commit"] for row in articles.read(path)} == {"first"}
     assert {row["mode"]: row.get("reason") for row in articles.read(path)} == {
         "FP32": None,
         "TF32": None,
