@@ -128,7 +128,10 @@ def train(
         amp = tritonamp.enable(model, optimizer, level=mode.level, **options)
         step = our_training_step(amp, optimizer, lambda x, y: criterion(model(x), y))
     losses = torch.stack(
-        [step(x, y).detach() for x, y in batches(task.split, task.batch_size, steps, seed, device)]
+        [
+            step(x, y).loss.detach()
+            for x, y in batches(task.split, task.batch_size, steps, seed, device)
+        ]
     ).double()
     stock = torch.autocast(device.type, torch.float16)
     with stock if amp is None else contextlib.nullcontext():

@@ -11,7 +11,11 @@ Line = dict[str, Any]
 
 
 def append(path: Path, line: Line) -> None:
-    """Add a line; it is on its way to the disk when this returns."""
+    """Add a line; it is on its way to the disk when this returns.
+
+    The folder is made where it is absent.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         print(json.dumps(line), file=file)
 

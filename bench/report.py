@@ -17,6 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import articles
 import convergence
 import jsonl
 import matrix
@@ -287,6 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
         FRONT_PAGE: {"summary": summary(records, FRONT_LINK)},
         README: {
             "speed": speed(records, LINK),
+            "articles": articles.results(folder),
             "counts": peer_tables.page(peer_tables.load()),
             **studies,
         },

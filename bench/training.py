@@ -12,14 +12,29 @@ from torch import Tensor, nn
 
 import tritonamp
 from tritonamp import functional
+from tritonamp.apex import amp as apex_amp
 from tritonamp.demo.train import criterion
 
 MODES = "fp32", "torch.amp", "compile", "tritonamp O1", "tritonamp O2"
 OF_TOKENS = (*MODES, "tritonamp O2, linear loss")
 MAX_NORM = 1.0
 
-Step = Callable[[Tensor, Tensor], Tensor]
-"""Takes inputs and targets, returns the loss."""
+
+class Stepped(NamedTuple):
+    """What a training step returns, on the device.
+
+    Attributes:
+        loss: without the loss scale.
+        norm: of the true gradients, before clipping. A step whose norm is not finite was skipped if
+            its loss was scaled.
+    """
+
+    loss: Tensor
+    norm: Tensor
+
+
+Step = Callable[[Tensor, Tensor], Stepped]
+"""Takes inputs and targets."""
 
 
 class Training(NamedTuple):
@@ -66,14 +81,31 @@ def data(training: Training, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.randn(shape, device=device), targets
 
 
-def our_training_step(amp: Any, optimizer: torch.optim.Optimizer, loss_of: Step) -> Step:
-    def step(x: Tensor, y: Tensor) -> Tensor:
+def our_training_step(
+    amp: Any, optimizer: torch.optim.Optimizer, loss_of: Callable[[Tensor, Tensor], Tensor]
+) -> Step:
+    def step(x: Tensor, y: Tensor) -> Stepped:
         loss = loss_of(x, y)
         amp.backward(loss)
-        amp.clip_grad_norm_(MAX_NORM)
+        norm = amp.clip_grad_norm_(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return Stepped(loss, norm)
+
+    return step
+
+
+def apex_training_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Step:
+    """Return the loop of apex, after ``amp.initialize``."""
+
+    def step(x: Tensor, y: Tensor) -> Stepped:
+        loss = criterion(model(x), y)
+        with apex_amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        norm = nn.utils.clip_grad_norm_(apex_amp.master_params(optimizer), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return Stepped(loss, norm)
 
     return step
 
@@ -88,16 +120,16 @@ def torchs_training_step(
     device_type = params[0].device.type
     scaler = torch.amp.GradScaler(device_type, enabled=half)
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def step(x: Tensor, y: Tensor) -> Stepped:
         with torch.autocast(device_type, torch.float16, enabled=half):
             loss = criterion(forward(x), y)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(params, MAX_NORM)
+        norm = nn.utils.clip_grad_norm_(params, MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        return loss
+        return Stepped(loss, norm)
 
     return step
 

@@ -45,6 +45,7 @@ TOOLS = [  # folders and files, from the root
     "tests/diagnosis/test_errors.py",
     "tests/forecast",
     "tests/integrations",
+    "tests/test_articles.py",
     "tests/test_bench.py",
     "tests/test_first_gpu.py",
     "tests/test_readme.py",
