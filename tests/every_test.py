@@ -12,8 +12,7 @@ import torch
 from fresh_python import FreshPython
 from gpuless import driver
 
-HAS_GPU = torch.cuda.is_available()  # a real one: that in software comes and goes
-if not HAS_GPU:
+if not torch.cuda.is_available():
     # Without a GPU the kernels run in Triton's interpreter; triton.jit asks for it where a kernel
     # is defined.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -28,6 +27,8 @@ from two_ranks import Pair
 import tritonamp
 from tritonamp.casts import dispatch
 from tritonamp.kernels import _facts, _multi_tensor
+
+HAS_GPU = torch.cuda.is_available()  # a real one: that in software comes and goes
 
 # Tensors are small and a process of the tests has each core: threads would only wait for one
 # another. The variable is for the processes that tests start.

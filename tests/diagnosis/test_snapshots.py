@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpuless.fake_cuda import FakeCuda
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -301,7 +300,7 @@ def test_a_bundle_from_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_generator_of_another_gpu(
-    tmp_path: Path, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(8, 8).cuda()
     write = functools.partial(write_bundle, tmp_path, None, policy=tritonamp.O2)
