@@ -111,7 +111,7 @@ def test_work_on_the_gpu_does_not_wait(gpu: AnyCuda) -> None:
 def test_other_warnings_are_what_they_were(gpu: AnyCuda) -> None:
     with gpu.watch() as records, pytest.raises(UserWarning, match="something else"):
         warnings.warn("something else", stacklevel=1)
-    with gpu.watch() as records, pytest.warns(UserWarning, match="expected"):
+    with pytest.warns(UserWarning, match="expected"), gpu.watch() as records:
         warnings.warn("expected", stacklevel=1)
     assert records == []
 
