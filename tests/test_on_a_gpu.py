@@ -6,7 +6,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
+import every_test
 import pytest
 
 CONFTEST = """
@@ -57,6 +59,17 @@ def test_fails_and_hangs(slow_to_end):
 
 def test_later():
     assert not sys.modules["torch"].cuda.is_broken
+"""
+IN_ORDER = """
+import time
+
+import pytest
+
+@pytest.mark.parametrize("number", range(80))
+def test(number):
+    with open("begun", "a") as file:
+        file.write(f"{number}\\n")
+    time.sleep(0.01)
 """
 GONE = "RuntimeError: the CUDA context is gone after this test: CUDA error: an illegal memory"
 
@@ -117,6 +130,27 @@ def test_a_process_that_hangs_is_replaced(run: Callable[..., tuple[int, str]]) -
     }
     assert shown.count("Timeout (0:00:01)!") == 2
     assert "in test_hangs" in shown and "in slow_to_end" in shown  # where it was
+
+
+def test_tests_begin_in_their_order(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    """A run that is cut has done the first ones, however many processes there are."""
+    (tmp_path / "test_some.py").write_text(IN_ORDER)
+    run("-n2", "--cuda")
+    begun = list(map(int, (tmp_path / "begun").read_text().split()))
+    assert len(begun) == 80
+    assert all(abs(place - number) <= 12 for place, number in enumerate(begun))
+
+
+def test_what_only_a_gpu_shows_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = ["device"], ["tmp_path"], ["cuda", "device"], ["on_this_machine"], ["device", "gpu"]
+    items = [mock.Mock(fixturenames=names) for names in taken]
+    config, dropped = mock.Mock(), []
+    config.option.fake_cuda = None
+    config.hook.pytest_deselected = lambda items: dropped.extend(items)
+    monkeypatch.setattr(every_test, "HAS_GPU", True)
+    every_test.pytest_collection_modifyitems(config, items)
+    assert [taken.index(item.fixturenames) for item in items] == [4, 2, 0, 3]
+    assert [item.fixturenames for item in dropped] == [["tmp_path"]]
 
 
 def test_nothing_of_this_without_the_option(run: Callable[..., tuple[int, str]]) -> None:
