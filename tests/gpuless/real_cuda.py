@@ -131,8 +131,16 @@ def in_a_stream() -> Iterator[RealCuda]:
     gpu, stream = RealCuda(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), launches_noted(gpu.launches):
+        _warm_up()
         yield gpu
     torch.cuda.current_stream().wait_stream(stream)
+
+
+def _warm_up() -> None:
+    """Have cuBLAS make handles, for this thread and autograd's, which it cannot do in a capture."""
+    for dtype in (torch.float32, torch.float16):
+        x = torch.ones(8, 8, device="cuda", dtype=dtype, requires_grad=True)
+        torch.nn.functional.linear(x, x, x[0]).sum().backward()
 
 
 AnyCuda = FakeCuda | RealCuda
