@@ -34,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.cuda:
         if getattr(config.option, "maxschedchunk", 0) is None:  # xdist's
             config.option.maxschedchunk = 4  # tests begin in about their order: a run may be cut
+        # each process of the tests would start a process for each core
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         config.pluginmanager.register(OneContext(config))
 
 

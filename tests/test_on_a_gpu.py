@@ -1,5 +1,6 @@
 """--cuda on a small project of its own, whose torch is a stand-in."""
 
+import json
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ CONFTEST = """
 import sys
 import types
 
-pytest_plugins = ["on_a_gpu"]
+pytest_plugins = ["lines", "on_a_gpu"]
 
 class Cuda:
     is_broken = False
@@ -65,11 +66,11 @@ import time
 
 import pytest
 
-@pytest.mark.parametrize("number", range(80))
+@pytest.mark.parametrize("number", range(240))
 def test(number):
     with open("begun", "a") as file:
         file.write(f"{number}\\n")
-    time.sleep(0.01)
+    time.sleep(0.005)
 """
 GONE = "RuntimeError: the CUDA context is gone after this test: CUDA error: an illegal memory"
 
@@ -84,7 +85,7 @@ def run(tmp_path: Path) -> Callable[..., tuple[int, str]]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "CI"))} | here
 
     def run(*arguments: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "pytest", "-rA", "-pxdist", *arguments]
+        command = [sys.executable, "-m", "pytest", "-rA", "-pxdist", "--lines=lines", *arguments]
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -101,7 +102,17 @@ def outcomes(shown: str) -> dict[str, set[str]]:
     return found
 
 
-def test_a_process_whose_context_is_gone_is_replaced(run: Callable[..., tuple[int, str]]) -> None:
+def lines(folder: Path) -> dict[str, str]:
+    """Return name and status of each test that has a line: one, whatever was reported of it."""
+    found = [json.loads(line) for line in (folder / "lines").read_text().splitlines()]
+    status = {line["test"].partition("::test_")[2]: line["status"] for line in found}
+    assert len(status) == len(found)
+    return status
+
+
+def test_a_process_whose_context_is_gone_is_replaced(
+    run: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
     _, shown = run("-n1", "--cuda", "-k", "before or breaks or later")
     assert outcomes(shown) == {
         "before": {"PASSED"},
@@ -111,6 +122,12 @@ def test_a_process_whose_context_is_gone_is_replaced(run: Callable[..., tuple[in
     }
     assert len(re.findall(f"^E +{GONE}", shown, re.M)) == 2
     assert shown.count("replacing crashed worker") == 2
+    assert lines(tmp_path) == {
+        "before": "passed",
+        "breaks_it": "error",
+        "fails_and_breaks_it": "failed",
+        "later": "passed",
+    }
 
 
 def test_without_other_processes_the_run_ends(run: Callable[..., tuple[int, str]]) -> None:
@@ -120,7 +137,9 @@ def test_without_other_processes_the_run_ends(run: Callable[..., tuple[int, str]
     assert re.search("Exit: .*test_breaks_it has broken the CUDA context of this process", shown)
 
 
-def test_a_process_that_hangs_is_replaced(run: Callable[..., tuple[int, str]]) -> None:
+def test_a_process_that_hangs_is_replaced(
+    run: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
     _, shown = run("-n1", "--cuda", "--limit=1", "-k", "before or hangs or later")
     assert outcomes(shown) == {
         "before": {"PASSED"},
@@ -130,6 +149,12 @@ def test_a_process_that_hangs_is_replaced(run: Callable[..., tuple[int, str]]) -
     }
     assert shown.count("Timeout (0:00:01)!") == 2
     assert "in test_hangs" in shown and "in slow_to_end" in shown  # where it was
+    assert lines(tmp_path) == {
+        "before": "passed",
+        "hangs": "failed",
+        "fails_and_hangs": "failed",
+        "later": "passed",
+    }
 
 
 def test_tests_begin_in_their_order(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
@@ -137,7 +162,7 @@ def test_tests_begin_in_their_order(run: Callable[..., tuple[int, str]], tmp_pat
     (tmp_path / "test_some.py").write_text(IN_ORDER)
     run("-n2", "--cuda")
     begun = list(map(int, (tmp_path / "begun").read_text().split()))
-    assert len(begun) == 80
+    assert len(begun) == 240
     assert all(abs(place - number) <= 12 for place, number in enumerate(begun))
 
 
