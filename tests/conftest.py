@@ -1,5 +1,5 @@
-"""What runs (covering.py), for how long (budget.py), on what (gpuless/), where results go
-(lines.py), and what every test gets (every_test.py).
+"""What runs (covering.py), for how long (budget.py), on what (gpuless/, on_a_gpu.py), where results
+go (lines.py), and what every test gets (every_test.py).
 """
 
 import importlib
@@ -8,7 +8,7 @@ import os
 import pytest
 from gpuless import driver
 
-pytest_plugins = ["covering", "budget", "lines"]
+pytest_plugins = ["covering", "budget", "lines", "on_a_gpu"]
 
 driver.load()  # here, because other conftest.py files import torch
 
@@ -20,11 +20,6 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         action="store_const",
         const="interpreter",
         help=f"run the tests that take a device on a GPU in software, {here}",
-    )
-    add(
-        "--cuda",
-        action="store_true",
-        help="run the tests that take a device, and the READMEs, on the GPU",
     )
     # an option of its own: an optional value would swallow the path that follows
     add(

@@ -50,6 +50,8 @@ TOOLS = [  # folders and files, from the root
     "tests/test_first_gpu.py",
     "tests/test_readme.py",
 ]
+ON_A_GPU = {"compiled", "long"}
+"""Those that ``--cuda`` leaves in: compiled code is another one there, and steps take no time."""
 SMOKE = "smoke"
 """Mark of the tests of slow files and of tools that a plain run takes."""
 STEPS = "steps"
@@ -116,6 +118,15 @@ def of_a_tool(path: Path, config: pytest.Config) -> bool:
     return any(path.is_relative_to(config.rootpath / tool) for tool in TOOLS)
 
 
+def left_out(config: pytest.Config) -> list[str]:
+    """Return which slow marks keep a test out."""
+    option = config.option
+    kept = {"tools"} if option.tools else set()
+    if getattr(option, "cuda", False):
+        kept |= ON_A_GPU
+    return [] if option.slow else [mark for mark in SLOW if mark not in kept]
+
+
 def is_slow(item: pytest.Item, marks: Iterable[str] = SLOW) -> bool:
     return not item.get_closest_marker(SMOKE) and any(map(item.get_closest_marker, marks))
 
@@ -167,8 +178,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     option.maxprocesses = option.maxprocesses or 8  # a process takes about 1 GB
     if option.dist == "no":
         # each process gets a row of neighbours, so that the fixtures of a module are made once or
-        # twice, and who is done takes half of what another has left
-        option.dist = "worksteal"
+        # twice, and who is done takes half of what another has left; on a GPU the order counts
+        option.dist = "load" if getattr(option, "cuda", False) else "worksteal"
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -183,10 +194,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skip slow files before they are imported: that alone takes seconds for some."""
     path = collection_path
-    everything = takes_all(config) or config.option.slow
-    if everything or not path.name.startswith("test_") or f"mark.{SMOKE}" in path.read_text():
+    if takes_all(config) or not path.name.startswith("test_"):
         return None
-    if not file_marks(path) and (config.option.tools or not of_a_tool(path, config)):
+    marks = file_marks(path) | ({"tools"} if of_a_tool(path, config) else set())
+    if f"mark.{SMOKE}" in path.read_text() or marks.isdisjoint(left_out(config)):
         return None
     config.stash[SLOW_FILES].append(path.name)
     return True
@@ -201,9 +212,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep a covering sample of the tests without a slow mark; with --rest all others."""
     if takes_all(config) and not config.option.rest:
         return
-    slow = config.option.slow
-    left_out = {} if slow else SLOW.keys() - ({"tools"} if config.option.tools else {})
-    candidates = [item for item in items if not is_slow(item, left_out)]
+    marks = left_out(config)
+    candidates = [item for item in items if not is_slow(item, marks)]
     if getattr(config.option, "fake_cuda", None) == "ptx":
         candidates = [item for item in candidates if not item.get_closest_marker(STEPS)]
     kept = list(sample(candidates))
@@ -212,9 +222,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if item not in in_sample]
     else:
         files = len(config.stash[SLOW_FILES])
-        and_none = f", and none of {files} files marked as {', '.join(SLOW)}"
+        and_none = f", and none of {files} files marked as {', '.join(marks)}"
         config.stash[REPORT] = (
-            f"{len(kept)} of {len(items)} cases{'' if slow else and_none}: --full runs all"
+            f"{len(kept)} of {len(items)} cases{and_none if marks else ''}: --full runs all"
         )
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept

@@ -20,12 +20,15 @@ if not torch.cuda.is_available():
 import torch._dynamo  # here, and not in the first enable: see pytest_collection_finish
 from gpuless.fake_cuda import FakeCuda, in_software, interpreted
 from gpuless.interpreter import prepared_once
+from gpuless.real_cuda import AnyCuda, in_a_stream
 from helpers import disabled_after
 from two_ranks import Pair
 
 import tritonamp
 from tritonamp.casts import dispatch
 from tritonamp.kernels import _facts, _multi_tensor
+
+HAS_GPU = torch.cuda.is_available()  # a real one: that in software comes and goes
 
 # Tensors are small and a process of the tests has each core: threads would only wait for one
 # another. The variable is for the processes that tests start.
@@ -37,21 +40,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give the ``device`` of a test that says nothing else each device there is."""
     named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     if "device" in metafunc.fixturenames and "device" not in named:
-        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        devices = ["cpu", "cuda"] if HAS_GPU else ["cpu"]
         if metafunc.config.option.fake_cuda or metafunc.config.option.cuda:
             devices = ["cuda"]
         metafunc.parametrize("device", devices, indirect=True)
 
 
+ON_A_GPU = "gpu", "cuda", "device"
+"""Fixtures of the tests that run on a GPU: what only a GPU shows, then what a CPU shows, too."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests that ask for a device; on a real one the READMEs run, too."""
-    if config.option.cuda and not torch.cuda.is_available():
+    """Keep the tests that ask for a device; on a real one the READMEs run, too, as the last."""
+    if config.option.cuda and not HAS_GPU:
         raise pytest.UsageError("--cuda: torch finds no GPU; --fake-cuda needs none")
     if config.option.fake_cuda or config.option.cuda:
-        asked = {"device", "cuda", "on_this_machine" if config.option.cuda else "fake_cuda"}
-        takes = {item: asked & set(item.fixturenames) for item in items}
-        config.hook.pytest_deselected(items=[item for item in items if not takes[item]])
-        items[:] = [item for item in items if takes[item]]
+        asked = *ON_A_GPU, "on_this_machine" if config.option.cuda else "fake_cuda"
+        takes = {item: [name in item.fixturenames for name in asked] for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if not any(takes[item])])
+        items[:] = [item for item in items if any(takes[item])]
+        if config.option.cuda:
+            items.sort(key=lambda item: takes[item].index(True))
 
 
 def pytest_collection_finish() -> None:
@@ -81,7 +90,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     try:
         return (yield)
     except tritonamp.UnsupportedDeviceError as error:
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0):
+        if not HAS_GPU or torch.cuda.get_device_capability() >= (8, 0):
             raise
         pytest.skip(str(error))
 
@@ -100,9 +109,19 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def cuda(request: pytest.FixtureRequest) -> torch.device:
     """A GPU, in software where there is none."""
-    if not torch.cuda.is_available():
+    if not HAS_GPU:
         request.getfixturevalue("fake_cuda")
     return torch.device("cuda", 0)  # as tensors say
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> Iterator[AnyCuda]:
+    """A GPU that sees what the host does to it, in software where there is none."""
+    if not HAS_GPU:
+        yield request.getfixturevalue("fake_cuda")
+        return
+    with in_a_stream() as real:
+        yield real
 
 
 @pytest.fixture(scope="session")
@@ -176,7 +195,7 @@ def fake_cuda(request: pytest.FixtureRequest) -> Iterator[FakeCuda]:
 
 @pytest.fixture(autouse=True)
 def _seeds_and_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    for name in {"device", "cuda", "fake_cuda"} & set(request.fixturenames):
+    for name in {*ON_A_GPU, "fake_cuda"} & set(request.fixturenames):
         request.getfixturevalue(name)  # first: what other fixtures hold on it ends before it does
     registered_before = dispatch.is_registered()
     torch.manual_seed(0)

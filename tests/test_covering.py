@@ -115,7 +115,7 @@ def run(tmp_path: Path) -> Callable[..., str]:
         "import budget, covering\n"
         "budget.SECONDS, budget.IN_PROCESSES, budget.LOOP = 0.2, 0.3, 1.0\n"
         'covering.TOOLS = ["tool"]\n'
-        'pytest_plugins = ["covering", "budget"]\n'
+        'pytest_plugins = ["covering", "budget", "on_a_gpu"]\n'
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     here = {"PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -191,6 +191,17 @@ def test_what_takes_longer_is_told_to_be_marked(
     shown = run("-n0", *arguments.split())
     assert re.findall("^FAILED test_busy.py::(\\w+)", shown, re.MULTILINE) == failed
     assert shown.count("s are allowed: mark it slow (ranks, clients, ") == len(failed)
+
+
+def test_a_gpu_takes_long_tests_and_compiled_ones(run: Callable[..., str], tmp_path: Path) -> None:
+    long = "import pytest\n@pytest.mark.long\ndef test_long(): pass\n"
+    (tmp_path / "test_long.py").write_text(long)
+    compiled = SLOW_FILE.replace("pytest.mark.ranks", "pytest.mark.compiled")
+    (tmp_path / "test_compiled.py").write_text(compiled)
+    assert " 7 passed" in run("-n0")
+    shown = run("-n0", "--cuda")
+    assert " 9 passed" in shown
+    assert "files marked as ranks, clients, crash, demo, static, more, tools:" in shown
 
 
 def test_a_slow_machine_gets_more_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A CUDA driver of two functions, for machines that have none: see driver.c."""
+"""A CUDA driver without devices, for machines that have none: see driver.c."""
 
 import ctypes
 import shutil

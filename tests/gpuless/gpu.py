@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 ROOT = f"{Path(__file__).parents[2]}{os.sep}"
-OURS = {"driver.py", "fake_cuda.py", "gpu.py", "tensors.py", "torch_cuda.py"}
+OURS = {"driver.py", "fake_cuda.py", "gpu.py", "real_cuda.py", "tensors.py", "torch_cuda.py"}
 
 
 class Record(NamedTuple):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from gpuless.fake_cuda import FakeCuda
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,7 +37,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 @pytest.fixture
-def enabled(fake_cuda: FakeCuda, level: str) -> Iterator[nn.Module]:
+def enabled(cuda: torch.device, level: str) -> Iterator[nn.Module]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)).cuda()
     amp = tritonamp.enable(model, level=level)
     yield model
@@ -48,7 +47,7 @@ def enabled(fake_cuda: FakeCuda, level: str) -> Iterator[nn.Module]:
 @LEVELS
 @KINDS
 def test_stock_autocast_beside_an_enabled_model(
-    fake_cuda: FakeCuda, level: str, use_reentrant: bool, request: pytest.FixtureRequest
+    cuda: torch.device, level: str, use_reentrant: bool, request: pytest.FixtureRequest
 ) -> None:
     def run(block: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.float16):
@@ -64,7 +63,7 @@ def test_stock_autocast_beside_an_enabled_model(
 @LEVELS
 @KINDS
 def test_checkpoints_inside_of_an_enabled_model(
-    fake_cuda: FakeCuda, level: str, use_reentrant: bool
+    cuda: torch.device, level: str, use_reentrant: bool
 ) -> None:
     class Net(nn.Module):
         def __init__(self, depth: int) -> None:
@@ -99,7 +98,7 @@ def test_checkpoints_inside_of_an_enabled_model(
 @LEVELS
 @KINDS
 def test_autocasts_of_the_cpu_inside_of_an_enabled_model(
-    fake_cuda: FakeCuda, level: str, use_reentrant: bool
+    cuda: torch.device, level: str, use_reentrant: bool
 ) -> None:
     """They take torch's dtype where they are given none, and leave the GPU's ops to the policy."""
 
@@ -133,7 +132,7 @@ def test_autocasts_of_the_cpu_inside_of_an_enabled_model(
 @LEVELS
 @KINDS
 def test_stock_autocast_without_a_cache_beside_an_enabled_model(
-    fake_cuda: FakeCuda, level: str, use_reentrant: bool, request: pytest.FixtureRequest
+    cuda: torch.device, level: str, use_reentrant: bool, request: pytest.FixtureRequest
 ) -> None:
     def run(block: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.float16, cache_enabled=False):

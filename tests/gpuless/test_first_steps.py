@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from covering import more
-from gpuless.fake_cuda import FakeCuda
+from gpuless.real_cuda import AnyCuda
 from helpers import Net, same
 from torch import nn
 
@@ -43,17 +43,15 @@ class Training:
 
 @LEVELS
 @KINDS
-def test_a_first_step(
-    fake_cuda: FakeCuda, level: str, kind: type, options: dict[str, float]
-) -> None:
+def test_a_first_step(gpu: AnyCuda, level: str, kind: type, options: dict[str, float]) -> None:
     captured, other = Training(level, kind, **options), Training(level, kind, **options)
-    with refused("before a CUDA graph is captured"), fake_cuda.capture():
+    with refused("before a CUDA graph is captured"), gpu.capture():
         captured.step()
     for _ in range(2):  # the steps that it asks for
         captured.step()
         other.step()
     assert same(captured.weights(), other.weights())
-    with fake_cuda.capture() as graph:
+    with gpu.capture() as graph:
         captured.step()
     for _ in range(2):
         graph.replay()
@@ -62,31 +60,31 @@ def test_a_first_step(
 
 
 @LEVELS
-def test_a_first_gradient(fake_cuda: FakeCuda, level: str) -> None:
+def test_a_first_gradient(gpu: AnyCuda, level: str) -> None:
     """A parameter had none before: its state would be made in the capture."""
     captured, other = Training(level), Training(level)
     for training in (captured, other):
         training.model.first.weight.requires_grad_(False)
         training.step()
         training.model.first.weight.requires_grad_(True)
-    with refused("expected the optimizer's state before a CUDA graph"), fake_cuda.capture():
+    with refused("expected the optimizer's state before a CUDA graph"), gpu.capture():
         captured.step()
     for training in (captured, other):
         training.step()
-    with fake_cuda.capture() as graph:
+    with gpu.capture() as graph:
         captured.step()
     graph.replay()
     other.step()
     assert same(captured.weights(), other.weights())
 
 
-def test_without_enable(fake_cuda: FakeCuda) -> None:
+def test_without_enable(gpu: AnyCuda) -> None:
     model = nn.Linear(3, 3).cuda()
     optimizer, scaler = tritonamp.optim.AdamW(model.parameters()), tritonamp.GradScaler("cuda")
     loss = model(torch.ones(2, 3, device="cuda")).sum()
-    with refused("expected the loss scale before a CUDA graph"), fake_cuda.capture():
+    with refused("expected the loss scale before a CUDA graph"), gpu.capture():
         scaler.scale(loss)
     loss.backward()
-    with refused("expected the optimizer's state before a CUDA graph"), fake_cuda.capture():
+    with refused("expected the optimizer's state before a CUDA graph"), gpu.capture():
         optimizer.step()
     assert not any(optimizer.state.values())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpuless.fake_cuda import FakeCuda
+from gpuless import driver
 from gpuless.interpreter import FUSES
 from torch import Tensor, nn
 
@@ -83,13 +83,16 @@ def train(net: Net, kind: str, step: Step) -> list[Any]:
 @pytest.mark.parametrize("loss_on", ["cpu", "cuda"])
 @pytest.mark.parametrize("embedding_first", [True, False])
 def test_parameters_on_both(
-    fake_cuda: FakeCuda, kind: str, step: Step, loss_on: str, embedding_first: bool
+    cuda: torch.device, kind: str, step: Step, loss_on: str, embedding_first: bool
 ) -> None:
     expected = train(Net("cpu", "cpu", embedding_first), kind, step)
-    assert train(Net("cuda", loss_on, embedding_first), kind, step) == expected
+    found = train(Net("cuda", loss_on, embedding_first), kind, step)
+    # CUDA adds products up in another order, and each step passes a few ulps on
+    allowed = 0.0 if driver.is_loaded() else 1e-5
+    torch.testing.assert_close(found, expected, rtol=allowed, atol=allowed)
 
 
-def test_losses_on_both(fake_cuda: FakeCuda, compiled: bool) -> None:
+def test_losses_on_both(cuda: torch.device, compiled: bool) -> None:
     """The scale stays where the first loss was."""
 
     def losses_on(device: str, places: list[str]) -> tuple[float, Tensor]:
@@ -115,7 +118,7 @@ def test_losses_on_both(fake_cuda: FakeCuda, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("function", [softmax.softmax, reduce.sum])
-def test_an_explicit_kernel_on_the_cpu(fake_cuda: FakeCuda, function: Any) -> None:
+def test_an_explicit_kernel_on_the_cpu(cuda: torch.device, function: Any) -> None:
     args = (1, torch.float16) if function is softmax.softmax else ((1,), False, torch.float16)
     message = (
         "backend='triton' cannot run: cpu is not an NVIDIA GPU. Use backend='auto' or "

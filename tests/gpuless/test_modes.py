@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from covering import more
-from gpuless.fake_cuda import FakeCuda
+from gpuless.real_cuda import AnyCuda
 from torch import nn
 from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,22 +44,22 @@ def train(level: str, mode: Callable[[], Any], backend: str) -> list[torch.Tenso
     "mode", [Log, lambda: FlopCounterMode(display=False), DebugMode], ids=["log", "flops", "debug"]
 )
 def test_a_mode_that_looks_on_changes_nothing(
-    fake_cuda: FakeCuda, level: str, mode: Callable[[], Any], backend: str
+    gpu: AnyCuda, level: str, mode: Callable[[], Any], backend: str
 ) -> None:
     expected = train(level, contextlib.nullcontext, backend)
-    launches = list(fake_cuda.launches)
-    fake_cuda.launches.clear()
+    launches = list(gpu.launches)
+    gpu.launches.clear()
     for weight, other in zip(train(level, mode, backend), expected, strict=True):
         assert torch.equal(weight, other)
     # torch's kernels of so few elements, where nobody asked for others
     ours = backend == "triton" and level in ("O1", "O2")
     assert ("softmax_kernel" in launches) is ("softmax_backward_kernel" in launches) is ours
-    assert fake_cuda.launches == launches
+    assert gpu.launches == launches
 
 
 @pytest.mark.parametrize("function", [functional.softmax, functional.log_softmax, functional.sum])
 @pytest.mark.parametrize("numel", [3, 1 << 18])
-def test_stock_autocast_keeps_results_half(fake_cuda: FakeCuda, function, numel: int) -> None:
+def test_stock_autocast_keeps_results_half(cuda: torch.device, function, numel: int) -> None:
     """Whether they are torch's, as of small tensors, or ours."""
     x = torch.zeros(numel, device="cuda", dtype=torch.float16)
     with torch.autocast("cuda", dtype=torch.bfloat16):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from covering import more
-from gpuless.fake_cuda import FakeCuda
+from gpuless.real_cuda import AnyCuda
 from helpers import Net, same
 from torch import Tensor, nn
 
@@ -73,11 +73,11 @@ def clipped(training: Training) -> None:
     ],
 )
 def test_steps_use_what_a_replay_has_written(
-    fake_cuda: FakeCuda, level: str, kind: type, step: Step
+    gpu: AnyCuda, level: str, kind: type, step: Step
 ) -> None:
     """Through an overflow and a batch with NaN, which the log tells from one another."""
     replayed, other = Training(level, kind), Training(level, kind)
-    with fake_cuda.capture() as graph:
+    with gpu.capture() as graph:
         replayed.backward()
     written = [p.grad for p in replayed.model.parameters()]
     for number, factor in enumerate((1.0, 1.0, 1e3, float("nan"), 1.0, 1.0)):
@@ -95,11 +95,11 @@ def test_steps_use_what_a_replay_has_written(
 
 
 @LEVELS
-def test_zeros_go_into_the_tensors_that_a_replay_adds_to(fake_cuda: FakeCuda, level: str) -> None:
+def test_zeros_go_into_the_tensors_that_a_replay_adds_to(gpu: AnyCuda, level: str) -> None:
     replayed, other = Training(level), Training(level)
     replayed.backward()
     replayed.optimizer.zero_grad(set_to_none=False)
-    with fake_cuda.capture() as graph:
+    with gpu.capture() as graph:
         replayed.backward()
     for number in range(4):
         for training, backward in (replayed, graph.replay), (other, other.backward):
@@ -111,11 +111,11 @@ def test_zeros_go_into_the_tensors_that_a_replay_adds_to(fake_cuda: FakeCuda, le
         assert same(replayed.weights(), other.weights()), number
 
 
-def test_without_a_scale_nobody_hears_of_a_backward(fake_cuda: FakeCuda) -> None:
+def test_without_a_scale_nobody_hears_of_a_backward(gpu: AnyCuda) -> None:
     replayed, other = Training("O5"), Training("O5")
     for training in replayed, other:
         training.backward = lambda t=training: t.model(t.x).float().square().mean().backward()
-    with fake_cuda.capture() as graph:
+    with gpu.capture() as graph:
         replayed.backward()
     for number in range(4):
         for training, backward in (replayed, graph.replay), (other, other.backward):
@@ -128,7 +128,7 @@ def test_without_a_scale_nobody_hears_of_a_backward(fake_cuda: FakeCuda) -> None
         assert same(replayed.weights(), other.weights()), number
 
 
-def test_several_graphs_and_eager_losses_of_one_step(fake_cuda: FakeCuda) -> None:
+def test_several_graphs_and_eager_losses_of_one_step(gpu: AnyCuda) -> None:
     """One flag for all of their losses, in any order."""
     scaler = tritonamp.GradScaler("cuda")
     x = torch.ones((), device="cuda")
@@ -136,7 +136,7 @@ def test_several_graphs_and_eager_losses_of_one_step(fake_cuda: FakeCuda) -> Non
     scaler.take_loss_nonfinite()
     graphs = []
     for _ in range(2):
-        with fake_cuda.capture() as graph:
+        with gpu.capture() as graph:
             scaler.scale(x)
         graphs.append(graph)
     runs = [graphs[0].replay, graphs[1].replay, lambda: scaler.scale(x)]
@@ -148,9 +148,9 @@ def test_several_graphs_and_eager_losses_of_one_step(fake_cuda: FakeCuda) -> Non
         assert float(scaler.take_loss_nonfinite()) == 0.0
 
 
-def test_a_replay_of_our_own_backward_goes_unseen(fake_cuda: FakeCuda) -> None:
+def test_a_replay_of_our_own_backward_goes_unseen(gpu: AnyCuda) -> None:
     training = Training("O1")
-    with fake_cuda.capture() as graph:
+    with gpu.capture() as graph:
         training.amp.backward(training.model(training.x).float().square().mean())
     graph.replay()
     training.optimizer.step()  # of the backward that was captured
@@ -159,10 +159,10 @@ def test_a_replay_of_our_own_backward_goes_unseen(fake_cuda: FakeCuda) -> None:
         training.optimizer.step()
 
 
-def test_a_captured_update_uses_the_losses_up(fake_cuda: FakeCuda) -> None:
+def test_a_captured_update_uses_the_losses_up(gpu: AnyCuda) -> None:
     """After it, as ever, no gradient counts that no scaled loss has left."""
     training = Training("O1")
-    with fake_cuda.capture() as graph:
+    with gpu.capture() as graph:
         training.backward()
         by_scaler(training)
     graph.replay()

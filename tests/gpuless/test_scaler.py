@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpuless.fake_cuda import FakeCuda
+from gpuless.real_cuda import AnyCuda
 from helpers import same
 from torch import nn
 
@@ -37,13 +37,13 @@ READS = {"ours": 0, "fused": 0, "torch's own": 1, "sgd": 1}  # of found_inf: who
     ],
 )
 def test_a_step_waits_for_found_inf_at_most(
-    fake_cuda: FakeCuda, kind: str, dtype: torch.dtype, clip: bool
+    gpu: AnyCuda, kind: str, dtype: torch.dtype, clip: bool
 ) -> None:
     model = nn.Linear(8, 4).cuda().to(dtype)
     optimizer, scaler = OPTIMIZERS[kind](model.parameters()), tritonamp.GradScaler("cuda")
     x = torch.ones(4, 8, device="cuda", dtype=model.weight.dtype)
     for i in range(4):
-        with fake_cuda.watch() as records:
+        with gpu.watch() as records:
             scaler.scale(model(x).float().square().mean()).backward()
             if clip:
                 scaler.unscale_(optimizer)
@@ -55,7 +55,7 @@ def test_a_step_waits_for_found_inf_at_most(
 
 
 @pytest.mark.parametrize("captured", ["backward", "all"])
-def test_half_gradients_of_a_graph(fake_cuda: FakeCuda, captured: str) -> None:
+def test_half_gradients_of_a_graph(gpu: AnyCuda, captured: str) -> None:
     """A replay writes the half gradients where they were at the capture, and ``unscale_`` finds
     them there; or all of it is captured.
     """
@@ -80,7 +80,7 @@ def test_half_gradients_of_a_graph(fake_cuda: FakeCuda, captured: str) -> None:
             part()
         graph = contextlib.nullcontext()
         if captures:
-            with fake_cuda.capture() as graph:
+            with gpu.capture() as graph:
                 backward()
                 if captured == "all":
                     step()
@@ -96,7 +96,7 @@ def test_half_gradients_of_a_graph(fake_cuda: FakeCuda, captured: str) -> None:
     assert all(p.isfinite().all() for p in runs[0])
 
 
-def test_gradients_are_let_go(fake_cuda: FakeCuda) -> None:
+def test_gradients_are_let_go(cuda: torch.device) -> None:
     model = nn.Linear(8, 4).cuda()
     optimizer, scaler = tritonamp.optim.AdamW(model.parameters()), tritonamp.GradScaler("cuda")
     scaler.scale(model(torch.ones(4, 8, device="cuda")).sum()).backward()
@@ -109,7 +109,7 @@ def test_gradients_are_let_go(fake_cuda: FakeCuda) -> None:
     assert [ref() for ref in held] == [None, None]
 
 
-def test_a_copy_knows_no_gradients(fake_cuda: FakeCuda) -> None:
+def test_a_copy_knows_no_gradients(cuda: torch.device) -> None:
     model = nn.Linear(8, 4).cuda()
     optimizer, scaler = tritonamp.optim.AdamW(model.parameters()), tritonamp.GradScaler("cuda")
     for _ in range(2):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from covering import more
 from gpuless.fake_cuda import FakeCuda
+from gpuless.real_cuda import AnyCuda
 from helpers import Net
 from torch import Tensor, nn
 
@@ -137,12 +138,12 @@ def apex_ends() -> Iterator[None]:
     apex_amp._amp_state.handle._deactivate()
 
 
-def waits(fake_cuda: FakeCuda, training: Training) -> list[Any]:
+def waits(gpu: AnyCuda, training: Training) -> list[Any]:
     """Return those of two steps, after two others; events lag behind."""
-    fake_cuda.event_lag = 3
+    gpu.event_lag = 3
     for _ in range(2):
         training.step()
-    with fake_cuda.watch() as records, mock.patch.object(Plan, "__init__") as built:
+    with gpu.watch() as records, mock.patch.object(Plan, "__init__") as built:
         for _ in range(2):
             training.step()
     assert not built.called
@@ -151,8 +152,8 @@ def waits(fake_cuda: FakeCuda, training: Training) -> list[Any]:
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_no_loop_waits(fake_cuda: FakeCuda, level: str, loop: Loop) -> None:
-    assert waits(fake_cuda, Training(level, loop)) == []
+def test_no_loop_waits(gpu: AnyCuda, level: str, loop: Loop) -> None:
+    assert waits(gpu, Training(level, loop)) == []
 
 
 @pytest.mark.parametrize(
@@ -167,14 +168,14 @@ def test_no_loop_waits(fake_cuda: FakeCuda, level: str, loop: Loop) -> None:
     ids=["optimizer", "muon", "track_lost_updates", "dtype", "grad_dtype"],
 )
 @pytest.mark.parametrize("level", LEVELS)
-def test_no_option_brings_a_wait(fake_cuda: FakeCuda, level: str, options: dict[str, Any]) -> None:
-    assert waits(fake_cuda, Training(level, clipped, **options)) == []
+def test_no_option_brings_a_wait(gpu: AnyCuda, level: str, options: dict[str, Any]) -> None:
+    assert waits(gpu, Training(level, clipped, **options)) == []
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_first_step_waits_for_nothing(fake_cuda: FakeCuda, level: str) -> None:
+def test_the_first_step_waits_for_nothing(gpu: AnyCuda, level: str) -> None:
     training = Training(level, clipped)
-    with fake_cuda.watch() as records:
+    with gpu.watch() as records:
         training.step()
     assert records == []
 
@@ -194,31 +195,31 @@ def test_metrics_come_when_they_have_arrived(fake_cuda: FakeCuda) -> None:
     ]
 
 
-def test_a_capture_does_not_ask_whether_numbers_have_arrived(fake_cuda: FakeCuda) -> None:
+def test_a_capture_does_not_ask_whether_numbers_have_arrived(gpu: AnyCuda) -> None:
     training = Training("O2", plain)
-    fake_cuda.event_lag = 2
+    gpu.event_lag = 2
     training.step()
-    with fake_cuda.capture():  # in which CUDA refuses the question
+    with gpu.capture():  # in which CUDA refuses the question
         assert training.amp.metrics() == {}
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_graph_captures_every_loop(fake_cuda: FakeCuda, level: str, loop: Loop) -> None:
-    replays_like_eager(fake_cuda, Training(level, loop), Training(level, loop))
+def test_a_graph_captures_every_loop(gpu: AnyCuda, level: str, loop: Loop) -> None:
+    replays_like_eager(gpu, Training(level, loop), Training(level, loop))
 
 
 @pytest.mark.parametrize("level", ["O2", *more(["O0", "O1", "O3"])])
-def test_a_graph_captures_muon(fake_cuda: FakeCuda, level: str) -> None:
+def test_a_graph_captures_muon(gpu: AnyCuda, level: str) -> None:
     eager, captured = (Training(level, clipped, optimizer=muon) for _ in range(2))
-    replays_like_eager(fake_cuda, eager, captured)
+    replays_like_eager(gpu, eager, captured)
 
 
-def replays_like_eager(fake_cuda: FakeCuda, eager: Training, captured: Training) -> None:
+def replays_like_eager(gpu: AnyCuda, eager: Training, captured: Training) -> None:
     for training in (eager, captured):
         for _ in range(2):
             training.step()
-    with fake_cuda.capture() as graph:
+    with gpu.capture() as graph:
         captured.step()
     for _ in range(2):
         eager.step()
@@ -227,12 +228,12 @@ def replays_like_eager(fake_cuda: FakeCuda, eager: Training, captured: Training)
         assert torch.equal(left, right)
 
 
-def test_a_graph_captures_fp32_gradients(fake_cuda: FakeCuda) -> None:
+def test_a_graph_captures_fp32_gradients(gpu: AnyCuda) -> None:
     eager, captured = (Training("O2", accumulated, grad_dtype=torch.float32) for _ in range(2))
     for training in (eager, captured):
         for _ in range(2):
             training.step()
-    with fake_cuda.capture() as graph:
+    with gpu.capture() as graph:
         captured.step()
     for _ in range(2):
         eager.step()
@@ -241,19 +242,19 @@ def test_a_graph_captures_fp32_gradients(fake_cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("level", ["O2", *more(["O0", "O1", "O3"])])
-def test_watched_ranges_bring_no_wait(fake_cuda: FakeCuda, level: str) -> None:
+def test_watched_ranges_bring_no_wait(gpu: AnyCuda, level: str) -> None:
     training = Training(level, logged)
     training.amp.watch(every=2)
-    assert waits(fake_cuda, training) == []
+    assert waits(gpu, training) == []
 
 
 @pytest.mark.parametrize("level", ["O2", *more(["O0", "O1", "O3"])])
-def test_a_graph_watches_every_other_replay(fake_cuda: FakeCuda, level: str) -> None:
+def test_a_graph_watches_every_other_replay(gpu: AnyCuda, level: str) -> None:
     eager, captured = Training(level, plain), Training(level, plain)
     for training in (eager, captured):
         training.amp.watch(every=2)
         training.step()
-    with fake_cuda.capture() as graph:
+    with gpu.capture() as graph:
         captured.step()
     read = []
     for _ in range(4):
@@ -264,26 +265,26 @@ def test_a_graph_watches_every_other_replay(fake_cuda: FakeCuda, level: str) -> 
     assert read == [1, 3, 3, 5]
 
 
-def test_masters_are_made_on_the_gpu(fake_cuda: FakeCuda) -> None:
-    with fake_cuda.watch() as records:
+def test_masters_are_made_on_the_gpu(gpu: AnyCuda) -> None:
+    with gpu.watch() as records:
         training = Training("O2", plain)
     assert [r for r in records if "tritonamp" in r.where] == []
     training.amp.disable()
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_weights_without_masters_leave_the_gpu_once(fake_cuda: FakeCuda, level: str) -> None:
+def test_weights_without_masters_leave_the_gpu_once(gpu: AnyCuda, level: str) -> None:
     """Their FP32 values come back where somebody asks for them, and are exact."""
     torch.manual_seed(0)
     model = Net().cuda()
     before = [p.detach().clone() for p in model.parameters()]
-    with fake_cuda.watch() as records:
+    with gpu.watch() as records:
         amp = tritonamp.enable(model, level=level)
     halves = [p for p in model.parameters() if p.dtype is torch.float16]
     assert len(records) == len(halves)
     with torch.no_grad():
         halves[0][0] += 1.0  # a row changes, the others keep their FP32 values
-    with fake_cuda.watch() as records:
+    with gpu.watch() as records:
         model(torch.ones(2, 6, device="cuda"))
     assert records == []
     values = list(model.state_dict().values())

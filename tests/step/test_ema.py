@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from covering import more
-from gpuless.fake_cuda import FakeCuda
+from gpuless.real_cuda import AnyCuda
 from helpers import take_step
 from torch import Tensor, nn
 
@@ -296,7 +296,7 @@ def test_the_state_loads_into_a_plain_model_that_is_trained_as_a_whole(
 
 
 @pytest.mark.parametrize("level", ["O2", *more(["O1"])])
-def test_a_cuda_graph_captures_it(fake_cuda: FakeCuda, level: str) -> None:
+def test_a_cuda_graph_captures_it(gpu: AnyCuda, level: str) -> None:
     """Replays, of which one is skipped, leave what eager steps leave; eager steps may follow."""
     eager, captured = Run("cuda", level), Run("cuda", level)
     factors = [torch.ones((), device="cuda") for _ in range(2)]
@@ -307,7 +307,7 @@ def test_a_cuda_graph_captures_it(fake_cuda: FakeCuda, level: str) -> None:
 
     for run, factor in zip((eager, captured), factors, strict=True):
         step(run, factor)
-    with fake_cuda.capture() as graph:
+    with gpu.capture() as graph:
         step(captured, factors[1])
     for value in (1.0, math.inf, 1.0):
         for factor in factors:
@@ -326,18 +326,18 @@ def test_a_cuda_graph_captures_it(fake_cuda: FakeCuda, level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_nothing_waits(fake_cuda: FakeCuda, level: str) -> None:
+def test_nothing_waits(gpu: AnyCuda, level: str) -> None:
     run = Run("cuda", level)
     run.step()
     run.ema.update()
     for skip in (False, True):
         run.step(skip)
-        with fake_cuda.watch() as records:
+        with gpu.watch() as records:
             run.ema.update()
         assert records == []
-    fake_cuda.launches.clear()
+    gpu.launches.clear()
     run.ema.update()
-    assert fake_cuda.launches == ["ema_kernel"]
+    assert gpu.launches == ["ema_kernel"]
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, 2, math.nan, True, "0.9", None])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from covering import more
 from gpuless.fake_cuda import FakeCuda
+from gpuless.real_cuda import AnyCuda
 from helpers import Resumable, disabled_after, on_cpu, same_bits, storage_bytes
 from torch import Tensor, nn
 
@@ -539,20 +540,20 @@ def test_parts_overlap(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Non
     run.amp.disable()
 
 
-def test_the_host_waits_for_nobody(fake_cuda: FakeCuda) -> None:
+def test_the_host_waits_for_nobody(gpu: AnyCuda) -> None:
     run = Run("cuda")
     for _ in range(3):
         run.step()
-    with fake_cuda.watch("wait", "pageable") as records:
+    with gpu.watch("wait", "pageable") as records:
         run.step()
     assert records == []
-    with fake_cuda.watch("wait") as records:
+    with gpu.watch("wait") as records:
         run.optimizer.state_dict()
     assert records
     run.amp.disable()
 
 
-def test_host_memory_is_read_after_copies(fake_cuda: FakeCuda) -> None:
+def test_host_memory_is_read_after_copies(cuda: torch.device) -> None:
     """Whoever asks for ``optimizer.state`` gets what the last step has written."""
     plain, offloaded = Run("cuda", False, backend="eager"), Run("cuda", backend="eager")
     found = []
@@ -738,12 +739,12 @@ def test_a_model_without_optimizer(device: torch.device) -> None:
     amp.disable()
 
 
-def test_graphs(fake_cuda: FakeCuda) -> None:
+def test_graphs(gpu: AnyCuda) -> None:
     run = Run("cuda", backend="eager")
     run.step()
     run.amp.backward(run.loss())
     message = r"step\(\) outside of a CUDA graph, got a capture"
-    with pytest.raises(RuntimeError, match=message), fake_cuda.capture():
+    with pytest.raises(RuntimeError, match=message), gpu.capture():
         run.optimizer.step()
     run.finish(clip=False)
     run.amp.disable()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from covering import more
-from gpuless.fake_cuda import FakeCuda
+from gpuless.real_cuda import AnyCuda
 from helpers import on_cpu, same_bits, storage_bytes
 from torch import Tensor, nn
 
@@ -364,7 +364,7 @@ def test_wrong_calls(device: torch.device) -> None:
 # what cannot be moved
 
 
-def test_graphs(fake_cuda: FakeCuda) -> None:
+def test_graphs(gpu: AnyCuda) -> None:
     """A graph has captured addresses; who has captured no step sleeps."""
 
     def update(run: Run) -> None:
@@ -382,7 +382,7 @@ def test_graphs(fake_cuda: FakeCuda) -> None:
         run.step()
         run.amp.scaler.scale(run.loss()).backward()
         run.finish(clip=False)
-        with fake_cuda.capture():
+        with gpu.capture():
             captured(run)
         if name:
             with pytest.raises(RuntimeError, match=rf"no CUDA graph, got .* captured {name}"):

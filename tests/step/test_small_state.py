@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpuless.real_cuda import AnyCuda
 from helpers import Net, Resumable, same, snapshot, storage_bytes, take_step
 from torch import Tensor, nn
 
@@ -688,7 +689,7 @@ def test_amsgrad_that_comes_later_is_refused_or_kept(run: Callable[..., Run], st
 
 @pytest.mark.steps
 @each_small
-def test_a_captured_step(fake_cuda: Any, handles: Callable[..., Any], state: str) -> None:
+def test_a_captured_step(gpu: AnyCuda, handles: Callable[..., Any], state: str) -> None:
     runs = [Run(handles, torch.device("cuda"), state) for _ in range(2)]
     x, y = batch(torch.device("cuda"))
 
@@ -700,7 +701,7 @@ def test_a_captured_step(fake_cuda: Any, handles: Callable[..., Any], state: str
     for _ in range(2):
         for run in runs:
             step(run)
-    with fake_cuda.capture() as graph:
+    with gpu.capture() as graph:
         step(captured)
     for _ in range(2):
         graph.replay()
