@@ -1,5 +1,6 @@
-"""``Launch`` through Triton's own driver and launcher, each in a process of its own: they keep
-for good which libcuda they have found.
+"""``Launch`` through Triton's own driver and launcher, over a libcuda that runs nothing.
+
+In processes of their own, because kernels are interpreted in this one, and it has another libcuda.
 """
 
 import json
@@ -46,7 +47,6 @@ def code():
 
 known = set()
 with in_software(cuda.launching):
-    x = torch.zeros(4, 1024, dtype=half, device="cuda")
     aligned = torch.zeros(8, dtype=half, device="cuda")
     sizes, constants = (1, 5, 1, 1, 1), (True, 8, 8, 1, 1024)
     launch = _launch.Launch(reduce.sum_kernel, (1, 1, 1), sizes, constants, 1)
@@ -65,7 +65,7 @@ with in_software(cuda.launching):
         repeated(*tensors)
         seen = cuda.launches[-1]
         assert [seen.grid, seen.parameters[3]] == expected, seen
-        assert (seen.stream or 0, seen.block) == (stream, (32, 1, 1)), seen
+        assert (seen.stream, seen.block) == (stream, (32, 1, 1)), seen
         assert seen.parameters[:2] == [t.data_ptr() for t in tensors], seen
     assert (cuda.loads, len(cuda.launches)) == (1, 3)
 

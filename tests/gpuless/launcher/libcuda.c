@@ -1,13 +1,11 @@
-/* A libcuda in which nothing runs: what Triton 3.6 to 3.9 ask of a driver to load and launch a
- * kernel, for the H100 of ../torch_cuda.py. A launch is handed to Python.
- *
- * Triton's modules name all of these, so all have to be there when they are loaded. */
+/* A libcuda that runs nothing: the functions with which Triton 3.6 to 3.9 load and launch a kernel,
+ * on an H100 as in ../torch_cuda.py. Python is told of each launch. */
 
 #include <cuda.h>
 #include <stdio.h>
 #include <string.h>
 
-/* planted by tests, CUDA_SUCCESS (0) otherwise */
+/* tests give these other values; CUDA_SUCCESS is 0 */
 int load_result, pointer_result, launch_result;
 int max_threads = 1024; /* of a block, for any kernel */
 int loads;              /* how many modules were loaded so far */
@@ -15,19 +13,19 @@ void (*on_launch)(const CUlaunchConfig *, CUfunction, void **);
 
 static char some_context, some_module;
 
-/* Triton's launcher, before anything else: a context to work in */
+/* Called by Triton's launcher, before anything else. */
 CUresult cuCtxGetCurrent(CUcontext *context) {
   *context = (CUcontext)&some_context;
   return CUDA_SUCCESS;
 }
 
-/* its launcher, for every tensor: the address that the device sees */
+/* Called by Triton's launcher for every tensor: at which address does the device see it? */
 CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr pointer) {
   *(CUdeviceptr *)data = pointer;
   return pointer_result;
 }
 
-/* its launcher; up to 3.6 a C program for each signature, from 3.7 on one for all */
+/* Called by Triton's launcher; Triton 3.6 compiles one for each signature. */
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters,
                           void **extra) {
   if (launch_result == CUDA_SUCCESS)
@@ -35,7 +33,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   return launch_result;
 }
 
-/* its load_binary: a module, the kernel in it, what it takes and may take */
+/* The next three are called by Triton's load_binary. */
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   *module = (CUmodule)&some_module;
   loads += load_result == CUDA_SUCCESS;
@@ -43,7 +41,7 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
 }
 
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
-  *function = (CUfunction)strdup(name); /* an address of its own; Triton never gives it back */
+  *function = (CUfunction)strdup(name); /* each function has its own address */
   return CUDA_SUCCESS;
 }
 
@@ -52,17 +50,17 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
   return CUDA_SUCCESS;
 }
 
-/* its load_binary, for more than 48 KiB of shared memory */
+/* The next two are called by load_binary where a kernel takes more than 48 KiB of shared memory. */
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
   return CUDA_SUCCESS;
 }
 
 CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return CUDA_SUCCESS; }
 
-/* where a compiled kernel is forgotten; not in 3.6 */
+/* Called where a compiled kernel is deleted; not in Triton 3.6. */
 CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
 
-/* its load_binary and get_device_properties: does a kernel fit? */
+/* The next two are called by load_binary and get_device_properties: does a kernel fit? */
 CUresult cuDeviceGet(CUdevice *device, int ordinal) {
   *device = ordinal;
   return CUDA_SUCCESS;
@@ -80,7 +78,7 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
   return CUDA_SUCCESS;
 }
 
-/* whoever reports an error */
+/* Called for the text of an error. */
 CUresult cuGetErrorString(CUresult error, const char **text) {
   static char sentence[64];
   snprintf(sentence, sizeof sentence, "error %d of the driver", error);
@@ -88,8 +86,8 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
   return CUDA_SUCCESS;
 }
 
-/* named by Triton's modules, and not asked here: there is a context, no printf in a kernel, no
- * tensor descriptor, and torch says which device is the current one */
+/* Never called: a context is there, no kernel prints, and torch knows the current device. They have
+ * to be defined, because Triton's C modules link against them. */
 #define NEVER(name, ...) CUresult name(__VA_ARGS__) { return CUDA_ERROR_NOT_SUPPORTED; }
 NEVER(cuCtxGetDevice, CUdevice *device)
 NEVER(cuCtxGetLimit, size_t *value, CUlimit limit)

@@ -121,7 +121,7 @@ class Libcuda:
             tuple(config.grid),
             tuple(config.block),
             config.shared,
-            config.stream,
+            config.stream or 0,
             config.number_of_attributes,
             values,
         )
