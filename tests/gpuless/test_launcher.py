@@ -75,11 +75,13 @@ with in_software(cuda.launching):
     assert cuda.launches[-1].parameters[0] == odd.data_ptr()
     assert cuda.loads == 2 and "ld.global.v4" not in code()
 
-    # a size of 64 bits
-    wide = _launch.Launch(reduce.sum_kernel, (1, 1, 1), (1, 1 << 31, 1, 1, 1), constants, 1)
-    wide(aligned, aligned)
-    assert cuda.launches[-1].parameters[2:4] == [1, 1 << 31], cuda.launches[-1]
-    assert libcuda.declared(code())[2:4] == ["u32", "u64"]
+    # a size of 64 bits, whichever it is
+    for wide in range(2):
+        sizes = [1 << 31 if i == wide else 1 for i in range(5)]
+        _launch.Launch(reduce.sum_kernel, (1, 1, 1), sizes, constants, 1)(aligned, aligned)
+        assert cuda.launches[-1].parameters[2:7] == sizes, cuda.launches[-1]
+        types = ["u64" if size > 1 else "u32" for size in sizes]
+        assert libcuda.declared(code())[2:7] == types
 """
 
 ERRORS = """
