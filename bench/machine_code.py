@@ -3,12 +3,14 @@
 Numbers are of the code as it stands: the body of a loop counts once.
 """
 
+import hashlib
 import math
 import multiprocessing
 import os
 import re
 import subprocess
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 import amd_code
 import triton
 from builds import Build, compiled
+from triton.runtime.cache import get_cache_manager
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 WIDE = 16  # bytes that one instruction can move on every architecture
@@ -79,10 +82,7 @@ def measure(build: Build) -> Row:
 
 
 def of_nvidia(build: Build, built: Any) -> Row:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        usage, sass = disassembled(file.name)
+    usage, sass = disassembled(built.asm["cubin"])
     registers, stack, local = resources(usage)
     shared = built.metadata.shared
     resident = resident_warps(build.arch, build.warps, registers, shared)
@@ -104,15 +104,29 @@ def of_nvidia(build: Build, built: Any) -> Row:
     )
 
 
-def disassembled(cubin: str) -> tuple[str, str]:
-    """Return what ``cuobjdump`` prints of a file: resource usage, and instructions.
+def disassembled(cubin: bytes) -> tuple[str, str]:
+    """Return what ``cuobjdump`` prints: resource usage, and instructions without their bits.
 
-    It fails, and prints no instructions, where it does not know the architecture.
+    It fails, and prints no instructions, where it does not know the architecture. Triton's cache
+    keeps what it printed, as it keeps the cubin: to disassemble takes as long as to compile.
     """
-    usage, sass = (
-        subprocess.run([CUOBJDUMP, what, cubin], capture_output=True, text=True, check=False).stdout
-        for what in ("-res-usage", "-sass")
-    )
+    tool = f"{triton.__version__} {CUOBJDUMP.name}".encode()
+    cache = get_cache_manager(hashlib.sha256(tool + cubin).hexdigest())
+    if kept := cache.get_file("disassembled.z"):
+        usage, _, sass = zlib.decompress(Path(kept).read_bytes()).decode().partition("\f")
+        return usage, sass
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, sass = (
+            subprocess.run(
+                [CUOBJDUMP, what, file.name], capture_output=True, text=True, check=False
+            ).stdout
+            for what in ("-res-usage", "-sass")
+        )
+    sass = re.sub(r" */\* 0x[0-9a-f]{16} \*/$", "", sass, flags=re.MULTILINE)
+    if instructions(sass):
+        cache.put(zlib.compress(f"{usage}\f{sass}".encode()), "disassembled.z", binary=True)
     return usage, sass
 
 

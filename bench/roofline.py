@@ -89,7 +89,7 @@ def built(ptx: str, arch: int) -> Built:
         source.write_text(ptx)
         command = [ptxas, f"--gpu-name=sm_{arch}{suffix}", str(source), "-o", str(cubin)]
         subprocess.run(command, check=True, capture_output=True)
-        usage, sass = machine_code.disassembled(str(cubin))
+        usage, sass = machine_code.disassembled(cubin.read_bytes())
     code = machine_code.instructions(sass)
     return Built(machine_code.resources(usage)[0], machine_code.outstanding(code))
 

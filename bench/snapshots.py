@@ -65,6 +65,7 @@ def parser_for(path: Path, description: str, archs: Sequence[int | str]) -> argp
         "--arch",
         type=lambda text: int(text) if text.isdigit() else text,
         nargs="+",
+        action="extend",
         choices=archs,
         metavar="N",
         help=f"architectures, like 80 {archs[-1]}",

@@ -1,17 +1,19 @@
 """What the compiler makes of every shipped kernel, for every architecture, and the gates on it.
 
     python bench/static.py --op softmax --arch 80 90
+    python bench/static.py --arch 90 --turns 4
 
 Needs no GPU. A kernel joins by ``shipped()`` in its module, see
 ``tritonamp.kernels._shipped.Shipped``. One line for each build; failed gates on stderr, exit status
 1. Numbers are of the code as it stands: the body of a loop counts once.
 """
 
+import datetime
 import json
 import sys
 
 import snapshots
-from builds import ARCHITECTURES, all_builds
+from builds import ARCHITECTURES, Arch, all_builds
 from gates import exp2_faults, faults, numbers
 from machine_code import Row, measured
 
@@ -37,15 +39,30 @@ def line(row: Row) -> str:
     )
 
 
+def of_today(turns: str, today: datetime.date | None = None) -> list[Arch]:
+    """Return the architectures whose turn it is; in as many days as turns each has one."""
+    day, number = (today or datetime.date.today()).toordinal(), int(turns)
+    return list(ARCHITECTURES[day % number :: number])
+
+
 def main(arguments: list[str] | None = None) -> int:
     description = "Builds every shipped kernel and checks what the compiler made of it."
     parser = snapshots.parser_for(SNAPSHOT, description, ARCHITECTURES)
     parser.add_argument(
         "--json", action="store_true", help="a JSON object for each build, on one line"
     )
+    parser.add_argument(
+        "--turns",
+        type=of_today,
+        action="extend",
+        dest="arch",
+        metavar="N",
+        help="an N-th of all architectures, in addition to those of --arch: each day another",
+    )
     args = snapshots.parsed(parser, arguments)
+    archs = list(dict.fromkeys(args.arch or ARCHITECTURES))
     rows = []
-    for row in measured(all_builds(args.op, args.arch or list(ARCHITECTURES), args.only)):
+    for row in measured(all_builds(args.op, archs, args.only)):
         fields = row._asdict() | {"build": row.build._asdict()}
         print(json.dumps(fields, default=str) if args.json else line(row), flush=True)
         rows.append(row)

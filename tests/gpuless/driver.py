@@ -8,28 +8,41 @@ import tempfile
 from pathlib import Path
 
 MAX_DEVICES = 8  # torch's own stand-in for guards of devices has so many
+NAME = "libcuda.so.1"
+SOURCE = Path(__file__).with_name("driver.c")
 _driver: ctypes.CDLL | None = None
 
 
 def load() -> None:
-    """Load the driver, where no other is, a C compiler is, and torch has not been imported.
+    """Load the driver, where no other is, a C compiler is, and torch has not been imported."""
+    with tempfile.TemporaryDirectory() as folder:
+        load_from(Path(folder))
+
+
+def load_from(folder: Path, *arguments: str) -> ctypes.CDLL | None:
+    """Load the driver after it was built in ``folder``, if ``load`` would do so.
 
     Its functions have to be there before torch's: whoever is first in the process is found.
+
+    Args:
+        folder: where the library is written; it may be deleted afterwards.
+        arguments: for the C compiler, like further sources.
     """
     global _driver
     if _driver or "torch" in sys.modules or shutil.which("cc") is None or _has_libcuda():
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "libcuda.so.1"
-        source = Path(__file__).with_name("driver.c")
-        options = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
-        subprocess.run(["cc", *options, "-o", str(library), str(source)], check=True)
-        _driver = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+        return _driver
+    options = ["-shared", "-fPIC", f"-Wl,-soname,{NAME}"]
+    with tempfile.TemporaryDirectory(dir=folder) as own:  # others may build the same
+        built = Path(own) / NAME
+        subprocess.run(["cc", *options, "-o", str(built), str(SOURCE), *arguments], check=True)
+        library = built.replace(folder / NAME)
+    _driver = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    return _driver
 
 
 def _has_libcuda() -> bool:
     try:
-        ctypes.CDLL("libcuda.so.1")
+        ctypes.CDLL(NAME)
     except OSError:
         return False
     return True

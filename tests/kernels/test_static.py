@@ -2,11 +2,13 @@
 builds.
 """
 
+import datetime
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -352,6 +354,27 @@ def test_instructions() -> None:
     assert machine_code.instructions("\n\tcode for sm_70\n") == []
 
 
+@pytest.mark.parametrize(("sass", "times"), [(SASS, 1), ("", 2)])
+def test_what_was_disassembled_is_kept(
+    sass: str, times: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Instructions, that is: none may mean that the tool was killed."""
+    asked: list[str] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        asked.append(command[1])
+        return SimpleNamespace(stdout=USAGE if command[1] == "-res-usage" else sass)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(machine_code.subprocess, "run", run)
+    first, again = (machine_code.disassembled(b"cubin") for _ in range(2))
+    assert asked == ["-res-usage", "-sass"] * times
+    assert first == again and first[0] == USAGE
+    assert machine_code.instructions(first[1]) == machine_code.instructions(sass)
+    machine_code.disassembled(b"another")
+    assert len(asked) == 2 * times + 2
+
+
 def test_bytes_outstanding() -> None:
     # 16 and 2; then R11 is read: 2 and three of the four registers before; then 8 more
     assert machine_code.outstanding(machine_code.instructions(SASS)) == 12 + 2 + 8
@@ -481,6 +504,22 @@ def test_misuse(
         static.main(arguments)
     assert stopped.value.code == 2
     assert capsys.readouterr().err.endswith(f"error: {message}\n")
+
+
+def test_every_architecture_has_its_turn() -> None:
+    days = [datetime.date(2026, 12, 30) + datetime.timedelta(days) for days in range(4)]
+    turns = [arch for day in days for arch in static.of_today("4", day)]
+    assert sorted(turns, key=str) == sorted(builds.ARCHITECTURES, key=str)
+
+
+def test_whose_turn_it_is_is_built_in_addition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    asked: list[builds.Arch] = []
+    monkeypatch.setattr(static, "measured", lambda todo: [])
+    monkeypatch.setattr(static, "all_builds", lambda op, archs, only: asked.extend(archs))
+    with pytest.raises(SystemExit):  # nothing was built
+        static.main(["--arch", "90", "80", "--turns", "2"])
+    assert asked == list(dict.fromkeys([90, 80, *static.of_today("2")]))
 
 
 def test_interpreter_is_refused(
