@@ -185,9 +185,8 @@ def load(from_file: Any) -> Any:
 
 @contextlib.contextmanager
 def in_this_thread() -> Iterator[None]:
-    """What torch keeps for each thread: where dispatch goes, and how backwards run."""
-    # the engine's threads for devices would ask the driver for contexts
-    with torch.autograd.set_multithreading_enabled(False), FakeCudaMode():
+    """What torch keeps for each thread: where dispatch goes."""
+    with FakeCudaMode():
         yield
 
 
@@ -254,3 +253,6 @@ def in_force(gpu: Gpu) -> Iterator[None]:
         stack.callback(driver.set_devices, 0)
         stack.enter_context(in_this_thread())
         yield
+
+
+driver.start_device_threads()  # before the first backward of the process
