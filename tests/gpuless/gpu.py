@@ -59,8 +59,8 @@ class _Copy:
 class Gpu:
     """One GPU.
 
-    Work is done at once, in the order in which it is launched on any stream; only copies to the host
-    arrive late, see ``send``.
+    Work of all streams is done at once, in the order of its launch; only copies to the host arrive
+    late, see ``send``.
 
     Attributes:
         records: see ``Record``.
@@ -171,7 +171,7 @@ class Gpu:
     # work
 
     def use(self, what: str, **memory: Iterable[Tensor]) -> None:
-        """Note what memory some work uses, see ``Streams.use``; of captured work it is not known."""
+        """Note what memory some work uses, see ``Streams.use``, unless it is captured."""
         if self.graph is None:
             self.streams.use(what, **memory)
 

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from gpuless import driver, streams
 from gpuless.gpu import Gpu
-from gpuless.tensors import CUDA, CudaTensor, FakeCudaMode, unwrap, wrap
+from gpuless.tensors import CudaTensor, FakeCudaMode, unwrap, wrap
 
 CAPABILITY = (9, 0)
 NAME = "Fake GPU"

@@ -87,8 +87,8 @@ class Way(NamedTuple):
 class PlacedOps(TorchDispatchMode):
     """A mode whose ops know where they run: it follows the forwards of modules while it is active.
 
-    A module that ``names`` lacks counts as part of the one that calls it. Backwards run in the thread
-    that calls them.
+    A module that ``names`` lacks counts as part of the one that calls it. Backwards that are called
+    inside the mode run in the thread that calls them.
     """
 
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
