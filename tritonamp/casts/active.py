@@ -123,6 +123,8 @@ def inlined_by_dynamo(function: F) -> F:
 
 inlined_by_dynamo(ScriptedAutocast.off)
 inlined_by_dynamo(ScriptedAutocast.on)
+inlined_by_dynamo(_Thread.keep_backwards)
+inlined_by_dynamo(_Thread.release_backwards)
 
 
 @inlined_by_dynamo
