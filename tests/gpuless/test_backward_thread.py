@@ -9,11 +9,11 @@ from covering import more
 from gpuless.fake_cuda import FakeCuda
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from watched.test_places import Doubles, Seen
+from watched.seen import Doubles, Seen
 
 import tritonamp
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16 = torch.bfloat16, torch.float16
 
 
 class Calls(torch.autograd.Function):

@@ -9,6 +9,8 @@ import torch
 from gpuless.fake_cuda import FakeCuda
 from torch import Tensor
 
+from tritonamp import functional
+
 RACE = "does not wait for"
 
 
@@ -114,6 +116,16 @@ def test_pinned_memory(fake_cuda: FakeCuda) -> None:
         expect(lambda: zeros().copy_(host, non_blocking=True), race=True)
         stream.wait_stream(torch.cuda.default_stream())
         expect(lambda: zeros().copy_(host, non_blocking=True), race=False)
+
+
+def test_a_kernel(fake_cuda: FakeCuda) -> None:
+    x = torch.zeros(70, 1024, device="cuda", dtype=torch.float16)  # enough for a kernel
+    target, stream = torch.zeros(70, dtype=torch.int64, device="cuda"), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.default_stream())
+    with torch.cuda.stream(stream):
+        functional.cross_entropy(x, target)
+    with pytest.raises(AssertionError, match=f"{RACE} cross_entropy_kernel"):
+        x.add_(1)
 
 
 def test_a_backward_is_on_the_stream_of_its_caller(fake_cuda: FakeCuda) -> None:
