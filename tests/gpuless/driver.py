@@ -67,3 +67,19 @@ def obstacle() -> str | None:
 def set_devices(count: int) -> None:
     """Say how many devices there are."""
     ctypes.c_int.in_dll(_driver, "devices").value = count
+
+
+def start_device_threads() -> None:
+    """Have autograd's engine start its threads for devices.
+
+    It does so at the first backward of a process, for as many devices as there are then: without
+    them a backward on the GPU fails.
+    """
+    import torch  # not before the driver is loaded
+
+    if obstacle():
+        return
+    torch._C._ensureCUDADeviceGuardSet()
+    set_devices(MAX_DEVICES)
+    torch.zeros((), requires_grad=True).backward()
+    set_devices(0)

@@ -4,16 +4,20 @@ import contextlib
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gpuless.streams import Clocks, Streams, join
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 ROOT = f"{Path(__file__).parents[2]}{os.sep}"
-OURS = {"driver.py", "fake_cuda.py", "gpu.py", "real_cuda.py", "tensors.py", "torch_cuda.py"}
+OURS = {
+    "driver.py", "fake_cuda.py", "gpu.py", "real_cuda.py", "streams.py", "tensors.py",
+    "torch_cuda.py",
+}  # fmt: skip
 
 
 class Record(NamedTuple):
@@ -56,9 +60,10 @@ class _Copy:
 
 
 class Gpu:
-    """One GPU with one stream.
+    """One GPU.
 
-    Work is done at once, in order; only copies to the host arrive late, see ``send``.
+    Work of all streams is done at once, in the order of its launch; only copies to the host arrive
+    late, see ``send``.
 
     Attributes:
         records: see ``Record``.
@@ -67,9 +72,11 @@ class Gpu:
         raises_on_wait: see ``torch.cuda.set_sync_debug_mode``.
         graph: work that is being captured, in the place of being done.
         generator: of random numbers on the GPU.
+        streams: which work waits for which.
     """
 
     def __init__(self) -> None:
+        self.streams = Streams(self.waits_for)
         self.records: list[Record] = []
         self.launches: list[str] = []
         self.event_lag = 0
@@ -88,12 +95,18 @@ class Gpu:
             raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
         self.records.append(Record(kind, what, _where()))
 
-    def waits_for(self, what: str) -> None:
-        """The host waits here, and all copies arrive."""
+    def waits_for(self, what: str, clocks: Clocks | None = None) -> None:
+        """The host waits here, and all copies arrive.
+
+        Args:
+            what: why it waits.
+            clocks: for which work; by default for that of the current stream.
+        """
         if self.raises_on_wait:
             raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
         self.note("wait", what)
         self.arrive(self.position)
+        join(self.streams.host, self.streams.current[-1].clocks if clocks is None else clocks)
 
     def pin(self, tree: Any) -> None:
         if self.graph is None:  # since torch 2.11 what is pinned during a capture is the graph's
@@ -158,7 +171,12 @@ class Gpu:
         memory = host.untyped_storage().data_ptr()
         return [c for c in self._under_way if c.host.untyped_storage().data_ptr() == memory]
 
-    # captured work
+    # work
+
+    def use(self, what: str, **memory: Iterable[Tensor]) -> None:
+        """Note what memory some work uses, see ``Streams.use``, unless it is captured."""
+        if self.graph is None:
+            self.streams.use(what, **memory)
 
     def do(self, work: Callable[[], object]) -> None:
         """Do something that writes to tensors, or capture it."""

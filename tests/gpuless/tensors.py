@@ -9,7 +9,7 @@ from gpuless.gpu import Gpu
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tritonamp.kernels._implementations import operations
 
@@ -165,6 +165,9 @@ def run(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         _transfer(gpu, *args, **kwargs)
         return args[0]
     if ours:
+        if not _is_view(func):
+            reads = [] if name.startswith("new_") or name.endswith("_like") else tensors
+            gpu.use(name, reads=reads, writes=_tensors(_written(func, args, kwargs), {}))
         _check(gpu, name, args, tensors)
     kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     if to_gpu and device is not None:
@@ -181,14 +184,16 @@ def run(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             _apply_to_sizes(func, args, kwargs)
         else:
             gpu.do(lambda: compute(*inner))
-        written = _written(func, args, kwargs)
+        written = _count_versions(_written(func, args, kwargs))
         return None if not returns else written[0] if len(returns) == 1 else tuple(written)
-    if any(r.alias_info is not None for r in returns):  # a view
+    if _is_view(func):
         result = compute(*inner)
         # an inference tensor only where it is a view of one
         with torch.inference_mode(any(x.is_inference() for x in tensors)):
             return wrap(result)
     result = gpu.compute(compute, inner)
+    if to_gpu and gpu.streams.several:
+        gpu.use(name, makes=[x for x in tree_leaves(result) if isinstance(x, Tensor)])
     if name == "_pack_padded_sequence":
         return wrap(result[0]), result[1]  # sizes of batches are the host's
     return wrap(result) if to_gpu else result
@@ -229,17 +234,27 @@ def _apply_to_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         torch._C._set_meta_in_tls_dispatch_include(included)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operation has written to.
+def _is_view(func: Any) -> bool:
+    """Return whether an operation uses no memory: it gives other sizes to its argument's."""
+    if func._schema.is_mutable:
+        return torch.Tag.inplace_view in func.tags
+    return any(r.alias_info is not None for r in func._schema.returns)
 
-    Torch counts the versions of single tensors before it comes here, those of lists afterwards.
-    """
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation writes to."""
+    if not func._schema.is_mutable:
+        return []
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = [
+    return [
         given[argument.name]
         for argument in func._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+
+def _count_versions(written: list[Any]) -> list[Any]:
+    """Count the versions of tensors in lists, after a write; those of single ones torch counts."""
     for tensors in written:
         if isinstance(tensors, list | tuple):
             torch.autograd.graph.increment_version(tensors)
@@ -257,7 +272,7 @@ def _on_host(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     result = func(*args, **{k: v for k, v in kwargs.items() if k != "pin_memory" or not v})
     if pinned:
         gpu.pin(result)
-    _written(func, args, kwargs)
+    _count_versions(_written(func, args, kwargs))
     return result
 
 
@@ -287,6 +302,7 @@ def _moved(gpu: Gpu, func: Any, source: Tensor, kwargs: dict[str, Any]) -> Tenso
     target = func(torch.empty_like(unwrap(source)), **layout)
     if not isinstance(source, CudaTensor):
         target = CudaTensor(target)
+        gpu.use("memory for a copy", makes=[target])
     elif non_blocking:  # torch pins what it will copy to without waiting
         gpu.pin(target)
     _transfer(gpu, target, source, non_blocking)
@@ -301,6 +317,7 @@ def _transfer(gpu: Gpu, target: Tensor, source: Tensor, non_blocking: bool = Fal
     into, out_of = unwrap((target, source))
     if not host.numel():
         return
+    gpu.use(f"copy {what}", reads=[source], writes=[target])
     if not non_blocking:
         gpu.waits_for(f"blocking copy {what}")
     elif source.dtype is not target.dtype or not host.is_contiguous():

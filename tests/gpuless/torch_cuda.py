@@ -9,9 +9,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gpuless import driver
+from gpuless import driver, streams
 from gpuless.gpu import Gpu
-from gpuless.tensors import CUDA, CudaTensor, FakeCudaMode, unwrap, wrap
+from gpuless.tensors import CudaTensor, FakeCudaMode, unwrap, wrap
 
 CAPABILITY = (9, 0)
 NAME = "Fake GPU"
@@ -20,27 +20,20 @@ NAME = "Fake GPU"
 def stream_classes(gpu: Gpu) -> dict[str, type]:
     """Return what stands in for the classes of ``torch.cuda`` of the same names."""
 
-    class Stream:
-        device, cuda_stream = CUDA, 0
-
+    class Stream(streams.Stream):
         def __init__(self, device: Any = None, priority: int = 0) -> None:
-            pass
-
-        def wait_stream(self, stream: Any) -> None:
-            pass
-
-        wait_event = wait_stream
-
-        def synchronize(self) -> None:
-            gpu.waits_for("Stream.synchronize")
+            super().__init__("another stream", gpu.waits_for)
+            gpu.streams.add(self)
 
     class Event:
         def __init__(self, enable_timing: bool = False, *args: Any, **kwargs: Any) -> None:
             self._position = self._lag = 0
+            self.clocks: streams.Clocks = {}
 
         def record(self, stream: Any = None) -> None:
             if gpu.graph is None:  # recorded during a capture it says nothing about the host
                 self._position, self._lag = gpu.position, gpu.event_lag
+                self.clocks = dict((stream or gpu.streams.current[-1]).clocks)
 
         def query(self) -> bool:
             gpu.note("query", "Event.query")
@@ -48,14 +41,15 @@ def stream_classes(gpu: Gpu) -> dict[str, type]:
                 self._lag -= 1
                 return False
             gpu.arrive(self._position)
+            streams.join(gpu.streams.host, self.clocks)
             return True
 
         def synchronize(self) -> None:
-            gpu.waits_for("Event.synchronize")
+            gpu.waits_for("Event.synchronize", self.clocks)
             self._lag = 0
 
         def wait(self, stream: Any = None) -> None:
-            pass
+            (stream or gpu.streams.current[-1]).wait_event(self)
 
         def elapsed_time(self, end: Any) -> float:
             return 1.0
@@ -92,12 +86,20 @@ def stream_classes(gpu: Gpu) -> dict[str, type]:
             self._graph.capture_end()
 
     class device(contextlib.nullcontext[None]):
-        """Also the context of a stream."""
+        pass
+
+    @contextlib.contextmanager
+    def on_stream(stream: Any) -> Iterator[None]:
+        gpu.streams.current.append(stream or gpu.streams.current[-1])
+        try:
+            yield
+        finally:
+            gpu.streams.current.pop()
 
     return {
         "device": device,
         "device_of": device,
-        "stream": device,
+        "stream": on_stream,
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": CUDAGraph,
@@ -120,9 +122,11 @@ def functions(gpu: Gpu) -> dict[str, Any]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
-        "current_stream": lambda device=None: torch.cuda.Stream(),
-        "default_stream": lambda device=None: torch.cuda.Stream(),
-        "synchronize": lambda device=None: gpu.waits_for("torch.cuda.synchronize"),
+        "current_stream": lambda device=None: gpu.streams.current[-1],
+        "default_stream": lambda device=None: gpu.streams.default,
+        "synchronize": lambda device=None: gpu.waits_for(
+            "torch.cuda.synchronize", gpu.streams.clocks
+        ),
         "is_current_stream_capturing": lambda: gpu.graph is not None,
         "set_sync_debug_mode": lambda mode: setattr(gpu, "raises_on_wait", mode in ("error", 2)),
         "get_sync_debug_mode": lambda: 2 * gpu.raises_on_wait,
@@ -185,9 +189,8 @@ def load(from_file: Any) -> Any:
 
 @contextlib.contextmanager
 def in_this_thread() -> Iterator[None]:
-    """What torch keeps for each thread: where dispatch goes, and how backwards run."""
-    # the engine's threads for devices would ask the driver for contexts
-    with torch.autograd.set_multithreading_enabled(False), FakeCudaMode():
+    """What torch keeps for each thread: where dispatch goes."""
+    with FakeCudaMode():
         yield
 
 
@@ -254,3 +257,6 @@ def in_force(gpu: Gpu) -> Iterator[None]:
         stack.callback(driver.set_devices, 0)
         stack.enter_context(in_this_thread())
         yield
+
+
+driver.start_device_threads()  # before the first backward of the process

@@ -14,6 +14,7 @@ import torch
 from covering import more
 from gpuless.fake_cuda import FakeCuda
 from gpuless.real_cuda import AnyCuda
+from gpuless.streams import Clocks
 from helpers import Resumable, disabled_after, on_cpu, same_bits, storage_bytes
 from torch import Tensor, nn
 
@@ -411,94 +412,48 @@ def test_parts(cuda: torch.device, monkeypatch: pytest.MonkeyPatch, part: int) -
 # streams
 
 
-class Streams:
-    """Streams that know what comes before what: each has a clock, and the clocks it has waited for.
+class Order:
+    """When parts arrived, stepped and left.
 
     Attributes:
-        races: what no wait has put in an order: names of two accesses to the same memory.
-        seen: name of an access to the clocks that it comes after.
+        clocks: those of its stream, by name of what was done there.
     """
 
-    def __init__(self) -> None:
-        self.races: list[tuple[str, str]] = []
-        self.seen: dict[str, dict[Any, int]] = {}
-        self._accesses: dict[int, list[tuple[str, Any, int, bool]]] = {}
-        streams = self
+    def __init__(self, gpu: FakeCuda) -> None:
+        self._gpu = gpu
+        self.clocks: dict[str, Clocks] = {}
+        self._counts: dict[str, int] = {}
 
-        class Stream(torch.cuda.Stream):
-            def __init__(self, device: Any = None) -> None:
-                self.clocks: dict[Any, int] = {self: 0}
-
-            def wait_stream(self, other: Any) -> None:
-                self.wait_event(other)
-
-            def wait_event(self, event: Any) -> None:
-                self.clocks |= {s: max(at, self.clocks.get(s, 0)) for s, at in event.clocks.items()}
-
-        class Event(torch.cuda.Event):
-            def record(self, stream: Any = None) -> None:
-                super().record()
-                self.clocks = dict((stream or streams.current[-1]).clocks)
-
-        class on_stream:
-            def __init__(self, stream: Stream) -> None:
-                self._stream = stream
-
-            def __enter__(self) -> None:
-                streams.current.append(self._stream)
-
-            def __exit__(self, *exception: Any) -> None:
-                streams.current.pop()
-
-        self.stand_ins = {"Stream": Stream, "Event": Event, "stream": on_stream}
-        self.stand_ins["current_stream"] = lambda device=None: self.current[-1]  # type: ignore
-        self.current = [Stream()]
-
-    def access(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
-        """Note what the current stream does, and whom it races with."""
-        stream: Any = self.current[-1]
-        stream.clocks[stream] += 1
-        self.seen[name] = dict(stream.clocks)
-        for tensors, is_write in ((reads, False), (writes, True)):
-            for memory in {x.untyped_storage().data_ptr() for x in tensors}:
-                accesses = self._accesses.setdefault(memory, [])
-                self.races += [
-                    (before, name)
-                    for before, other, at, wrote in accesses
-                    if (wrote or is_write) and stream.clocks.get(other, 0) < at
-                ]
-                accesses.append((name, stream, stream.clocks[stream], is_write))
+    def note(self, kind: str) -> None:
+        """Note something that the current stream does next, as "kind 0", "kind 1", ..."""
+        number = self._counts[kind] = self._counts.get(kind, -1) + 1
+        self._gpu.use(kind)
+        self.clocks[f"{kind} {number}"] = dict(self._gpu.streams.current[-1].clocks)
 
     def comes_after(self, name: str, other: str) -> bool:
-        """Tell whether one access waits for another."""
-        return all(self.seen[name].get(s, 0) >= at for s, at in self.seen[other].items())
+        """Tell whether one waits for another."""
+        return all(self.clocks[name].get(s, 0) >= at for s, at in self.clocks[other].items())
 
 
 @pytest.fixture
-def streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Streams:
-    """Streams that note copies and steps, named "arrive", "step" and "leave" with a number."""
-    found, counts = Streams(), dict[str, int]()
-    for name, stand_in in found.stand_ins.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+def order(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Order:
+    """The order of copies and steps: "arrive", "step" and "leave"."""
+    found, current = Order(fake_cuda), fake_cuda.streams.current
     by_part, send, fetch = Offload.parts_on_device, fake_cuda.send, fake_cuda.fetch
 
-    def numbered(kind: str) -> str:
-        counts[kind] = counts.get(kind, -1) + 1
-        return f"{kind} {counts[kind]}"
-
     def sent(into: Tensor, out_of: Tensor) -> None:
-        if len(found.current) > 1:  # not the records
-            found.access(numbered("leave"), [out_of], [into])
+        if len(current) > 1:  # not the records
+            found.note("leave")
         send(into, out_of)
 
     def fetched(into: Tensor, out_of: Tensor) -> None:
-        found.access(numbered("arrive" if len(found.current) > 1 else "read"), [out_of], [into])
+        if len(current) > 1:
+            found.note("arrive")
         fetch(into, out_of)
 
     def stepped(self: Offload, lists: Any) -> Iterator[Any]:
         for part in by_part(self, lists):
-            written = [x for i in range(len(part)) for x in part.at(i)]
-            found.access(numbered("step"), [], written)
+            found.note("step")
             yield part
 
     monkeypatch.setattr(fake_cuda, "send", sent)
@@ -507,8 +462,8 @@ def streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Streams:
     return found
 
 
-def test_streams_wait_for_one_another(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever they read and write, also where the next step has other parts; no more than that."""
+def test_streams_wait_for_one_another(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the GPU in software raises; also where the next step has other parts."""
     monkeypatch.setattr(offload, "PART", 1)
     run = Run("cuda", backend="eager", kind="plain SGD")
     for frozen in ([], ["first"], ["last"], []):
@@ -517,26 +472,25 @@ def test_streams_wait_for_one_another(streams: Streams, monkeypatch: pytest.Monk
         run.step()
     list(run.amp.master_params())
     run.step()
-    assert streams.races == []
-    assert "leave 8" in streams.seen
+    assert "leave 8" in order.clocks
     run.amp.disable()
 
 
-def test_parts_overlap(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_overlap(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part arrives while the one before steps, and leaves while the next one steps."""
     monkeypatch.setattr(offload, "PART", 1)
     run = Run("cuda", level="O3", backend="eager", kind="SGD")  # each part is one moment
     run.step()
     for k in range(4):
-        assert streams.comes_after(f"step {k}", f"arrive {k}")
-        assert streams.comes_after(f"leave {k}", f"step {k}")
-        assert streams.comes_after(f"arrive {k + 2}", f"leave {k}")
-        assert not streams.comes_after(f"arrive {k + 1}", f"step {k}")
-        assert not streams.comes_after(f"step {k + 1}", f"leave {k}")
-    streams.access("backward", [], [])
+        assert order.comes_after(f"step {k}", f"arrive {k}")
+        assert order.comes_after(f"leave {k}", f"step {k}")
+        assert order.comes_after(f"arrive {k + 2}", f"leave {k}")
+        assert not order.comes_after(f"arrive {k + 1}", f"step {k}")
+        assert not order.comes_after(f"step {k + 1}", f"leave {k}")
+    order.note("backward")
     run.step()
-    assert not streams.comes_after("arrive 6", "backward")
-    assert not streams.comes_after("arrive 7", "backward")
+    assert not order.comes_after("arrive 6", "backward 0")
+    assert not order.comes_after("arrive 7", "backward 0")
     run.amp.disable()
 
 

@@ -1,5 +1,6 @@
 """Where ops run: modules and lines, in the forward and in the backward."""
 
+import inspect
 import sys
 import threading
 from typing import Any
@@ -8,51 +9,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from watched.seen import Doubles, Seen
 
-from tritonamp.watched.ops import OpCall, schema_of
-from tritonamp.watched.places import Place, PlacedOps
+from tritonamp.watched.ops import schema_of
+from tritonamp.watched.places import Place
 
 aten = torch.ops.aten
 
 
-class Seen(PlacedOps):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__({module: name for name, module in model.named_modules()})
-        self.ops: list[tuple[str, Place, bool]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = OpCall(func, args, kwargs or {})
-        self.ops.append((call.schema.name, self.place(call.schema.name), self.in_backward()))
-        return call.run()
-
-    def of(self, op: str) -> list[tuple[Place, bool]]:
-        return [(place, backward) for name, place, backward in self.ops if name == op]
-
-
-class Doubles(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Tanh()
-        self.line = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.line = sys._getframe().f_lineno + 1
-        return self.inner(x.exp())
-
-
 def test_module_and_line_in_forward_and_backward() -> None:
-    model = nn.Sequential(Doubles())
+    model, seen_file = nn.Sequential(Doubles()), inspect.getfile(Doubles)
     x = torch.ones(2, requires_grad=True)
     with Seen(model) as seen:
         model(x).sum().backward()
-    here = Place("0", file=__file__, number=model[0].line)
+    here = Place("0", file=seen_file, number=model[0].line)
     assert seen.of("exp") == [(here, False)]
-    assert seen.of("tanh") == [(Place("0.inner", file=__file__, number=model[0].line), False)]
+    assert seen.of("tanh") == [(Place("0.inner", file=seen_file, number=model[0].line), False)]
     ((place, backward),) = seen.of("tanh_backward")
     assert (place.module, place.op, backward) == ("0.inner", "tanh", True)
     assert [place.module for place, _ in seen.of("sum")] == [None]
-    assert str(seen.of("exp")[0][0]) == f"0, op exp at {__file__}:{model[0].line}"
-    assert here.line == f"tests/watched/test_places.py:{model[0].line}"
+    assert str(seen.of("exp")[0][0]) == f"0, op exp at {seen_file}:{model[0].line}"
+    assert here.line == f"tests/watched/seen.py:{model[0].line}"
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -32,6 +32,7 @@ class _Thread(threading.local):
         # innermost last
         self.stack: list[tuple[ActivePolicy | None, TracingContext | None]] = []
         self.in_rule = False  # inside a rule's stock op, where no rule applies
+        self.keeps_backwards = False  # backwards run in this thread, which they did not before
 
     def live(self) -> list[tuple[ActivePolicy | None, TracingContext | None]]:
         """Return the stack, without what traces that were given up half-way have left on it."""
@@ -40,6 +41,22 @@ class _Thread(threading.local):
             while self.stack and self.stack[-1][1] not in (None, trace):
                 self.stack.pop()
         return self.stack
+
+    def keep_backwards(self) -> None:
+        """Have backwards that this thread calls run in it, where their ops find this stack.
+
+        On a GPU autograd would run them in the thread of the device, which has none.
+        """
+        # private (torch 2.11 to 2.15): what torch.autograd.set_multithreading_enabled sets
+        if torch._C._is_multithreading_enabled():
+            self.keeps_backwards = True
+            torch._C._set_multithreading_enabled(False)
+
+    def release_backwards(self) -> None:
+        """Undo ``keep_backwards``."""
+        if self.keeps_backwards:
+            torch._C._set_multithreading_enabled(True)
+            self.keeps_backwards = False
 
 
 class _Process:
@@ -106,6 +123,8 @@ def inlined_by_dynamo(function: F) -> F:
 
 inlined_by_dynamo(ScriptedAutocast.off)
 inlined_by_dynamo(ScriptedAutocast.on)
+inlined_by_dynamo(_Thread.keep_backwards)
+inlined_by_dynamo(_Thread.release_backwards)
 
 
 @inlined_by_dynamo
@@ -136,8 +155,11 @@ def push_policy(active: ActivePolicy | None, trace: TracingContext | None = None
     if active is not process.latest:
         process.add_mark(active)
     stack = thread.stack and thread.live()
-    if not stack and active is not None and active.device_type == "cpu":
-        scripted.off()
+    if active is not None:
+        if active.device_type != "cpu":
+            thread.keep_backwards()
+        elif not stack:
+            scripted.off()
     stack.append((active, trace))
 
 
@@ -150,6 +172,7 @@ def pop_policies(depth: int) -> None:
         process.add_mark(stack[-1][0])
     else:
         scripted.on()
+        thread.release_backwards()
 
 
 def active() -> ActivePolicy | None:

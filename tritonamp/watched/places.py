@@ -87,7 +87,8 @@ class Way(NamedTuple):
 class PlacedOps(TorchDispatchMode):
     """A mode whose ops know where they run: it follows the forwards of modules while it is active.
 
-    A module that ``names`` lacks counts as part of the one that calls it.
+    A module that ``names`` lacks counts as part of the one that calls it. Backwards that are called
+    inside the mode run in the thread that calls them.
     """
 
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
@@ -111,6 +112,9 @@ class PlacedOps(TorchDispatchMode):
                 hooks.register_module_forward_hook(self._note_left, always_call=True),
             ):
                 stack.callback(hook.remove)
+            # on a GPU backwards run in a thread of the device, whose autograd nodes have sequence
+            # numbers of their own
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             super().__enter__()
             self._hooks = stack.pop_all()
         return self
@@ -135,8 +139,7 @@ class PlacedOps(TorchDispatchMode):
             self.modules.pop()
 
     def _is_seen(self) -> bool:
-        # on a GPU checkpointed segments are computed again in a thread of autograd's
-        return threading.get_ident() == self._thread or _node() is not None
+        return threading.get_ident() == self._thread
 
     def place(self, op: str) -> Place:
         """Return where the op that is running belongs: in a backward, where its forward's op ran.

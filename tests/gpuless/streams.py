@@ -1,0 +1,167 @@
+"""Streams of a GPU: which work comes before which, and memory that two of them use at once."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Clocks = dict["Stream", int]
+"""How much of the work of each stream is over."""
+
+
+class Stream:
+    """Work of a GPU that is done in order: what ``torch.cuda.Stream`` is.
+
+    Args:
+        name: what messages call it.
+        waits_for: has the host wait; takes the name of the wait, and clocks.
+
+    Attributes:
+        clocks: what comes before the work that the stream is given next.
+    """
+
+    device, cuda_stream = torch.device("cuda", 0), 0
+
+    def __init__(self, name: str, waits_for: Callable[[str, Clocks], None]) -> None:
+        self.name, self._waits_for = name, waits_for
+        self.clocks: Clocks = {self: 0}
+
+    @property
+    def clock(self) -> int:
+        """How much work the stream has been given."""
+        return self.clocks[self]
+
+    def wait_stream(self, stream: "Stream") -> None:
+        join(self.clocks, stream.clocks)
+
+    def wait_event(self, event: Any) -> None:
+        join(self.clocks, event.clocks)
+
+    def synchronize(self) -> None:
+        self._waits_for("Stream.synchronize", self.clocks)
+
+
+@dataclass
+class Use:
+    """Work that used a memory: what it was, on which stream, and when there."""
+
+    what: str
+    stream: Stream
+    clock: int
+
+    def is_before(self, stream: Stream) -> bool:
+        """Return whether what the stream is given next waits for this."""
+        return stream.clocks.get(self.stream, -1) >= self.clock
+
+
+@dataclass
+class _Memory:
+    """The last uses of a storage: a write, and later reads, one of each stream."""
+
+    storage: StorageWeakRef  # keeps its address from being another one's
+    write: Use | None
+    reads: dict[Stream, Use] = field(default_factory=dict)
+
+
+class Streams:
+    """The streams of a GPU, the uses of memory on them, and what the host has waited for.
+
+    Uses are kept once there are two streams. Memory that is older counts as written by the first.
+
+    Args:
+        waits_for: of ``Stream``.
+
+    Attributes:
+        default: the first one.
+        current: contexts of streams that are entered, innermost last. They are the process's, not a
+            thread's: backwards run in another thread, on the streams of their forward.
+        host: clocks that the host has waited for, for which all that it launches comes later.
+    """
+
+    def __init__(self, waits_for: Callable[[str, Clocks], None]) -> None:
+        self.default = Stream("the default stream", waits_for)
+        self.current = [self.default]
+        self.host: Clocks = {}
+        self._others: list[Stream] = []
+        self._older: Use | None = None
+        self._memories: dict[int, _Memory] = {}
+
+    @property
+    def several(self) -> bool:
+        """Whether there are two streams."""
+        return self._older is not None
+
+    @property
+    def clocks(self) -> Clocks:
+        """How much work the streams have been given."""
+        return {stream: stream.clock for stream in (self.default, *self._others)}
+
+    def add(self, stream: Stream) -> None:
+        """Note a stream that was made."""
+        if self._older is None:
+            self._older = Use("earlier work", self.default, self.default.clock)
+        self._others.append(stream)
+
+    def use(
+        self,
+        what: str,
+        reads: Iterable[Tensor] = (),
+        writes: Iterable[Tensor] = (),
+        makes: Iterable[Tensor] = (),
+    ) -> None:
+        """Note work on the current stream.
+
+        Args:
+            what: name of the work.
+            reads, writes: tensors whose memory it uses, on the GPU or pinned.
+            makes: new tensors that it writes.
+
+        Raises:
+            AssertionError: It uses memory that another stream writes, or the other way round, and
+                no stream waits for the other.
+        """
+        stream = self.current[-1]
+        join(stream.clocks, self.host)
+        stream.clocks[stream] += 1
+        if not self.several:
+            return
+        now = Use(what, stream, stream.clock)
+        written = {x.untyped_storage()._cdata for x in writes}
+        for x in makes:
+            self._memories[x.untyped_storage()._cdata] = _memory(x, now)
+        for x in writes:
+            memory = self._memory(x)
+            _check(now, x, memory.write, *memory.reads.values())
+            memory.write, memory.reads = now, {}
+        for x in reads:
+            if x.untyped_storage()._cdata not in written:
+                memory = self._memory(x)
+                _check(now, x, memory.write)
+                memory.reads[stream] = now
+
+    def _memory(self, x: Tensor) -> _Memory:
+        key = x.untyped_storage()._cdata
+        if key not in self._memories or self._memories[key].storage.expired():
+            self._memories[key] = _memory(x, self._older if x.is_cuda else None)
+        return self._memories[key]
+
+
+def _memory(x: Tensor, write: Use | None) -> _Memory:
+    return _Memory(StorageWeakRef(x.untyped_storage()), write)
+
+
+def _check(now: Use, x: Tensor, *before: Use | None) -> None:
+    for use in before:
+        assert use is None or use.is_before(now.stream), (
+            f"{now.what} on {now.stream.name} does not wait for {use.what} on {use.stream.name}: "
+            f"both use the memory of a tensor {tuple(x.shape)}, and one writes it"
+        )
+
+
+def join(clocks: Clocks, others: Clocks) -> None:
+    """Have what comes after ``clocks`` come after the others, too."""
+    for stream, clock in others.items():
+        clocks[stream] = max(clock, clocks.get(stream, 0))
