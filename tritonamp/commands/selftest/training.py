@@ -48,7 +48,7 @@ class SmallTraining:
             y = (x.mean(1) @ torch.randn(8, 5)).argmax(1)
         self.model.to(device)
         self.x, self.y = x.to(device), y.to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.amp: tritonamp.Amp | None = None
 
     def step(self, max_norm: float | None = None) -> Tensor:
