@@ -58,31 +58,30 @@ def speed(folder: Path, log: str) -> list[str]:
 
 
 def rows_of(tier: int) -> Summary:
-    """Return a function that returns a line for each case of a tier."""
+    """Return a function that returns a line for each case of a tier, and why rows are absent.
+
+    A row of ours that fails makes its part fail; peers may fail in any way.
+    """
 
     def rows(folder: Path, log: str) -> list[str]:
         found = {(line.get("case"), line["peer"]): line for line in jsonl.read(folder / jsonl.ROWS)}
-        cases: dict[str, list[dict[str, Any]]] = {}
-        for (case, _), line in found.items():
-            if line.get("tier") == tier:
-                cases.setdefault(case, []).append(line)
-        said = [f"{case}: {'; '.join(map(_row, rows))}" for case, rows in cases.items()]
-        return (
-            said
-            + [
-                f"{WRONG} {line['case']}, {line['peer']}: {line['reason']}"
-                for rows in cases.values()
-                for line in rows
-                if "reason" in line
-            ][:MOST]
-        )
+        own = [line for line in found.values() if line.get("tier") == tier]
+        cases: dict[str, list[str]] = {}
+        for line in own:
+            cases.setdefault(line["case"], []).append(_row(line))
+        absent = Counter((line["peer"], line["reason"]) for line in own if "reason" in line)
+        return [f"{case}: {'; '.join(peers)}" for case, peers in cases.items()] + [
+            f"{WRONG if peer.startswith('tritonamp') else 'not measured'}: {peer}, {count} rows: "
+            f"{reason}"
+            for (peer, reason), count in absent.most_common(MOST)
+        ]
 
     return rows
 
 
 def _row(row: dict[str, Any]) -> str:
     if "us" not in row:
-        return f"{row['peer']} not measured"
+        return f"{row['peer']}: none"
     parts = [row["peer"], f"{row['us'] / 1e3:.3g} ms" if row["us"] > 1e4 else f"{row['us']:.4g} us"]
     if row["fraction_of_copy"] and row["clock"] != "host":
         parts.append(f"{row['fraction_of_copy']:.2f} of copy")

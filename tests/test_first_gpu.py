@@ -216,13 +216,17 @@ def test_rows_of_a_case_stand_in_a_line(first: SimpleNamespace, machine: Any) ->
     first.jsonl.append(file, cut)
     first.jsonl.append(file, row | {"case": "another", "tier": 2, "peer": "fp32", "us": 1.0})
     assert first.summary.rows_of(1)(machine.folder, "") == [
-        "GPT-2: fp32 212 ms 1.5 GiB; tritonamp O2 not measured",
-        "FAILED GPT-2, tritonamp O2: its process ended",
+        "GPT-2: fp32 212 ms 1.5 GiB; tritonamp O2: none",
+        "FAILED: tritonamp O2, 1 rows: its process ended",
     ]
     # measured after all, by a later process
     first.jsonl.append(file, row | {"peer": "tritonamp O2", "us": 91_000.0})
     (line,) = first.summary.rows_of(1)(machine.folder, "")
     assert line.endswith("tritonamp O2 91 ms 1.5 GiB")
+    # peers may fail
+    first.jsonl.append(file, cut | {"peer": "Liger-Kernel", "reason": "it needs a driver"})
+    *_, absent = first.summary.rows_of(1)(machine.folder, "")
+    assert absent == "not measured: Liger-Kernel, 1 rows: it needs a driver"
 
 
 def test_tests_are_counted_and_failures_named(first: SimpleNamespace, machine: Any) -> None:
