@@ -1,4 +1,4 @@
-"""The parts of first_gpu.sh: what each runs, for how long, and what the summary says of it."""
+"""The parts of first_gpu.sh: command, share of the time and summary of each."""
 
 import argparse
 import importlib.util
@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +19,14 @@ from commits import ROOT
 
 SECONDS, TOOLS_SECONDS = 360.0, 150.0
 AT_THE_END = 2.0  # seconds for the last summary
-LEAST = 3.0  # seconds for which a part is started
+LEAST = 8.0  # seconds for which a part is started: imports, and what ``ended`` keeps
 SUMMARY = 11_000  # characters: a lent machine may hand back 12,000
 MOST_PROCESSES = 14
 DRY_TESTS = "tests/gpuless/test_waits.py"
+NCU = (
+    "softmax", "norm", "group_norm", "cross_entropy", "token_log_probs", "sum", "cast",
+    "grad_stats", "adam", "sgd", "lion", "muon", "ema", "ranges",
+)  # fmt: skip
 SANITIZERS = {"memcheck": 60, "racecheck": 30, "synccheck": 20}  # tools, and their shares
 
 
@@ -29,11 +34,13 @@ class Part(NamedTuple):
     """A part of a run.
 
     Attributes:
-        name: of its log, and in the summary.
-        share: of the time: seconds in a run of ``SECONDS``, or of ``TOOLS_SECONDS``.
-        command: what runs.
-        summary: what the summary says of the lines that it leaves.
+        name: name of the part, in the summary and of its log.
+        share: seconds of the part in a run of ``SECONDS`` or ``TOOLS_SECONDS``.
+        command: command line.
+        summary: maker of the summary's lines.
         takes_seconds: whether the command has an option ``--seconds``.
+        variables: further environment variables.
+        wheels: folder of ``work`` whose packages the part sees.
     """
 
     name: str
@@ -41,17 +48,19 @@ class Part(NamedTuple):
     command: list[str]
     summary: first_summary.Summary
     takes_seconds: bool = False
+    variables: Mapping[str, str] = {}
+    wheels: str = "tests"
 
 
 class Machine(NamedTuple):
     """What the parts run on.
 
     Attributes:
-        gpu: whether there is one.
-        folder: of the results.
-        work: of wheels and logs.
-        tree: in which the parts run.
-        processes: that run side by side.
+        gpu: whether this machine has a GPU.
+        folder: folder of the results.
+        work: temporary folder, for wheels and logs.
+        tree: working directory of the parts.
+        processes: number of parallel processes.
     """
 
     gpu: bool
@@ -69,7 +78,8 @@ class Machine(NamedTuple):
         toy = [] if self.gpu else ["--toy"]
         command = [sys.executable, "bench/run.py", "--tiers", str(tier), *toy]
         command += ["--folder", str(self.folder)]
-        return Part(name, share, command, first_summary.rows_of(tier), takes_seconds=True)
+        summary = first_summary.rows_of(tier)
+        return Part(name, share, command, summary, takes_seconds=True, wheels="peers")
 
     def tests(self, name: str, share: float, arguments: list[str]) -> Part:
         command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rfE"]
@@ -101,12 +111,13 @@ class Machine(NamedTuple):
     def tools(self) -> list[Part]:
         """Return the parts of ``--tools``."""
         script, jobs = [sys.executable, "bench/sanitize.py"], str(self.processes)
-        found = [
-            Part(tool, share, [*script, tool, "--jobs", jobs], first_summary.sanitizer)
-            for tool, share in SANITIZERS.items()
-        ]
+        found = []
+        bounds = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # each tensor has some of its own
+        for tool, share in SANITIZERS.items():
+            command = [*script, tool, "--jobs", jobs]
+            found.append(Part(tool, share, command, first_summary.sanitizer, variables=bounds))
         # the second launch of each kernel, as large as it is timed
-        kernels = "::regex:^(softmax|norm|cross_entropy|cast|grad_stats|adam|sgd|lion):2"
+        kernels = f"::regex:^({'|'.join(NCU)}):2"
         command = ["ncu", "--clock-control", "none", "--kernel-id", kernels]
         for section in ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats"):
             command += ["--section", section]
@@ -148,9 +159,13 @@ class Run:
             return
         begin = time.monotonic()
         log = self._logs / f"{part.name.replace(', ', '-').replace(' ', '-')}.log"
-        timed = ["--seconds", f"{seconds - 1:.1f}"] if part.takes_seconds else []
-        command, environment = [*part.command, *timed], self._environment(part.name)
-        status = first_setup.ended(command, self.machine.tree, log, seconds, environment)
+        limit = seconds - first_setup.KILLED_AFTER - 1  # it ends by itself
+        timed = ["--seconds", f"{limit:.1f}"] if part.takes_seconds else []
+        command, environment = [*part.command, *timed], self._environment(part)
+        try:
+            status = first_setup.ended(command, self.machine.tree, log, seconds, environment)
+        finally:  # also where this process is stopped itself
+            first_setup.pack(self._logs, self.machine.folder / "logs.tar.gz")
         taken = time.monotonic() - begin
         text = log.read_text(errors="replace")
         told = part.summary(self.machine.folder, text)
@@ -159,8 +174,10 @@ class Run:
         if status is None:
             self._done(part, f"cut off at {seconds:.0f} s", taken)
         elif wrong or status:
-            self._done(part, f"FAILED with exit status {status}, {taken:.0f} s", taken)
-            told = told or text.splitlines()[-3:]
+            how = f" with exit status {status}" if status else ""
+            self._done(part, f"FAILED{how}, {taken:.0f} s", taken)
+            if not wrong:
+                told = [*told, *text.splitlines()[-3:]]
         else:
             self._done(part, f"ok, {taken:.0f} s", taken)
         for line in told:
@@ -171,27 +188,24 @@ class Run:
         self.say(f"{part.name}: {outcome}")
         line = {"part": part.name, "outcome": outcome, "seconds": round(seconds, 1)}
         jsonl.append(self.machine.folder / jsonl.PARTS, line)
-        first_setup.pack(self._logs, self.machine.folder / "logs.tar.gz")
 
-    def _environment(self, name: str) -> dict[str, str]:
-        paths = [str(self.machine.work / "tests"), os.environ.get("PYTHONPATH", "")]
-        if "rows" in name:
-            paths.insert(0, str(self.machine.work / "peers"))
-        found = {"OMP_NUM_THREADS": "1"} | os.environ
+    def _environment(self, part: Part) -> dict[str, str]:
+        paths = str(self.machine.work / part.wheels), os.environ.get("PYTHONPATH", "")
+        found = {"OMP_NUM_THREADS": "1"} | os.environ | part.variables
         found |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
         found["PATH"] += os.pathsep + "/usr/local/cuda/bin"
-        if name in SANITIZERS:  # so that each tensor has bounds of its own
-            found["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench/first_gpu.sh", description=__doc__)
-    parser.add_argument("--seconds", type=float, help="for all of it (360, with --tools 150)")
+    parser.add_argument(
+        "--seconds", type=float, help="time limit of the whole run (360, with --tools 150)"
+    )
     parser.add_argument("--only", default="", help="arguments of pytest: tests that run first")
     parser.add_argument("--tools", action="store_true", help="compute-sanitizer and ncu, instead")
     parser.add_argument("--wheels", type=Path, help="folder of packages that are absent here")
-    parser.add_argument("folder", type=Path, nargs="?", help="of the results")
+    parser.add_argument("folder", type=Path, nargs="?", help="folder for the results")
     args = parser.parse_args(arguments)
     seconds = args.seconds or (TOOLS_SECONDS if args.tools else SECONDS)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through each ``finally``
@@ -201,8 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_in(work: Path, args: argparse.Namespace, seconds: float) -> int:
     begin = time.monotonic()
-    tree = first_setup.importable_tree(work)
-    about = first_setup.facts(tree)
+    about, tree = first_setup.facts_and_tree(work)
     folder = args.folder or (
         ROOT / "bench" / "results" / about["run"] if about["run"] else Path(tempfile.mkdtemp())
     )

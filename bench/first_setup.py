@@ -1,4 +1,4 @@
-"""What first_gpu.sh needs of the machine: this tree importable, wheels, processes that end."""
+"""The machine under first_gpu.sh: an importable tree, wheels, commands with a time limit."""
 
 import contextlib
 import importlib.util
@@ -16,6 +16,7 @@ import commits
 from commits import ROOT
 
 KILLED_AFTER = 3.0  # seconds after Ctrl-C
+LIMIT = 60.0  # seconds for a question to torch, or for pip
 FOR_TESTS = "expecttest", "hypothesis", "pytest"  # other wheels are peers: some of them warn
 
 
@@ -46,24 +47,37 @@ def ended(
 
 
 def pack(folder: Path, path: Path) -> None:
-    """Write the archive of a folder, so that there is a whole one at every moment."""
+    """Replace the archive of a folder atomically."""
     new = path.with_name(path.name + ".new")
     with tarfile.open(new, "w:gz") as archive:
         archive.add(folder, "logs")
     new.replace(path)
 
 
-def importable_tree(work: Path) -> Path:
-    """Return the tree to run in: this one where Python finds it, else a copy that needs no pip.
+def facts_and_tree(work: Path) -> tuple[dict[str, str], Path]:
+    """Return ``facts``, and the tree to run in: this one if Python finds it, else a copy."""
+    spec = importlib.util.find_spec("tritonamp")
+    if spec is not None and Path(str(spec.origin)).resolve() == ROOT / "tritonamp" / "__init__.py":
+        with contextlib.suppress(subprocess.CalledProcessError):  # kernels/ is not found
+            return facts(ROOT), ROOT
+    tree = importable_copy(work)
+    try:
+        return facts(tree), tree
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"torch cannot be asked for the GPU:\n{error.stderr[-2000:]}")
+
+
+def importable_copy(work: Path) -> Path:
+    """Copy this tree, and have processes find it without pip.
 
     The copy has a link to kernels/ where the installed package has that folder.
     """
-    spec = importlib.util.find_spec("tritonamp")
-    if spec is not None and Path(str(spec.origin)).resolve() == ROOT / "tritonamp" / "__init__.py":
-        return ROOT
     tree = work / "tree"
-    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", "__pycache__"), symlinks=True)
-    (tree / "tritonamp" / "kernels").symlink_to(tree / "kernels")
+    ignore = shutil.ignore_patterns(".git", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT, tree, ignore=ignore, symlinks=True)
+    link = tree / "tritonamp" / "kernels"
+    if not link.exists():
+        link.symlink_to(tree / "kernels")
     paths = str(tree), os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.environ[commits.VARIABLE] = commits.commit()
@@ -71,29 +85,45 @@ def importable_tree(work: Path) -> Path:
 
 
 def install(wheels: Path, work: Path) -> Iterator[str]:
-    """Install the wheels, each by itself; yield what pip says of those that it cannot install."""
+    """Install each wheel by itself; yield pip's message for each failure."""
     for wheel in sorted(wheels.glob("*.whl")):
         target = work / ("tests" if wheel.name.startswith(FOR_TESTS) else "peers")
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
         command += ["--no-compile", "--no-cache-dir", "--target", str(target), str(wheel)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            yield f"{wheel.name}: {(done.stderr.strip().splitlines() or ['?'])[-1][:200]}"
+        try:
+            run(command, ROOT)
+        except subprocess.CalledProcessError as error:
+            yield f"{wheel.name}: {(error.stderr.strip().splitlines() or ['?'])[-1][:200]}"
 
 
 def facts(tree: Path) -> dict[str, str]:
     """Return ``provenance.machine``, and as "run" the name of a run; "" without a GPU.
 
     Another process asks torch, so that this one holds no memory of the GPU.
+
+    Raises:
+        CalledProcessError: the tree cannot be imported, or torch fails.
     """
     code = (
         "import json, provenance, torch; gpu = torch.cuda.is_available(); "
         "machine = provenance.machine(torch.device('cuda' if gpu else 'cpu')); "
         "print(json.dumps(machine | {'run': provenance.run_name() if gpu else ''}))"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tree / "bench", capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"torch cannot be asked for the GPU:\n{done.stderr[-2000:]}")
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    said = run([sys.executable, "-c", code], tree / "bench")
+    found: dict[str, str] = json.loads(said.splitlines()[-1])
     return found
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Run a command; return its output.
+
+    Raises:
+        CalledProcessError: it failed, or took longer than ``LIMIT``; "stderr" says why.
+    """
+    try:
+        return subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=True, timeout=LIMIT
+        ).stdout
+    except subprocess.TimeoutExpired as error:
+        why = f"no answer within {LIMIT:g} s"
+        raise subprocess.CalledProcessError(1, command, stderr=why) from error

@@ -1,4 +1,4 @@
-"""What the summary of first_gpu.sh says of the lines that its parts have left."""
+"""The summary of first_gpu.sh, from the lines of its parts."""
 
 import re
 from collections import Counter
@@ -24,7 +24,7 @@ def head(about: dict[str, Any], cores: int) -> str:
 
 def checks(folder: Path, log: str) -> list[str]:
     """Return how many checks of the selftest hold, and those that do not."""
-    found = [line for line in jsonl.read(folder / jsonl.CHECKS) if line["group"] != "speed"]
+    found = [line for line in _last_checks(folder) if line["group"] != "speed"]
     tried = [line for line in found if line["status"] != "not here"]
     if not tried:
         return []
@@ -38,14 +38,21 @@ def checks(folder: Path, log: str) -> list[str]:
     return said + [line for line in bad if not line.startswith("ok ")][:MOST]
 
 
+def _last_checks(folder: Path) -> list[dict[str, Any]]:
+    """Return the last line of each check of the selftest."""
+    found = jsonl.read(folder / jsonl.CHECKS)
+    return list({(line["group"], line["name"]): line for line in found}.values())
+
+
 def _check(line: dict[str, Any]) -> str:
     return f"{line['group']} {line['name']}"
 
 
 def speed(folder: Path, log: str) -> list[str]:
     """Return each kernel's fraction of the copy bandwidth, several in a line."""
-    found = [line for line in jsonl.read(folder / jsonl.CHECKS) if line["group"] == "speed"]
-    said = [f"copy {line['gb_per_s']:.0f} GB/s" for line in found if line["name"] == "copy"]
+    found = [line for line in _last_checks(folder) if line["group"] == "speed"]
+    copies = [line for line in found if line["name"] == "copy" and "gb_per_s" in line]
+    said = [f"copy {line['gb_per_s']:.0f} GB/s" for line in copies]
     fractions = [
         f"{line['name']} {line['fraction_of_copy']:.2f}"
         for line in found
@@ -68,13 +75,14 @@ def rows_of(tier: int) -> Summary:
         own = [line for line in found.values() if line.get("tier") == tier]
         cases: dict[str, list[str]] = {}
         for line in own:
-            cases.setdefault(line["case"], []).append(_row(line))
+            if "case" in line:
+                cases.setdefault(line["case"], []).append(_row(line))
+        said = [f"{case}: {'; '.join(peers)}" for case, peers in cases.items()]
         absent = Counter((line["peer"], line["reason"]) for line in own if "reason" in line)
-        return [f"{case}: {'; '.join(peers)}" for case, peers in cases.items()] + [
-            f"{WRONG if peer.startswith('tritonamp') else 'not measured'}: {peer}, {count} rows: "
-            f"{reason}"
-            for (peer, reason), count in absent.most_common(MOST)
-        ]
+        for (peer, reason), count in absent.most_common(MOST):
+            is_fault = peer.startswith("tritonamp") and reason != jsonl.OUT_OF_TIME
+            said.append(f"{WRONG if is_fault else 'not measured'}: {peer}, {count} times: {reason}")
+        return said
 
     return rows
 

@@ -1,31 +1,34 @@
 """Files of results that grow by a line of JSON at a time, so that a cut loses nothing."""
 
+import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 ROWS, CHECKS, TESTS, PARTS = "rows.jsonl", "selftest.jsonl", "tests.jsonl", "parts.jsonl"
 """The files of a run: measurements, checks of the selftest, tests, parts of first_gpu.sh."""
+OUT_OF_TIME = "out of time"
+"""The reason of a row that could not be measured in time."""
 
 Line = dict[str, Any]
 
 
 def append(path: Path, line: Line) -> None:
-    """Add a line; it is on its way to the disk when this returns.
-
-    The folder is made where it is absent.
-    """
+    """Append a line and close the file. The folder is created if it is absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        print(json.dumps(line), file=file)
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":  # a cut has left a part of a line
+                file.write(b"\n")
+        file.write(json.dumps(line).encode() + b"\n")
 
 
 def read(path: Path) -> list[Line]:
-    """Return the lines of a file, none where it is absent.
-
-    A last line that is not whole is left out.
-    """
-    if not path.exists():
-        return []
-    text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    """Return the lines of a file, none if it is absent, without those that a cut has torn."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found

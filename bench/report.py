@@ -64,12 +64,12 @@ def record_of(path: Path) -> Record:
     absent = [line for line in found.values() if "us" not in line]
     not_here = {line["peer"] for line in absent if "case" not in line}
     absent += [
-        {"case": case.name, "peer": peer, "reason": "out of time"}
+        {"case": case.name, "peer": peer, "reason": jsonl.OUT_OF_TIME}
         for case in matrix.all_cases(toy=True)
         for peer in case.peers
         if peer not in not_here and (case.name, peer) not in found
     ]
-    machine = {key: rows[-1][key] for key in MACHINE} if rows else {}
+    machine = {key: ", ".join(dict.fromkeys(row[key] for row in rows)) for key in MACHINE}
     return machine | {"rows": with_ratios(rows), "not_measured": absent}
 
 

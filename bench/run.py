@@ -5,10 +5,10 @@
     python bench/run.py --toy --folder /tmp/x        # toy sizes on the CPU: tries the script
 
 Each row becomes a line of rows.jsonl in the folder (bench/results/<gpu>-<date>) as soon as it is
-measured. Rows that are in that file are not measured again, so that a second call goes on. Peers
-that may get in one another's way run in processes of their own. A row that fails has its reason in
-its line; one that takes its process down has, too, and a new process goes on behind it. Without a
-GPU nothing is measured or written.
+measured; rows that this commit has measured there are not measured again. Peers that may get in one
+another's way run in processes of their own. A failed row has the reason in its line. If a row kills
+its process, a new process continues with the next row. Without a GPU nothing is measured or
+written.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import jsonl
 import provenance
 import torch
 from case import TIERS, Case
+from commits import commit
 from matrix import all_cases
 from peers import PEERS, missing
 from timing import Stopwatch, Timing
@@ -42,17 +43,19 @@ Pair = tuple[Case, str]
 
 
 class Plan(NamedTuple):
-    """What is measured, and where it is written.
+    """The rows to measure, and their file.
 
     Attributes:
-        folder: of the rows.
-        tiers: see ``Case``.
-        toy: on the CPU, at sizes at which it measures nothing.
+        folder: folder of rows.jsonl.
+        tiers: tiers to measure, see ``Case``.
+        toy: whether to run on the CPU, at sizes that measure nothing.
+        since: number of lines that were in the file before this call: their failures are tried again.
     """
 
     folder: Path
     tiers: tuple[int, ...] = TIERS
     toy: bool = False
+    since: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -63,8 +66,11 @@ class Plan(NamedTuple):
         return self.folder / jsonl.ROWS
 
     def waiting(self, process: str, tier: int) -> list[Pair]:
-        """Return what a process has to measure: rows that have no line yet."""
-        known = {(row.get("case"), row["peer"]) for row in jsonl.read(self.file)}
+        """Return the rows that a process still has to measure."""
+        known, here = set(), commit()
+        for number, row in enumerate(jsonl.read(self.file)):
+            if number >= self.since or ("us" in row and row["commit"] == here):
+                known.add((row.get("case"), row["peer"]))
         return [
             (case, peer)
             for case in all_cases(self.toy)
@@ -78,7 +84,7 @@ class Plan(NamedTuple):
 
 
 def measure(pairs: list[Pair], stopwatch: Stopwatch, until: float) -> Iterator[Row]:
-    """Yield a line for each row, and one before it that holds if the process does not survive."""
+    """Yield two lines for each row: a reason in case the process dies, then the result."""
     for case, peer in pairs:
         if time.time() > until:
             return
@@ -135,26 +141,28 @@ Start = Callable[[str, int, Plan, float], str | None]
 def start_process(process: str, tier: int, plan: Plan, seconds: float) -> str | None:
     command = [sys.executable, __file__, "--folder", str(plan.folder), *["--toy"] * plan.toy]
     command += ["--process", process, "--tiers", str(tier), "--seconds", str(seconds)]
+    command += ["--since", str(plan.since)]
     try:
         code = subprocess.run(command, timeout=START + seconds + RESERVE, check=False).returncode
     except subprocess.TimeoutExpired:
-        return "out of time"
+        return jsonl.OUT_OF_TIME
     return f"exit status {code}" if code else None
 
 
 def run_processes(seconds: float, plan: Plan, start: Start = start_process) -> None:
     """Measure tier by tier.
 
-    A process gets its part of what is left by its number of rows; what one does not need is there
-    for the next. ``torch.compile`` comes last, since it compiles for most of its time. Where there
-    is too little for all, the last ones wait.
+    Each process gets a share of the remaining time, by its number of rows; unused time goes to the
+    next. "compile" is last, because it compiles most of the time. If there is too little time for
+    all processes, the last ones do not run.
     """
     end = time.time() + seconds
     known = {row["peer"] for row in jsonl.read(plan.file) if "case" not in row}
-    for peer in PEERS.keys() - known:
-        if reason := missing(peer):
+    for peer in PEERS:
+        if peer not in known and (reason := missing(peer)):
             jsonl.append(plan.file, {"peer": peer, "reason": reason})
-    order = sorted(dict.fromkeys(peer.process for peer in PEERS.values()), key="compile".__eq__)
+    processes = dict.fromkeys(peer.process for peer in PEERS.values())
+    order = sorted(processes, key=lambda process: process == "compile")
     for tier in plan.tiers:
         waiting = {process: len(plan.waiting(process, tier)) for process in order}
         waiting = {process: rows for process, rows in waiting.items() if rows}
@@ -180,13 +188,22 @@ def _measure_all(process: str, tier: int, plan: Plan, until: float, start: Start
     waiting = len(plan.waiting(process, tier))
     while waiting and (seconds := until - START - time.time()) >= WORTH_IT:
         stopped = start(process, tier, plan, seconds)
-        if stopped in (None, "out of time"):
+        if stopped == jsonl.OUT_OF_TIME:
+            _excuse_last_row(plan)
+        if stopped in (None, jsonl.OUT_OF_TIME):
             return
         before, waiting = waiting, len(plan.waiting(process, tier))
         if waiting == before:  # it measured nothing
             reason = f"its process ended early: {stopped}"
-            jsonl.append(plan.file, {"peer": process, "reason": reason})
+            jsonl.append(plan.file, {"peer": process, "tier": tier, "reason": reason})
             return
+
+
+def _excuse_last_row(plan: Plan) -> None:
+    """Replace the reason of a row that was being measured when the time was up."""
+    last = jsonl.read(plan.file)[-1:]
+    if last and last[0].get("reason") == CUT:
+        jsonl.append(plan.file, last[0] | {"reason": jsonl.OUT_OF_TIME})
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -195,6 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--tiers", type=int, nargs="+", choices=TIERS, default=TIERS,
         help="1: what people ask first; 2: the other rows of the tables; 3: the rest",
     )  # fmt: skip
+    parser.add_argument("--since", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"default: {SECONDS:g}")
     parser.add_argument(
         "--toy", action="store_true", help="toy sizes on the CPU: tries the script, needs --folder"
@@ -209,15 +227,15 @@ def main(arguments: list[str] | None = None) -> int:
     if not args.toy and not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
-    plan = Plan(args.folder or RESULTS / provenance.run_name(), tuple(args.tiers), args.toy)
+    folder = args.folder or RESULTS / provenance.run_name()
+    plan = Plan(folder, tuple(args.tiers), args.toy, args.since)
     if args.process:
         measure_here(args.process, args.tiers[0], plan, args.seconds)
         return 0
-    plan.folder.mkdir(parents=True, exist_ok=True)
+    plan = plan._replace(since=len(jsonl.read(plan.file)))
     run_processes(args.seconds, plan)
-    found = jsonl.read(plan.file)
     print(plan.file)
-    tried = [row for row in found if "case" in row]  # none where the time was too short for one
+    tried = [row for row in jsonl.read(plan.file)[plan.since :] if "tier" in row]
     return 1 if tried and not any("us" in row for row in tried) else 0
 
 

@@ -295,7 +295,29 @@ def test_a_process_that_measures_nothing_is_not_started_again(
 ) -> None:
     bench.run.run_processes(100.0, plan, lambda *args: "exit status 1")
     lines = [line for line in bench.jsonl.read(plan.file) if line["peer"] == "torch"]
-    assert [line["reason"] for line in lines] == ["its process ended early: exit status 1"]
+    found = [(line["tier"], line["reason"]) for line in lines]
+    assert found == [(3, "its process ended early: exit status 1")]
+
+
+def test_a_row_for_which_the_time_was_up_is_no_failure(bench: SimpleNamespace, plan: Any) -> None:
+    def start(process: str, tier: int, plan: Any, seconds: float) -> str:
+        where = {"case": "n", "peer": "eager", "tier": 3, "reason": bench.run.CUT}
+        bench.jsonl.append(plan.file, where)
+        return bench.jsonl.OUT_OF_TIME
+
+    bench.run.run_processes(100.0, plan, start)
+    assert read(bench, plan) == {"eager": bench.jsonl.OUT_OF_TIME}
+
+
+def test_a_later_run_tries_failures_and_other_commits_again(
+    bench: SimpleNamespace, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.run.measure_here("torch", 3, plan, 100.0)
+    assert not plan.waiting("torch", 3)
+    later = plan._replace(since=len(bench.jsonl.read(plan.file)))
+    assert [peer for _, peer in later.waiting("torch", 3)] == ["autocast"]
+    monkeypatch.setattr(bench.run, "commit", lambda: "a later one")
+    assert len(later.waiting("torch", 3)) == 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without a GPU")

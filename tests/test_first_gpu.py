@@ -1,6 +1,4 @@
-"""bench/first_gpu.sh: its parts and their time; what becomes of one that fails, hangs or is cut;
-the lines, the summary and the exit status.
-"""
+"""bench/first_gpu.sh: parts, time, failures, hangs and cuts; lines, summary, exit status."""
 
 import contextlib
 import importlib
@@ -122,7 +120,7 @@ def test_a_command_is_told_its_seconds(
 
     monkeypatch.setattr(first.setup, "ended", ended)
     first.gpu.Run(machine, 50).run_part(machine.rows("first rows", 1, 1), 20.0)
-    assert told[-2:] == ["--seconds", "19.0"]
+    assert told[-2:] == ["--seconds", "16.0"]  # it ends before it is interrupted
 
 
 CHILD = """
@@ -149,6 +147,7 @@ def test_a_part_that_hangs_ends_with_all_that_it_has_started(
     monkeypatch.setattr(first.setup, "KILLED_AFTER", 0.5)
     mark = str(machine.work)
     hangs = part(first, "hangs", CHILD.replace("MARK", mark))
+    monkeypatch.setattr(first.gpu, "LEAST", 1.0)
     run, began = first.gpu.Run(machine, 30), time.monotonic()
     run.run_part(hangs, 3.0)
     assert 2.5 < time.monotonic() - began < 4.5 and not run.failed
@@ -211,6 +210,10 @@ def test_failures_among_the_lines_fail_the_part(first: SimpleNamespace, machine:
         "1 of 2 checks hold; slowest: kernel norm, 9 s",
         "cut off kernel norm: ",
     ]
+    first.jsonl.append(checks, outcome | {"name": "norm"})  # by a second run into the folder
+    assert first.summary.checks(machine.folder, "")[0].startswith("2 of 2 checks hold")
+    first.jsonl.append(checks, outcome | {"group": "speed", "name": "copy", "status": "FAILED"})
+    assert first.summary.speed(machine.folder, "") == ["FAILED speed copy: "]
     first.jsonl.append(checks, outcome | {"name": "lion", "status": "FAILED", "detail": "3 ulps"})
     run = first.gpu.Run(machine, 60)
     run.run_part(first.gpu.Part("kernels", 1, python(""), first.summary.checks), 20)
@@ -231,7 +234,7 @@ def test_rows_of_a_case_stand_in_a_line(first: SimpleNamespace, machine: Any) ->
     first.jsonl.append(file, row | {"case": "another", "tier": 2, "peer": "fp32", "us": 1.0})
     assert first.summary.rows_of(1)(machine.folder, "") == [
         "GPT-2: fp32 212 ms 1.5 GiB; tritonamp O2: none",
-        "FAILED: tritonamp O2, 1 rows: its process ended",
+        "FAILED: tritonamp O2, 1 times: its process ended",
     ]
     # measured after all, by a later process
     first.jsonl.append(file, row | {"peer": "tritonamp O2", "us": 91_000.0})
@@ -240,7 +243,16 @@ def test_rows_of_a_case_stand_in_a_line(first: SimpleNamespace, machine: Any) ->
     # peers may fail
     first.jsonl.append(file, cut | {"peer": "Liger-Kernel", "reason": "it needs a driver"})
     *_, absent = first.summary.rows_of(1)(machine.folder, "")
-    assert absent == "not measured: Liger-Kernel, 1 rows: it needs a driver"
+    assert absent == "not measured: Liger-Kernel, 1 times: it needs a driver"
+    # the time was up
+    late = {"peer": "tritonamp O1", "reason": first.jsonl.OUT_OF_TIME}
+    first.jsonl.append(file, cut | late)
+    assert "FAILED" not in "".join(first.summary.rows_of(1)(machine.folder, ""))
+    # a process that measured nothing has no case
+    first.jsonl.append(file, {"peer": "tritonamp", "tier": 1, "reason": "exit status 1"})
+    assert "FAILED: tritonamp, 1 times: exit status 1" in first.summary.rows_of(1)(
+        machine.folder, ""
+    )
 
 
 def test_tests_are_counted_and_failures_named(first: SimpleNamespace, machine: Any) -> None:
@@ -269,6 +281,8 @@ def test_a_torn_last_line_is_left_out(first: SimpleNamespace, tmp_path: Path) ->
     with file.open("a") as torn:
         torn.write('{"a": 2, "b')
     assert first.jsonl.read(file) == [{"a": 1}]
+    first.jsonl.append(file, {"c": 3})  # by a process that goes on
+    assert first.jsonl.read(file) == [{"a": 1}, {"c": 3}]
     assert first.jsonl.read(tmp_path / "absent") == []
 
 
@@ -293,20 +307,60 @@ def test_a_wheel_that_cannot_be_installed_is_named(first: SimpleNamespace, tmp_p
     assert (work / "tests" / "expecttest_like.py").is_file()
 
 
-def test_a_copy_runs_where_python_finds_another_tree(
-    first: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert first.setup.importable_tree(tmp_path / "unused") == ROOT
+@pytest.fixture
+def no_commit(first: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment is as it was, after the test; the commit is "abc"."""
     monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.delenv("TRITONAMP_COMMIT", raising=False)
-    monkeypatch.setattr(first.setup.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(first.setup.commits, "commit", lambda: "abc")
-    tree = first.setup.importable_tree(tmp_path)
+    monkeypatch.setenv("TRITONAMP_COMMIT", "abc")
+
+
+@pytest.mark.usefixtures("no_commit")
+def test_a_copy_can_be_imported_without_pip(first: SimpleNamespace, tmp_path: Path) -> None:
+    tree = first.setup.importable_copy(tmp_path)
     code = "import tritonamp.kernels as k; print(k.__file__)"
     done = subprocess.run(python(code), cwd=tree, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(tree / "tritonamp" / "kernels" / "__init__.py")
     assert (os.environ["PYTHONPATH"], os.environ["TRITONAMP_COMMIT"]) == (str(tree), "abc")
     assert not (tree / ".git").exists()
+
+
+@pytest.mark.usefixtures("no_commit")
+def test_the_copy_runs_where_python_finds_another_tree(
+    first: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, asked = first.setup, []
+
+    def facts(tree: Path) -> dict[str, str]:
+        asked.append(tree)
+        if "broken" in tree.parts[-1] or len(asked) > 9:
+            raise subprocess.CalledProcessError(1, "python", stderr="no kernels")
+        return {"run": ""}
+
+    def found(path: Path) -> None:
+        monkeypatch.setattr(
+            setup.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(path))
+        )
+
+    monkeypatch.setattr(setup, "facts", facts)
+    monkeypatch.setattr(setup, "importable_copy", lambda work: work / "tree")
+    found(ROOT / "tritonamp" / "__init__.py")
+    assert setup.facts_and_tree(tmp_path) == ({"run": ""}, ROOT)
+    found(tmp_path / "tritonamp" / "__init__.py")
+    assert setup.facts_and_tree(tmp_path) == ({"run": ""}, tmp_path / "tree")
+    # this tree, without the kernels, as with PYTHONPATH=.
+    monkeypatch.setattr(setup, "ROOT", tmp_path / "broken")
+    found(tmp_path / "broken" / "tritonamp" / "__init__.py")
+    assert setup.facts_and_tree(tmp_path) == ({"run": ""}, tmp_path / "tree")
+    assert asked == [ROOT, tmp_path / "tree", tmp_path / "broken", tmp_path / "tree"]
+
+
+def test_a_question_without_an_answer_ends(
+    first: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first.setup, "LIMIT", 0.2)
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        first.setup.run(python("import time; time.sleep(60)"), tmp_path)
+    assert raised.value.stderr == "no answer within 0.2 s"
 
 
 def test_the_commit_of_a_tree_without_git(

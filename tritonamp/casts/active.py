@@ -32,7 +32,7 @@ class _Thread(threading.local):
         # innermost last
         self.stack: list[tuple[ActivePolicy | None, TracingContext | None]] = []
         self.in_rule = False  # inside a rule's stock op, where no rule applies
-        self.keeps_backwards = False  # backwards run in this thread, which they did not before
+        self.keeps_backwards = False  # whether this object has turned autograd's threads off
 
     def live(self) -> list[tuple[ActivePolicy | None, TracingContext | None]]:
         """Return the stack, without what traces that were given up half-way have left on it."""
@@ -40,12 +40,14 @@ class _Thread(threading.local):
             trace = TracingContext.try_get()
             while self.stack and self.stack[-1][1] not in (None, trace):
                 self.stack.pop()
+            if not self.stack:
+                self.release_backwards()
         return self.stack
 
     def keep_backwards(self) -> None:
-        """Have backwards that this thread calls run in it, where their ops find this stack.
+        """Run backwards in the thread that calls them.
 
-        On a GPU autograd would run them in the thread of the device, which has none.
+        On a GPU autograd uses a thread of the device, which has no policy.
         """
         # private (torch 2.11 to 2.15): what torch.autograd.set_multithreading_enabled sets
         if torch._C._is_multithreading_enabled():

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     """
     if args.selftest is None:
         for option in ("json", "jobs", "lines"):
-            if getattr(args, option):
+            if getattr(args, option) not in (None, False):
                 fail(f"expected --selftest with --{option}, which is an option of the selftest")
         print(report())
         return 0
@@ -72,7 +72,11 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     jobs = args.jobs
     if jobs is None:
         jobs = min(os.cpu_count() or 1, MOST_JOBS) if device.type == "cuda" else 0
-    found = selftest.run(device, args.selftest, functools.partial(_tell, args), max(jobs, 0))
+    elif jobs < 0:
+        fail(f"expected --jobs of at least 0, got {jobs}")
+    if args.lines:
+        args.lines.parent.mkdir(parents=True, exist_ok=True)
+    found = selftest.run(device, args.selftest, functools.partial(_tell, args), jobs)
     print(selftest.as_json(found) if args.json else selftest.text(found))
     return 1 if selftest.is_wrong(found) else 0
 

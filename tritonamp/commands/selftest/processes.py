@@ -87,7 +87,8 @@ class Workers:
             watch.cancel()
             status = process.wait()
             if current is None and (status == 0 or number >= 0):
-                return number + 1 if "spoiled" in last else None
+                # a signal between two checks leaves the others to be run
+                return number + 1 if "spoiled" in last or status < 0 else None
             seconds = round(time.monotonic() - began, 3)
             why = f"no answer within {self._limit:g} s" if watch.barked else _end_of(status, errors)
         where = current or {"group": "selftest", "name": "a process"}

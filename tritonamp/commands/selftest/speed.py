@@ -42,11 +42,12 @@ def _time(operation: Implementations, device: torch.device, bandwidth: list[floa
     except torch.OutOfMemoryError as error:
         raise NotHereError("too little memory is free") from error
     rate = call.moves / seconds
+    if not bandwidth:  # measured in a process that is gone
+        _copy(device, bandwidth)
     numbers = {"us": seconds * 1e6, "gb_per_s": rate / 1e9}
     detail = f"{call.what}: {numbers['us']:.0f} us, {numbers['gb_per_s']:.0f} GB/s"
-    if bandwidth:
-        numbers["fraction_of_copy"] = rate / bandwidth[0]
-        detail += f", {numbers['fraction_of_copy']:.2f} of copy"
+    numbers["fraction_of_copy"] = rate / bandwidth[0]
+    detail += f", {numbers['fraction_of_copy']:.2f} of copy"
     return Found(detail, numbers)
 
 

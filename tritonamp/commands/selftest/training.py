@@ -73,6 +73,15 @@ class SmallTraining:
 
 
 @contextmanager
+def refusals_are_not_here() -> Iterator[None]:
+    """Raise ``NotHereError`` for what tritonamp refuses on a device, as bfloat16 on an old GPU."""
+    try:
+        yield
+    except tritonamp.UnsupportedDeviceError as error:
+        raise NotHereError(str(error)) from error
+
+
+@contextmanager
 def enabled(
     device: torch.device, backend: str, level: str = "O2", dtype: torch.dtype = torch.float16
 ) -> Iterator[SmallTraining]:
@@ -86,11 +95,15 @@ def enabled(
         yield run
 
 
+def level_name(level: str, dtype: torch.dtype) -> str:
+    return level if level == "O0" else f"{level} {str(dtype).removeprefix('torch.')}"
+
+
 def checks(device: torch.device, backend: str) -> Iterator[Check]:
     place = device, backend
     for level, dtype in LEVELS:
-        name = level if level == "O0" else f"{level} {str(dtype).removeprefix('torch.')}"
-        yield Check(name, functools.partial(_train, *place, level, dtype))
+        run = functools.partial(_train, *place, level, dtype)
+        yield Check(level_name(level, dtype), run)
     yield Check("a skip", functools.partial(_skip, *place))
     yield Check("save and resume", functools.partial(_resume, *place))
     yield Check("a CUDA graph", functools.partial(_capture, *place))
@@ -98,11 +111,8 @@ def checks(device: torch.device, backend: str) -> Iterator[Check]:
 
 def _train(device: torch.device, backend: str, level: str, dtype: torch.dtype) -> Found:
     first, expected = _losses(SmallTraining(device))
-    try:
-        with enabled(device, backend, level, dtype) as run:
-            _, loss = _losses(run)
-    except tritonamp.UnsupportedDeviceError as error:
-        raise NotHereError(str(error)) from error
+    with refusals_are_not_here(), enabled(device, backend, level, dtype) as run:
+        _, loss = _losses(run)
     shown = f"loss {first:.3f} to {loss:.3f}, in FP32 to {expected:.3f}"
     require(math.isfinite(loss) and loss < first, f"the loss does not fall: {shown}")
     require(abs(loss - expected) <= CLOSE * (first - expected), f"far from FP32: {shown}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -9,8 +10,13 @@ import torch
 from torch import Tensor
 
 import tritonamp
-from tritonamp.commands.selftest.check import Check, Found, NotHereError, require
-from tritonamp.commands.selftest.training import LEVELS, SmallTraining
+from tritonamp.commands.selftest.check import Check, Found, require
+from tritonamp.commands.selftest.training import (
+    LEVELS,
+    SmallTraining,
+    level_name,
+    refusals_are_not_here,
+)
 
 FIRST, STEPS = 3, 5  # steps that may wait, as the first of all do; steps that must not
 MAX_NORM = 1.0
@@ -21,9 +27,9 @@ class Loop(NamedTuple):
     """A training loop.
 
     Attributes:
-        level, dtype: of ``enable``.
+        level, dtype: arguments of ``enable``.
         optimizer: maker of the optimizer, from the model's parameters.
-        options: further keywords of ``enable``.
+        options: further arguments of ``enable``.
     """
 
     level: str
@@ -58,10 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def loops() -> dict[str, Loop]:
     """Return the loops by name."""
     half = torch.float16
-    found = {
-        f"{level} {str(dtype).removeprefix('torch.')}": Loop(level, dtype, _adamw, {})
-        for level, dtype in LEVELS
-    }
+    found = {level_name(level, dtype): Loop(level, dtype, _adamw, {}) for level, dtype in LEVELS}
     found |= {f"O2 {name}": Loop("O2", half, make, {}) for name, make in OPTIMIZERS.items()}
     return found | {
         f"O2 {name}": Loop("O2", half, _adamw, options) for name, options in OPTIONS.items()
@@ -79,17 +82,15 @@ def checks(device: torch.device, backend: str) -> Iterator[Check]:
 def _train(loop: Loop, device: torch.device, backend: str) -> Found:
     """Train, and let torch raise where a step waits.
 
-    torch notices most waits, and not ``synchronize`` of devices, streams and events.
+    torch notices most waits, but not ``torch.cuda.synchronize`` and ``Event.synchronize``.
     """
     run = SmallTraining(device)
     run.optimizer = loop.optimizer(run.model.parameters())
-    try:
+    with refusals_are_not_here():
         amp = tritonamp.enable(
             run.model, run.optimizer, level=loop.level, dtype=loop.dtype, backend=backend,
             **loop.options,
         )  # fmt: skip
-    except tritonamp.UnsupportedDeviceError as error:
-        raise NotHereError(str(error)) from error
     with amp as run.amp:
         first = float(run.step(MAX_NORM))
         for i in range(1, FIRST + STEPS):
@@ -105,8 +106,10 @@ def _train(loop: Loop, device: torch.device, backend: str) -> Found:
 def waits_raise() -> Iterator[None]:
     """Inside, torch raises where an operation makes the host wait for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says once that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
