@@ -6,9 +6,8 @@
 
 FOLDER holds ``cifar-10-batches-py``, which torchvision checks and reads. Time and memory do not
 depend on what the images show. Each mode runs in a process of its own, and appends a line of JSON
-when it is done: numbers, or the reason why there are none. Of several lines of a mode the last
-counts. The exit status is 1 if a mode was not measured. Without a GPU nothing is measured or
-written.
+when it is done: numbers, or the reason for their absence. The last line of a mode counts. The exit
+status is 1 if a mode was not measured. Without a GPU nothing is measured or written.
 """
 
 import argparse
@@ -39,7 +38,7 @@ TOY = Task(functools.partial(models.ResNet, (1, 1), 8), 512, 256, 8, 16, 4)
 
 
 def measure_to_file(mode: str, task: Task, device: torch.device, path: Path, about: Row) -> None:
-    """Append what one mode took, or the reason why it failed."""
+    """Measure one mode; append its numbers, or the reason of its failure."""
     if mode == "FP32":
         # for the whole process: torch's default is TF32
         torch.backends.cudnn.conv.fp32_precision = "ieee"
@@ -56,7 +55,7 @@ def measure_to_file(mode: str, task: Task, device: torch.device, path: Path, abo
 def run_modes(arguments: list[str], seconds: float | None, path: Path, about: Row) -> None:
     """Measure every mode in a process of its own, and append its line when it ends.
 
-    All lines carry the commit of the start, because they may themselves change a committed file.
+    All lines carry the commit at the start, because the lines may change a committed file.
     """
     until = float("inf") if seconds is None else time.time() + seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -134,6 +133,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     args = parser().parse_args(given)
     device = args.device or torch.device("cpu" if args.toy else "cuda")
+    if device.type == "cpu" and not args.toy:
+        parser().error("expected --toy with --device cpu: a CPU measures nothing")
     if args.toy and args.lines is None:
         parser().error("expected --lines with --toy: bench/results/ is for measurements")
     if device.type == "cuda" and not torch.cuda.is_available():

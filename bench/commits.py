@@ -1,4 +1,4 @@
-"""Which commit a tree is of."""
+"""The commit of this tree."""
 
 import os
 import subprocess
@@ -9,10 +9,10 @@ VARIABLE = "TRITONAMP_COMMIT"
 
 
 def commit() -> str:
-    """Return what the environment says, else what ``git archive`` wrote, else what Git says.
+    """Return the commit, from ``TRITONAMP_COMMIT``, ``git archive`` or Git.
 
-    "-dirty" follows where files that Git knows differ from the commit. The first two are for trees
-    without a .git; where nothing is known it is "unknown".
+    Git's answer ends in "-dirty" if tracked files are modified. The first two serve trees without a
+    .git; "unknown" if none knows.
     """
     if VARIABLE in os.environ:
         return os.environ[VARIABLE]

@@ -23,7 +23,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 class Task(NamedTuple):
-    """What every mode trains.
+    """The training task, equal for all modes.
 
     Attributes:
         build: maker of the model.
@@ -50,12 +50,12 @@ class Task(NamedTuple):
 
 
 class Trainer(NamedTuple):
-    """How a mode trains and evaluates a model.
+    """Training step and evaluation of a model in one mode.
 
     Attributes:
-        step: a training step.
-        forward: the forward of an evaluation.
-        close: undoes ``enable``.
+        step: training step.
+        forward: forward of an evaluation.
+        close: function that undoes ``enable``.
     """
 
     step: Step
@@ -85,8 +85,8 @@ def train_epoch(step: Step, schedule: Any, batches: Batches) -> tuple[Tensor, Te
     """Take a step for each batch, without waiting for the device.
 
     Returns:
-        mean loss, and number of steps whose gradients were not finite, on the device. Steps with a
-        loss scale skip then.
+        mean loss and number of steps with non-finite gradients, on the device. A step with a loss
+        scale is then skipped.
     """
     losses, overflows = [], []
     for x, y in batches:
@@ -106,7 +106,7 @@ def accuracy(model: nn.Module, forward: Callable[[Tensor], Tensor], batches: Bat
 
 
 def measure(mode: str, task: Task, device: torch.device) -> dict[str, Any]:
-    """Train in one mode; return what it took and where it ended."""
+    """Train in one mode; return times, peak memory, losses and accuracy."""
     torch.manual_seed(SEED)
     model = task.build().to(device)  # made on the CPU: equal weights on every device
     data = task.images(device)

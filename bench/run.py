@@ -49,7 +49,7 @@ class Plan(NamedTuple):
         folder: folder of rows.jsonl.
         tiers: tiers to measure, see ``Case``.
         toy: whether to run on the CPU, at sizes that measure nothing.
-        since: number of lines that were in the file before this call: their failures are tried again.
+        since: number of lines in the file before this call, whose failures are tried again.
     """
 
     folder: Path

@@ -40,8 +40,14 @@ def line(row: Row) -> str:
 
 
 def of_today(turns: str, today: datetime.date | None = None) -> list[Arch]:
-    """Return the architectures whose turn it is; in as many days as turns each has one."""
+    """Return the architectures whose turn it is; in as many days as turns each has one.
+
+    Raises:
+        ValueError: ``turns`` is not the text of a positive integer.
+    """
     day, number = (today or datetime.date.today()).toordinal(), int(turns)
+    if number < 1:
+        raise ValueError(f"expected at least one turn, got {number}")
     return list(ARCHITECTURES[day % number :: number])
 
 

@@ -21,12 +21,12 @@ MAX_NORM = 1.0
 
 
 class Stepped(NamedTuple):
-    """What a training step returns, on the device.
+    """The result of a training step, on the device.
 
     Attributes:
-        loss: without the loss scale.
-        norm: of the true gradients, before clipping. A step whose norm is not finite was skipped if
-            its loss was scaled.
+        loss: loss without the loss scale.
+        norm: norm of the unscaled gradients before clipping. If it is not finite, a step with a
+            loss scale was skipped.
     """
 
     loss: Tensor

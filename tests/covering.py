@@ -50,8 +50,8 @@ TOOLS = [  # folders and files, from the root
     "tests/test_first_gpu.py",
     "tests/test_readme.py",
 ]
-ON_A_GPU = {"compiled", "long"}
-"""Those that ``--cuda`` leaves in: compiled code is another one there, and steps take no time."""
+FAST_ON_A_GPU = {"compiled", "long"}
+"""Slow marks that ``--cuda`` keeps: a GPU compiles other code, and steps are fast there."""
 SMOKE = "smoke"
 """Mark of the tests of slow files and of tools that a plain run takes."""
 STEPS = "steps"
@@ -119,11 +119,11 @@ def of_a_tool(path: Path, config: pytest.Config) -> bool:
 
 
 def left_out(config: pytest.Config) -> list[str]:
-    """Return which slow marks keep a test out."""
+    """Return the slow marks whose tests this run leaves out."""
     option = config.option
     kept = {"tools"} if option.tools else set()
     if getattr(option, "cuda", False):
-        kept |= ON_A_GPU
+        kept |= FAST_ON_A_GPU
     return [] if option.slow else [mark for mark in SLOW if mark not in kept]
 
 

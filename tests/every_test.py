@@ -46,8 +46,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", devices, indirect=True)
 
 
-ON_A_GPU = "gpu", "cuda", "device"
-"""Fixtures of the tests that run on a GPU: what only a GPU shows, then what a CPU shows, too."""
+GPU_FIXTURES = "gpu", "cuda", "device"
+"""Fixtures of tests that run on a GPU, those that only a GPU can answer first."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.cuda and not HAS_GPU:
         raise pytest.UsageError("--cuda: torch finds no GPU; --fake-cuda needs none")
     if config.option.fake_cuda or config.option.cuda:
-        asked = *ON_A_GPU, "on_this_machine" if config.option.cuda else "fake_cuda"
+        asked = *GPU_FIXTURES, "on_this_machine" if config.option.cuda else "fake_cuda"
         takes = {item: [name in item.fixturenames for name in asked] for item in items}
         config.hook.pytest_deselected(items=[item for item in items if not any(takes[item])])
         items[:] = [item for item in items if any(takes[item])]
@@ -116,7 +116,7 @@ def cuda(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[AnyCuda]:
-    """A GPU that sees what the host does to it, in software where there is none."""
+    """A GPU that records waits and launches; in software if there is no real one."""
     if not HAS_GPU:
         yield request.getfixturevalue("fake_cuda")
         return
@@ -195,7 +195,7 @@ def fake_cuda(request: pytest.FixtureRequest) -> Iterator[FakeCuda]:
 
 @pytest.fixture(autouse=True)
 def _seeds_and_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    for name in {*ON_A_GPU, "fake_cuda"} & set(request.fixturenames):
+    for name in {*GPU_FIXTURES, "fake_cuda"} & set(request.fixturenames):
         request.getfixturevalue(name)  # first: what other fixtures hold on it ends before it does
     registered_before = dispatch.is_registered()
     torch.manual_seed(0)

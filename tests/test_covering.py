@@ -1,16 +1,14 @@
 """What runs without --full: the sample itself, and pytest on a small project of its own."""
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import budget
 import pytest
 from covering import SLOW, SMOKE, TOOLS, covering, file_marks, more
+from small_project import run_pytest
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (2, 3), (4, 4), (3, 1, 5), (2, 2, 2, 2)], ids=str)
@@ -117,17 +115,9 @@ def run(tmp_path: Path) -> Callable[..., str]:
         'covering.TOOLS = ["tool"]\n'
         'pytest_plugins = ["covering", "budget", "on_a_gpu"]\n'
     )
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    here = {"PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    # with CI in the environment pytest's summary repeats whole messages
-    others = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "CI", "BUILD_N"))}
-    environment = others | here
 
     def run(*arguments: str) -> str:
-        command = [sys.executable, "-m", "pytest", "-p", "xdist", *arguments]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
-        ).stdout
+        return run_pytest(tmp_path, "-p", "xdist", *arguments).stdout
 
     return run
 

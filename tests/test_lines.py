@@ -1,13 +1,11 @@
 """--lines FILE, on a small project of its own."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from small_project import run_pytest
 
 TESTS = """
 import os
@@ -68,14 +66,10 @@ DEAD = {"test_dies": ("failed", "worker 'gw0' crashed while running 'test_some.p
 def run(tmp_path: Path) -> Callable[..., list[dict[str, object]]]:
     """Run pytest on files that use lines.py, and return the lines."""
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["lines"]\n')
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    here = {"PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | here
 
     def run(*arguments: str) -> list[dict[str, object]]:
         file = tmp_path / "results" / "tests.jsonl"
-        command = [sys.executable, "-m", "pytest", f"--lines={file}", *arguments]
-        subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+        run_pytest(tmp_path, f"--lines={file}", *arguments)
         return list(map(json.loads, file.read_text().splitlines()))
 
     return run

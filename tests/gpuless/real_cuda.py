@@ -1,4 +1,4 @@
-"""The fixture ``gpu`` where there is a GPU: what tests ask of ``FakeCuda``, asked of CUDA."""
+"""The fixture ``gpu`` on a real GPU: the interface of ``FakeCuda``, answered by CUDA."""
 
 import contextlib
 import warnings
@@ -28,7 +28,7 @@ class RealCuda:
 
     Attributes:
         launches: names of the kernels of this project that were launched.
-        event_lag: without effect, because a real event says what is so.
+        event_lag: ignored; real events lag by themselves.
     """
 
     def __init__(self) -> None:

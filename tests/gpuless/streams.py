@@ -1,6 +1,6 @@
 """Streams of a GPU: which work comes before which, and memory that two of them use at once."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +13,14 @@ Clocks = dict["Stream", int]
 
 
 class Stream:
-    """Work of a GPU that is done in order: what ``torch.cuda.Stream`` is.
+    """The stand-in for ``torch.cuda.Stream``: work of a GPU that is done in order.
 
     Args:
-        name: what messages call it.
-        waits_for: has the host wait; takes the name of the wait, and clocks.
+        name: name in messages.
+        waits_for: function that makes the host wait, given the wait's name and clocks.
 
     Attributes:
-        clocks: what comes before the work that the stream is given next.
+        clocks: progress of every stream that this stream has waited for.
     """
 
     device, cuda_stream = torch.device("cuda", 0), 0
@@ -46,7 +46,7 @@ class Stream:
 
 @dataclass
 class Use:
-    """Work that used a memory: what it was, on which stream, and when there."""
+    """A use of memory: name of the work, its stream, and the stream's clock."""
 
     what: str
     stream: Stream
@@ -72,10 +72,10 @@ class Streams:
     Uses are kept once there are two streams. Memory that is older counts as written by the first.
 
     Args:
-        waits_for: of ``Stream``.
+        waits_for: function that makes the host wait, given the wait's name and clocks.
 
     Attributes:
-        default: the first one.
+        default: first stream.
         current: contexts of streams that are entered, innermost last. They are the process's, not a
             thread's: backwards run in another thread, on the streams of their forward.
         host: clocks that the host has waited for, for which all that it launches comes later.
@@ -86,13 +86,13 @@ class Streams:
         self.current = [self.default]
         self.host: Clocks = {}
         self._others: list[Stream] = []
-        self._older: Use | None = None
+        self._before_second: Use | None = None
         self._memories: dict[int, _Memory] = {}
 
     @property
-    def several(self) -> bool:
+    def has_several(self) -> bool:
         """Whether there are two streams."""
-        return self._older is not None
+        return self._before_second is not None
 
     @property
     def clocks(self) -> Clocks:
@@ -101,16 +101,16 @@ class Streams:
 
     def add(self, stream: Stream) -> None:
         """Note a stream that was made."""
-        if self._older is None:
-            self._older = Use("earlier work", self.default, self.default.clock)
+        if self._before_second is None:
+            self._before_second = Use("earlier work", self.default, self.default.clock)
         self._others.append(stream)
 
     def use(
         self,
         what: str,
-        reads: Iterable[Tensor] = (),
-        writes: Iterable[Tensor] = (),
-        makes: Iterable[Tensor] = (),
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+        makes: Sequence[Tensor] = (),
     ) -> None:
         """Note work on the current stream.
 
@@ -126,7 +126,7 @@ class Streams:
         stream = self.current[-1]
         join(stream.clocks, self.host)
         stream.clocks[stream] += 1
-        if not self.several:
+        if not self.has_several:
             return
         now = Use(what, stream, stream.clock)
         written = {x.untyped_storage()._cdata for x in writes}
@@ -145,7 +145,7 @@ class Streams:
     def _memory(self, x: Tensor) -> _Memory:
         key = x.untyped_storage()._cdata
         if key not in self._memories or self._memories[key].storage.expired():
-            self._memories[key] = _memory(x, self._older if x.is_cuda else None)
+            self._memories[key] = _memory(x, self._before_second if x.is_cuda else None)
         return self._memories[key]
 
 

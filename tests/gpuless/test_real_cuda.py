@@ -1,6 +1,4 @@
-"""What a test is told of a GPU: by the one in software, by a real one, and by the class for a real
-one on that in software.
-"""
+"""The fixture ``gpu``: in software, on a real GPU, and the real GPU's class on the software one."""
 
 import contextlib
 import warnings
@@ -111,6 +109,7 @@ def test_work_on_the_gpu_does_not_wait(gpu: AnyCuda) -> None:
 def test_other_warnings_are_what_they_were(gpu: AnyCuda) -> None:
     with gpu.watch() as records, pytest.raises(UserWarning, match="something else"):
         warnings.warn("something else", stacklevel=1)
+    assert records == []
     with pytest.warns(UserWarning, match="expected"), gpu.watch() as records:
         warnings.warn("expected", stacklevel=1)
     assert records == []

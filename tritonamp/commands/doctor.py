@@ -63,9 +63,9 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     ``fail`` ends the command with a message.
     """
     if args.selftest is None:
-        for option in ("json", "jobs", "lines"):
-            if getattr(args, option) not in (None, False):
-                fail(f"expected --selftest with --{option}, which is an option of the selftest")
+        given = {"json": args.json, "jobs": args.jobs is not None, "lines": args.lines is not None}
+        for option in (name for name, is_given in given.items() if is_given):
+            fail(f"expected --selftest with --{option}, which is an option of the selftest")
         print(report())
         return 0
     device = selftest.first_device()

@@ -6,7 +6,6 @@ Prints a JSON object for each operation: how many launches there were, and what 
 """
 
 import json
-from collections.abc import Iterator
 from unittest import mock
 
 from gpuless.launcher import libcuda
@@ -51,8 +50,8 @@ def rounded(size: float) -> float:
     return libcuda.TYPES["f32"](size).value if isinstance(size, float) else size
 
 
-def wrong_launches(operation: Implementations) -> Iterator[str]:
-    """Yield what is wrong with the launches of an operation's samples."""
+def wrong_launches(operation: Implementations) -> list[str]:
+    """Return the faults of the launches of an operation's samples."""
     found: list[str] = []
     call_launch = Launch.__call__
 
@@ -68,15 +67,14 @@ def wrong_launches(operation: Implementations) -> Iterator[str]:
                 operation.triton_function(*call.args())
                 if len(CUDA.launches) == before:
                     found.append(f"{sample.variant} {call.what}: no launch")
-                yield from found
-                found.clear()
+    return found
 
 
 def main() -> None:
     with in_software(CUDA.launching):
         for name, operation in operations().items():
             before = len(CUDA.launches)
-            wrong = list(wrong_launches(operation))
+            wrong = wrong_launches(operation)
             launches = len(CUDA.launches) - before
             print(json.dumps({"operation": name, "launches": launches, "wrong": wrong}), flush=True)
 

@@ -33,7 +33,7 @@ def first_device() -> torch.device:
 
 
 def backend_on(device: torch.device) -> hardware.Backend:
-    """Return what the selftest tests on a device: the interpreter too, where it is asked for."""
+    """Return the backend that the selftest checks: the interpreter with TRITON_INTERPRET=1."""
     return hardware.choose_backend("triton" if hardware.INTERPRETED else "auto", device)
 
 
@@ -50,15 +50,14 @@ def run(
     tell: Callable[[dict[str, Any]], object] = lambda outcome: None,
     jobs: int = 0,
 ) -> dict[str, Any]:
-    """Run the checks of ``groups``, or all, on ``device``; one that fails leaves the others alone.
+    """Run the checks of ``groups``, or all. A failed check does not stop the others.
 
     Args:
-        device: the device; processes take ``first_device()``.
+        device: tested device; with ``jobs`` it has to be ``first_device()``.
         groups: names in ``GROUPS``.
-        tell: called with the outcome of each check when it is known.
-        jobs: number of processes in which checks run side by side, apart from those of ``ALONE``,
-            so that a check that ends its process or spoils the GPU's context leaves the others
-            alone, too; 0: they run in this process, up to the first that spoils the context.
+        tell: function of a check's outcome, called when the check has ended.
+        jobs: number of parallel processes, in which a fatal check does not stop the others; groups
+            in ``ALONE`` run in one. 0: this process, up to the first check that spoils the context.
 
     Returns:
         what ``--json`` prints: device, backend and reason; "failed", how many checks did; "checks",

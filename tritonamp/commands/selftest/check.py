@@ -54,10 +54,10 @@ class Check(NamedTuple):
 
 
 def outcome_of(check: Check, device: torch.device) -> dict[str, Any]:
-    """Run a check, wait for the device, and return what ``--json`` prints of the check.
+    """Run a check, wait for the device, and return the check's entry in ``--json``.
 
-    An illegal address comes up at whatever asks the device next, and at everything after it.
-    Waiting at the end of each check blames the check that caused it. "spoiled" is then True.
+    The next call that asks the device reports an illegal address, and so does every later one. The
+    wait after each check assigns it to the right check; "spoiled" is then True.
     """
     start = time.perf_counter()
     try:

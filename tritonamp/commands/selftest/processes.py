@@ -1,4 +1,4 @@
-"""The selftest in several processes side by side, none of which a fault of another can spoil."""
+"""The selftest in parallel processes; a fault ends only its own process."""
 
 import contextlib
 import json
@@ -22,10 +22,10 @@ Outcome = dict[str, Any]
 
 
 class Workers:
-    """Runs the parts of the selftest, each in a process that begins again behind a fatal check.
+    """Runs checks in processes; after a fatal check a new process continues with the next one.
 
     Args:
-        tell: called with the outcome of each check when it is known, from one thread at a time.
+        tell: function of a check's outcome, called by one thread at a time.
         worker: command of ``worker.py``.
         limit: seconds that a check may take.
     """
@@ -65,7 +65,7 @@ class Workers:
             first = self._follow(command)
 
     def _follow(self, command: list[str]) -> int | None:
-        """Run one process; return which check a new one has to begin with, or None."""
+        """Run one process; return the number of the next check for a new process, or None."""
         current: Outcome | None = None  # the line of the check that is running
         number, began, last = -1, time.monotonic(), {}
         with tempfile.TemporaryFile("w+") as errors, self._started(command, errors) as process:
@@ -124,7 +124,7 @@ class Workers:
 
 
 class _Watch:
-    """Kills a process that was silent for so many seconds."""
+    """Kills a process that starts no check for so many seconds."""
 
     def __init__(self, process: "subprocess.Popen[str]", seconds: float) -> None:
         self._process, self._seconds, self.barked = process, seconds, False

@@ -2,10 +2,9 @@
 
     python -m tritonamp.commands.selftest.worker GROUPS PART COUNT FIRST
 
-GROUPS: names, with commas between them. PART: the first of its checks in the list of all. FIRST:
-how many of its own checks it leaves out. A check has a line before it, {"starts": its number among
-the process's own, "group": ..., "name": ...}, and a line with its outcome. After a check that has
-spoiled the GPU's context the process ends. It can be started by itself, as under
+GROUPS: names, separated by commas. PART: number of its first check. FIRST: number of its own checks
+to skip. Before a check it prints {"starts": number, "group": ..., "name": ...}, after the check the
+outcome. It ends after a check that has spoiled the GPU's context. bench/sanitize.py starts it under
 compute-sanitizer.
 """
 
