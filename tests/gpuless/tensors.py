@@ -192,7 +192,7 @@ def run(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         with torch.inference_mode(any(x.is_inference() for x in tensors)):
             return wrap(result)
     result = gpu.compute(compute, inner)
-    if to_gpu and gpu.streams.several:
+    if to_gpu and gpu.streams.has_several:
         gpu.use(name, makes=[x for x in tree_leaves(result) if isinstance(x, Tensor)])
     if name == "_pack_padded_sequence":
         return wrap(result[0]), result[1]  # sizes of batches are the host's
