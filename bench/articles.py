@@ -28,7 +28,10 @@ import torch
 from epochs import MODES, Task, measure
 
 RESULTS = Path(__file__).parent / "results"
-NO_GPU = "no GPU here, so nothing is measured: --toy tries the script on the CPU"
+NO_GPU = (
+    "no GPU here, so nothing is measured: `python bench/articles.py --toy --lines /tmp/toy.jsonl` "
+    "tries the script on the CPU"
+)
 NOT_MEASURED = "Not measured yet: `python bench/articles.py`"
 HEAD = "mode", "s an epoch", "images a second", "peak MiB", "accuracy, %", "loss", "skipped"
 

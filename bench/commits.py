@@ -14,7 +14,7 @@ def commit() -> str:
     Git's answer ends in "-dirty" if tracked files are modified. The first two serve trees without a
     .git; "unknown" if none knows.
     """
-    if VARIABLE in os.environ:
+    if os.environ.get(VARIABLE):
         return os.environ[VARIABLE]
     archived = Path(__file__).with_name("archived.txt").read_text().strip()
     if not archived.startswith("$"):

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import itertools
 import os
 import shlex
 import signal
@@ -81,13 +82,13 @@ class Machine(NamedTuple):
         summary = first_summary.rows_of(tier)
         return Part(name, share, command, summary, takes_seconds=True, wheels="peers")
 
-    def tests(self, name: str, share: float, arguments: list[str]) -> Part:
+    def tests(self, name: str, share: float, file: str, arguments: list[str]) -> Part:
         command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rfE"]
         command += ["-p", "no:cacheprovider", "--continue-on-collection-errors"]
         command += ["-n", str(self.processes)] * (importlib.util.find_spec("xdist") is not None)
         command += ["--cuda" if self.gpu else "--fake-cuda"]
-        command += ["--lines", str(self.folder / jsonl.TESTS), *arguments]
-        return Part(name, share, command, first_summary.tests)
+        command += ["--lines", str(self.folder / file), *arguments]
+        return Part(name, share, command, first_summary.tests_of(file))
 
     def parts(self, only: str) -> list[Part]:
         """Return the parts, the most wanted first.
@@ -97,14 +98,14 @@ class Machine(NamedTuple):
         """
         together = self.selftest("kernel", "training", "waits", "--jobs", str(self.processes))
         alone = self.selftest("speed", "--jobs", "1")
-        first = [self.tests("mended tests", 60, shlex.split(only))] if only else []
+        first = [self.tests("mended tests", 60, jsonl.MENDED, shlex.split(only))] if only else []
         return [
             *first,
             Part("kernels, training, waits", 70, together, first_summary.checks),
             Part("speed", 25, alone, first_summary.speed),
             self.rows("first rows", 105, 1),
             self.rows("telling rows", 40, 2),
-            self.tests("tests", 95, [] if self.gpu else [DRY_TESTS]),
+            self.tests("tests", 95, jsonl.TESTS, [] if self.gpu else [DRY_TESTS]),
             self.rows("other rows", 10, 3),
         ]
 
@@ -130,10 +131,11 @@ class Run:
 
     Attributes:
         failed: whether a part failed.
+        cut: names of the parts that were cut off, or did not start.
     """
 
     def __init__(self, machine: Machine, seconds: float) -> None:
-        self.machine, self.failed = machine, False
+        self.machine, self.failed, self.cut = machine, False, list[str]()
         self._begin, self._end = time.monotonic(), time.monotonic() + seconds - AT_THE_END
         self._said: list[str] = []
         self._logs = machine.work / "logs"
@@ -143,6 +145,12 @@ class Run:
         print(text, flush=True)
         self._said.append(text)
         (self.machine.folder / "summary.txt").write_text("\n".join(self._said) + "\n")
+
+    def say_verdict(self) -> None:
+        if self.cut:
+            self.say(f"NOT COMPLETE, for want of time: {'; '.join(self.cut)}")
+        if not self.failed:
+            self.say("nothing that ran has failed")
 
     def left(self) -> float:
         return self._end - time.monotonic()
@@ -155,6 +163,7 @@ class Run:
 
     def run_part(self, part: Part, seconds: float) -> None:
         if seconds < LEAST:
+            self.cut.append(part.name)
             self._done(part, "no time left", 0.0)
             return
         begin = time.monotonic()
@@ -172,6 +181,7 @@ class Run:
         wrong = any(line.startswith(first_summary.WRONG) for line in told)
         self.failed |= wrong or bool(status)
         if status is None:
+            self.cut.append(part.name)
             self._done(part, f"cut off at {seconds:.0f} s", taken)
         elif wrong or status:
             how = f" with exit status {status}" if status else ""
@@ -213,16 +223,26 @@ def main(arguments: list[str] | None = None) -> int:
         return run_in(Path(work), args, seconds)
 
 
+def new_folder(run: str) -> Path:
+    """Return a folder that is not there yet, in bench/results; without a GPU a temporary one."""
+    if not run:
+        return Path(tempfile.mkdtemp())
+    names = (run if number == 1 else f"{run}-{number}" for number in itertools.count(1))
+    paths = (ROOT / "bench" / "results" / name for name in names)
+    return next(path for path in paths if not path.exists())
+
+
 def run_in(work: Path, args: argparse.Namespace, seconds: float) -> int:
     begin = time.monotonic()
     about, tree = first_setup.facts_and_tree(work)
-    folder = args.folder or (
-        ROOT / "bench" / "results" / about["run"] if about["run"] else Path(tempfile.mkdtemp())
-    )
+    folder = args.folder or new_folder(about["run"])
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         print(f"{folder} cannot be written: {error}", file=sys.stderr)
+        return 2
+    if (folder / jsonl.PARTS).exists():
+        print(f"{folder} has the results of another run: name a new folder", file=sys.stderr)
         return 2
     cores = len(os.sched_getaffinity(0))
     processes = min(cores, MOST_PROCESSES)
@@ -234,6 +254,7 @@ def run_in(work: Path, args: argparse.Namespace, seconds: float) -> int:
             run.failed = True
             run.say(f"not installed: {problem}")
     run.run_all(machine.tools() if args.tools else machine.parts(args.only))
+    run.say_verdict()
     run.say(f"all of it is in {folder}, after {time.monotonic() - begin:.0f} s")
     return int(run.failed)
 

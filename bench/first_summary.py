@@ -14,6 +14,18 @@ Summary = Callable[[Path, str], list[str]]
 """Takes the folder of the results, and the log of the part."""
 
 
+def text(folder: Path) -> str:
+    """Return what a folder says of the selftest and the tests."""
+    files = jsonl.MENDED, jsonl.TESTS
+    return "\n".join(
+        [
+            *checks(folder, ""),
+            *speed(folder, ""),
+            *(t for f in files for t in tests_of(f)(folder, "")),
+        ]
+    )
+
+
 def head(about: dict[str, Any], cores: int) -> str:
     what = about["device"] if about["run"] else "no GPU: a dry run, which measures nothing"
     return (
@@ -90,25 +102,35 @@ def rows_of(tier: int) -> Summary:
 def _row(row: dict[str, Any]) -> str:
     if "us" not in row:
         return f"{row['peer']}: none"
+    if row["clock"] == "host":
+        return f"{row['peer']}: ran"  # a toy, whose time means nothing
     parts = [row["peer"], f"{row['us'] / 1e3:.3g} ms" if row["us"] > 1e4 else f"{row['us']:.4g} us"]
-    if row["fraction_of_copy"] and row["clock"] != "host":
+    if row["fraction_of_copy"]:
         parts.append(f"{row['fraction_of_copy']:.2f} of copy")
     if row["group"] == "training step" and row["peak_bytes"]:
         parts.append(f"{row['peak_bytes'] / 2**30:.1f} GiB")
     return " ".join(parts)
 
 
-def tests(folder: Path, log: str) -> list[str]:
-    """Return how many tests passed, and those that did not."""
-    found = {line["test"]: line for line in jsonl.read(folder / jsonl.TESTS)}
-    counts = Counter(line["status"] for line in found.values())
-    if not counts:
-        return []
-    bad = [line for line in found.values() if line["status"] in ("failed", "error")]
-    return [
-        ", ".join(f"{count} {status}" for status, count in counts.most_common()),
-        *(f"{WRONG} {line['test']}: {line['detail']}" for line in bad[:MOST]),
-    ]
+def tests_of(file: str) -> Summary:
+    """Return a function that returns how many tests passed, and those that did not."""
+
+    def tests(folder: Path, log: str) -> list[str]:
+        found = {line["test"]: line for line in jsonl.read(folder / file)}
+        counts = Counter(line["status"] for line in found.values())
+        if not counts:
+            return []
+        bad = [line for line in found.values() if line["status"] in ("failed", "error")]
+        return [
+            ", ".join(f"{count} {status}" for status, count in counts.most_common()),
+            *(f"{WRONG} {line['test']}: {_on_one_line(line['detail'])}" for line in bad[:MOST]),
+        ]
+
+    return tests
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def sanitizer(folder: Path, log: str) -> list[str]:

@@ -8,6 +8,8 @@ from typing import Any
 
 ROWS, CHECKS, TESTS, PARTS = "rows.jsonl", "selftest.jsonl", "tests.jsonl", "parts.jsonl"
 """The files of a run: measurements, checks of the selftest, tests, parts of first_gpu.sh."""
+MENDED = "mended.jsonl"
+"""The tests of ``first_gpu.sh --only``."""
 OUT_OF_TIME = "out of time"
 """The reason of a row that could not be measured in time."""
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import articles
 import convergence
+import first_summary
 import jsonl
 import matrix
 import peer_tables
@@ -60,7 +61,7 @@ def record_of(path: Path) -> Record:
     A later line of a row replaces the earlier one.
     """
     found = {(line.get("case"), line["peer"]): line for line in jsonl.read(path)}
-    rows = [line for line in found.values() if "us" in line]
+    rows = [line for line in found.values() if "us" in line and line["clock"] != "host"]
     absent = [line for line in found.values() if "us" not in line]
     not_here = {line["peer"] for line in absent if "case" not in line}
     absent += [
@@ -277,11 +278,14 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="fill README.md and bench/README.md, and draw the pictures beside the results",
     )
-    parser.add_argument("--folder", type=Path, help="print what this folder holds")
+    parser.add_argument("--folder", type=Path, help="print the results of one run")
     args = parser.parse_args(arguments)
     if args.write and args.folder:
         parser.error("expected --write or --folder: the pages show bench/results/ alone")
-    folder = args.folder or RESULTS
+    if args.folder:
+        print(first_summary.text(args.folder), speed(load(args.folder), "."), sep="\n\n")
+        return 0
+    folder = RESULTS
     records = load(folder)
     studies = {study: training_results(folder, study) for study in convergence.STUDIES}
     pages = {

@@ -38,6 +38,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         os.environ["TRITON_INTERPRET"] = "0"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse ``--cuda`` without a GPU before processes are started."""
+    if config.option.cuda and not importlib.import_module("torch").cuda.is_available():
+        raise pytest.UsageError("--cuda: torch finds no GPU; --fake-cuda needs none")
+
+
 def pytest_collection(session: pytest.Session) -> None:
     """Register what every test gets, which imports torch, where tests are collected.
 

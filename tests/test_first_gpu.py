@@ -68,6 +68,7 @@ def test_the_most_wanted_come_first(machine: Any) -> None:
 def test_mended_tests_run_before_everything_else(machine: Any) -> None:
     first, second, *_ = machine.parts("tests/step -k 'clip or norm'")
     assert first.command[-3:] == ["tests/step", "-k", "clip or norm"]
+    assert str(machine.folder / "mended.jsonl") in first.command
     assert second.name == "kernels, training, waits"
 
 
@@ -186,7 +187,10 @@ def test_a_part_that_fails_hides_no_other(first: SimpleNamespace, machine: Any) 
 def test_a_part_without_time_is_named(first: SimpleNamespace, machine: Any) -> None:
     run = first.gpu.Run(machine, 1.0)
     run.run_all([part(first, "late", "pass")])
-    assert (machine.folder / "summary.txt").read_text() == "late: no time left\n"
+    run.say_verdict()
+    said = (machine.folder / "summary.txt").read_text().splitlines()
+    assert said[0] == "late: no time left"
+    assert said[1:] == ["NOT COMPLETE, for want of time: late", "nothing that ran has failed"]
     assert not run.failed
 
 
@@ -227,6 +231,7 @@ def test_failures_among_the_lines_fail_the_part(first: SimpleNamespace, machine:
 def test_rows_of_a_case_stand_in_a_line(first: SimpleNamespace, machine: Any) -> None:
     row = {"case": "GPT-2", "group": "training step", "tier": 1, "clock": "events"}
     row |= {"fraction_of_copy": None, "peak_bytes": 3 << 29}
+    assert first.summary._row(row | {"peer": "fp32", "us": 1.0, "clock": "host"}) == "fp32: ran"
     file = machine.folder / "rows.jsonl"
     first.jsonl.append(file, row | {"peer": "fp32", "us": 212_345.0})
     cut = {"case": "GPT-2", "tier": 1, "peer": "tritonamp O2", "reason": "its process ended"}
@@ -257,12 +262,13 @@ def test_rows_of_a_case_stand_in_a_line(first: SimpleNamespace, machine: Any) ->
 
 def test_tests_are_counted_and_failures_named(first: SimpleNamespace, machine: Any) -> None:
     for name, status in [("a", "passed"), ("b", "failed"), ("c", "skipped"), ("d", "passed")]:
-        line = {"test": name, "status": status, "seconds": 0.1, "detail": "why"}
+        line = {"test": name, "status": status, "seconds": 0.1, "detail": "why\n  not"}
         first.jsonl.append(machine.folder / "tests.jsonl", line)
-    assert first.summary.tests(machine.folder, "") == [
+    assert first.summary.tests_of("tests.jsonl")(machine.folder, "") == [
         "2 passed, 1 failed, 1 skipped",
-        "FAILED b: why",
+        "FAILED b: why not",
     ]
+    assert first.summary.text(machine.folder).endswith("FAILED b: why not")
 
 
 def test_what_compute_sanitizer_finds_fails_its_part(first: SimpleNamespace) -> None:
@@ -379,10 +385,27 @@ def test_the_commit_of_a_tree_without_git(
     assert commits.commit() == "unknown"
 
 
-def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("a file")
-    done = dry_run(tmp_path / "out", 30)
-    assert done.returncode == 2 and "cannot be written" in done.stderr
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_folder_that_cannot_be_used_is_told_at_once(tmp_path: Path, is_file: bool) -> None:
+    out = tmp_path / "out"
+    if is_file:
+        out.write_text("a file")
+    else:
+        out.mkdir()
+        (out / "parts.jsonl").touch()
+    done = dry_run(out, 30)
+    why = "cannot be written" if is_file else "has the results of another run"
+    assert done.returncode == 2 and why in done.stderr
+
+
+def test_each_run_has_a_folder_of_its_own(
+    first: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first.gpu, "ROOT", tmp_path)
+    results = tmp_path / "bench" / "results"
+    for name in ("h100-2026-01-01", "h100-2026-01-01-2", "h100-2026-01-01-3"):
+        assert first.gpu.new_folder("h100-2026-01-01") == results / name
+        (results / name).mkdir(parents=True)
 
 
 # All of it

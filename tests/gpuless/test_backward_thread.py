@@ -1,6 +1,7 @@
 """Backward runs in a thread of the device, where the caller's thread-local state is not."""
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ import torch
 from covering import more
 from gpuless.fake_cuda import FakeCuda
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.utils.checkpoint import checkpoint
 from watched.seen import Doubles, Seen
 
 import tritonamp
+from tritonamp.casts import active
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -210,3 +213,14 @@ def test_only_a_forward_takes_backwards_into_its_thread(fake_cuda: FakeCuda) -> 
         model(torch.ones(2, 2, device="cuda"))
         assert not torch._C._is_multithreading_enabled()
     amp.disable()
+
+
+def test_a_trace_that_was_given_up_leaves_backwards_where_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy: Any = SimpleNamespace(device_type="cuda")
+    monkeypatch.setattr(active.process, "add_mark", lambda policy: None)
+    active.push_policy(policy, TracingContext(None))
+    assert not torch._C._is_multithreading_enabled()
+    assert not active.thread.live()  # that trace is not the current one
+    assert torch._C._is_multithreading_enabled()

@@ -78,13 +78,17 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
         args.lines.parent.mkdir(parents=True, exist_ok=True)
     found = selftest.run(device, args.selftest, functools.partial(_tell, args), jobs)
     print(selftest.as_json(found) if args.json else selftest.text(found))
+    if args.json:
+        print(selftest.title(found), selftest.verdict(found), sep="\n", file=sys.stderr)
     return 1 if selftest.is_wrong(found) else 0
 
 
 def _tell(args: argparse.Namespace, outcome: dict[str, Any]) -> None:
     """Say how far the selftest is, in the ways that were asked for."""
     if args.json:
-        print(f"{outcome['group']} {outcome['name']}: {outcome['status']}", file=sys.stderr)
+        detail = f", {outcome['detail']}" if outcome["status"] == "FAILED" else ""
+        where = f"{outcome['group']} {outcome['name']}"
+        print(f"{where}: {outcome['status']}{detail}", file=sys.stderr)
     if args.lines:
         with args.lines.open("a") as lines:
             print(json.dumps(outcome), file=lines)

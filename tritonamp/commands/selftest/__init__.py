@@ -1,12 +1,14 @@
 """``python -m tritonamp doctor --selftest``: what runs here is right, and how fast it is."""
 
 import json
+import platform
 import textwrap
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 
+import tritonamp
 from tritonamp.commands.selftest import kernels, processes, speed, training, waits
 from tritonamp.commands.selftest.check import CUT_OFF, FAILED, OK, Check, outcome_of
 from tritonamp.commands.table import table
@@ -87,6 +89,8 @@ def run(
     outcomes.sort(key=lambda outcome: places.get((outcome["group"], outcome["name"]), len(order)))
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "tritonamp": tritonamp.__version__,
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": hardware.triton_version(),
         "backend": backend.name,
@@ -111,19 +115,24 @@ def text(found: dict[str, Any]) -> str:
         (c["group"], c["name"], c["status"], textwrap.shorten(c["detail"], LINE, placeholder="..."))
         for c in found["checks"]
     ]
+    drawn = table(("check", "of", "result", "found"), rows)
+    return "\n\n".join([title(found), drawn, verdict(found)])
+
+
+def title(found: dict[str, Any]) -> str:
     what = "kernels" if found["backend"] == "triton" else "eager twins, no kernels"
+    return f"selftest on {found['device']}: {what} ({found['reason']})"
+
+
+def verdict(found: dict[str, Any]) -> str:
     seconds = sum(check["seconds"] for check in found["checks"])
     failed, tried = found["failed"], sum(c["status"] in (OK, FAILED) for c in found["checks"])
-    verdict = f"{failed} of {tried} failed. {REPORT}" if failed else f"All {tried} hold."
+    said = f"{failed} of {tried} failed. {REPORT}" if failed else f"All {tried} hold."
+    if not tried:
+        said = "No check can be tried here."
     if any(check["status"] == CUT_OFF for check in found["checks"]):
-        verdict = f"It was stopped before all checks ran. {verdict}"
-    return "\n\n".join(
-        [
-            f"selftest on {found['device']}: {what} ({found['reason']})",
-            table(("check", "of", "result", "found"), rows),
-            f"{verdict} {seconds:.0f} s",
-        ]
-    )
+        said = f"It was stopped before all checks ran. {said}"
+    return f"{said} {seconds:.0f} s"
 
 
 def is_wrong(found: dict[str, Any]) -> bool:
