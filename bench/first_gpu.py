@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import itertools
+import math
 import os
 import shlex
 import signal
@@ -90,7 +91,7 @@ class Machine(NamedTuple):
         command += ["--lines", str(self.folder / file), *arguments]
         return Part(name, share, command, first_summary.tests_of(file))
 
-    def parts(self, only: str) -> list[Part]:
+    def parts(self, only: list[str]) -> list[Part]:
         """Return the parts, the most wanted first.
 
         Args:
@@ -98,7 +99,7 @@ class Machine(NamedTuple):
         """
         together = self.selftest("kernel", "training", "waits", "--jobs", str(self.processes))
         alone = self.selftest("speed", "--jobs", "1")
-        first = [self.tests("mended tests", 60, jsonl.MENDED, shlex.split(only))] if only else []
+        first = [self.tests("mended tests", 60, jsonl.MENDED, only)] if only else []
         return [
             *first,
             Part("kernels, training, waits", 70, together, first_summary.checks),
@@ -132,10 +133,11 @@ class Run:
     Attributes:
         failed: whether a part failed.
         cut: names of the parts that were cut off, or did not start.
+        started: number of parts that have started.
     """
 
     def __init__(self, machine: Machine, seconds: float) -> None:
-        self.machine, self.failed, self.cut = machine, False, list[str]()
+        self.machine, self.failed, self.cut, self.started = machine, False, list[str](), 0
         self._begin, self._end = time.monotonic(), time.monotonic() + seconds - AT_THE_END
         self._said: list[str] = []
         self._logs = machine.work / "logs"
@@ -166,6 +168,7 @@ class Run:
             self.cut.append(part.name)
             self._done(part, "no time left", 0.0)
             return
+        self.started += 1
         begin = time.monotonic()
         log = self._logs / f"{part.name.replace(', ', '-').replace(' ', '-')}.log"
         limit = seconds - first_setup.KILLED_AFTER - 1  # it ends by itself
@@ -173,7 +176,11 @@ class Run:
         command, environment = [*part.command, *timed], self._environment(part)
         try:
             status = first_setup.ended(command, self.machine.tree, log, seconds, environment)
-        finally:  # also where this process is stopped itself
+        except BaseException:  # this process is stopped
+            self.cut.append(part.name)
+            self._done(part, "stopped", time.monotonic() - begin)
+            raise
+        finally:
             first_setup.pack(self._logs, self.machine.folder / "logs.tar.gz")
         taken = time.monotonic() - begin
         text = log.read_text(errors="replace")
@@ -210,17 +217,40 @@ class Run:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench/first_gpu.sh", description=__doc__)
     parser.add_argument(
-        "--seconds", type=float, help="time limit of the whole run (360, with --tools 150)"
+        "--seconds", type=positive, help="time limit of the whole run (360, with --tools 150)"
     )
-    parser.add_argument("--only", default="", help="arguments of pytest: tests that run first")
+    parser.add_argument(
+        "--only", type=shlex.split, default=[], help="arguments of pytest: tests that run first"
+    )
     parser.add_argument("--tools", action="store_true", help="compute-sanitizer and ncu, instead")
     parser.add_argument("--wheels", type=Path, help="folder of packages that are absent here")
     parser.add_argument("folder", type=Path, nargs="?", help="folder for the results")
     args = parser.parse_args(arguments)
+    if args.wheels and not list(args.wheels.glob("*.whl")):
+        parser.error(f"expected a folder of wheels, got --wheels {args.wheels}")
     seconds = args.seconds or (TOOLS_SECONDS if args.tools else SECONDS)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through each ``finally``
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda *_: sys.exit(1))  # through each ``finally``
+    # a script's "&" has it ignored, and the parts would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as work:
-        return run_in(Path(work), args, seconds)
+        try:
+            return run_in(Path(work), args, seconds)
+        except KeyboardInterrupt:
+            return 130  # as a shell says it
+
+
+def positive(text: str) -> float:
+    """Return a number of seconds.
+
+    Raises:
+        ValueError: it is not above 0, or not finite.
+    """
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise ValueError("expected seconds above 0")
+    return seconds
 
 
 def new_folder(run: str) -> Path:
@@ -253,10 +283,11 @@ def run_in(work: Path, args: argparse.Namespace, seconds: float) -> int:
         for problem in first_setup.install(args.wheels, work):
             run.failed = True
             run.say(f"not installed: {problem}")
-    run.run_all(machine.tools() if args.tools else machine.parts(args.only))
+    parts = machine.tools() if args.tools else machine.parts(args.only)
+    run.run_all(list(parts))
     run.say_verdict()
     run.say(f"all of it is in {folder}, after {time.monotonic() - begin:.0f} s")
-    return int(run.failed)
+    return int(run.failed or not run.started)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,8 @@ def rows_of(tier: int) -> Summary:
             if "case" in line:
                 cases.setdefault(line["case"], []).append(_row(line))
         said = [f"{case}: {'; '.join(peers)}" for case, peers in cases.items()]
+        if not any("us" in line for line in own):
+            said = ["no row was measured"]
         absent = Counter((line["peer"], line["reason"]) for line in own if "reason" in line)
         for (peer, reason), count in absent.most_common(MOST):
             is_fault = peer.startswith("tritonamp") and reason != jsonl.OUT_OF_TIME

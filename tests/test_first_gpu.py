@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -52,7 +53,7 @@ def part(first: SimpleNamespace, name: str, code: str, share: float = 1.0) -> An
 
 
 def test_the_most_wanted_come_first(machine: Any) -> None:
-    parts = {part.name: part for part in machine.parts("")}
+    parts = {part.name: part for part in machine.parts([])}
     assert list(parts) == [
         "kernels, training, waits", "speed", "first rows", "telling rows", "tests", "other rows",
     ]  # fmt: skip
@@ -66,7 +67,7 @@ def test_the_most_wanted_come_first(machine: Any) -> None:
 
 
 def test_mended_tests_run_before_everything_else(machine: Any) -> None:
-    first, second, *_ = machine.parts("tests/step -k 'clip or norm'")
+    first, second, *_ = machine.parts(["tests/step", "-k", "clip or norm"])
     assert first.command[-3:] == ["tests/step", "-k", "clip or norm"]
     assert str(machine.folder / "mended.jsonl") in first.command
     assert second.name == "kernels, training, waits"
@@ -74,8 +75,8 @@ def test_mended_tests_run_before_everything_else(machine: Any) -> None:
 
 def test_without_a_gpu_the_same_parts_are_dry(machine: Any) -> None:
     dry = machine._replace(gpu=False)
-    assert [part.name for part in dry.parts("")] == [part.name for part in machine.parts("")]
-    commands = {part.name: " ".join(part.command) for part in dry.parts("")}
+    assert [part.name for part in dry.parts([])] == [part.name for part in machine.parts([])]
+    commands = {part.name: " ".join(part.command) for part in dry.parts([])}
     assert "--fake-cuda" in commands["tests"] and "--cuda" not in commands["tests"].split()
     assert all("--toy" in text for name, text in commands.items() if "rows" in name)
 
@@ -160,6 +161,60 @@ def test_a_part_that_hangs_ends_with_all_that_it_has_started(
     assert not runs(mark)
     with tarfile.open(machine.folder / "logs.tar.gz") as archive:
         assert archive.extractfile("logs/hangs.log").read() == b"begun\n"  # type: ignore[union-attr]
+
+
+STOPPED = """
+import importlib, sys, time
+from pathlib import Path
+first_gpu = importlib.import_module("first_gpu")
+
+def parts(machine, only):
+    hangs = "import time; print('begun', flush=True); time.sleep(60)"
+    return [first_gpu.Part("hangs", 1, [sys.executable, "-c", hangs, MARK], lambda *given: [])]
+
+first_gpu.Machine.parts = parts
+sys.exit(first_gpu.main(["--seconds", "50", OUT]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_run_that_is_stopped_leaves_its_files_and_no_process(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    mark, out = f"mark of {tmp_path}", tmp_path / "out"
+    code = STOPPED.replace("MARK", repr(mark)).replace("OUT", repr(str(out)))
+    with subprocess.Popen(python(code), cwd=ROOT / "bench", stdout=subprocess.DEVNULL) as process:
+        while not runs(mark):
+            time.sleep(0.05)
+            assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait() == (130 if number is signal.SIGINT else 1)
+    (line,) = map(json.loads, (out / "parts.jsonl").read_text().splitlines())
+    assert (line["part"], line["outcome"]) == ("hangs", "stopped")
+    assert "hangs: stopped" in (out / "summary.txt").read_text()
+    assert (out / "logs.tar.gz").is_file()
+    until = time.monotonic() + 5.0
+    while runs(mark) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not runs(mark)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--seconds", "0"], "invalid positive value: '0'"),
+        (["--seconds", "nan"], "invalid positive value: 'nan'"),
+        (["--only", "tests -k 'x"], "invalid split value"),
+        (["--wheels", "no-such-folder"], "expected a folder of wheels, got --wheels no-such"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    first: SimpleNamespace, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        first.gpu.main(arguments)
+    assert raised.value.code == 2 and said in capsys.readouterr().err
 
 
 # What becomes of them
@@ -253,11 +308,15 @@ def test_rows_of_a_case_stand_in_a_line(first: SimpleNamespace, machine: Any) ->
     late = {"peer": "tritonamp O1", "reason": first.jsonl.OUT_OF_TIME}
     first.jsonl.append(file, cut | late)
     assert "FAILED" not in "".join(first.summary.rows_of(1)(machine.folder, ""))
-    # a process that measured nothing has no case
+    # a process that has measured nothing has no case
     first.jsonl.append(file, {"peer": "tritonamp", "tier": 1, "reason": "exit status 1"})
     assert "FAILED: tritonamp, 1 times: exit status 1" in first.summary.rows_of(1)(
         machine.folder, ""
     )
+
+
+def test_a_tier_without_rows_says_so(first: SimpleNamespace, machine: Any) -> None:
+    assert first.summary.rows_of(1)(machine.folder, "") == ["no row was measured"]
 
 
 def test_tests_are_counted_and_failures_named(first: SimpleNamespace, machine: Any) -> None:
@@ -465,7 +524,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fatal_check_hides_no_other(first: SimpleNamespace, machine: Any) -> None:
     dry = machine._replace(gpu=False, processes=2)
     run = first.gpu.Run(dry, 300)
-    run.run_part(dry.parts("")[0], 300)
+    run.run_part(dry.parts([])[0], 300)
     checks = first.jsonl.read(machine.folder / "selftest.jsonl")
     failed = {line["name"]: line["detail"] for line in checks if line["status"] == "FAILED"}
     assert set(failed) == {"spoils", "dies"} and run.failed

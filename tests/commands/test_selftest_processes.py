@@ -203,6 +203,22 @@ def test_lines_go_into_a_folder_that_was_not_there(
     assert [json.loads(line)["name"] for line in lines.read_text().splitlines()] == ["a", "b"]
 
 
+def test_there_are_no_more_processes_than_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks_of({"ran": ["a"]}, monkeypatch)
+    started: list[int] = []
+    monkeypatch.setattr(Workers, "run", lambda workers, groups, count: started.append(count))
+    selftest.run(torch.device("cpu"), ["kernel", "speed"], jobs=100)
+    assert started == [4, 1]
+
+
+def test_a_file_that_cannot_be_written_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "--selftest", "--lines", str(tmp_path)])
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_fewer_than_no_processes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["doctor", "--selftest", "--jobs", "-1"])

@@ -75,7 +75,11 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     elif jobs < 0:
         fail(f"expected --jobs of at least 0, got {jobs}")
     if args.lines:
-        args.lines.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            args.lines.parent.mkdir(parents=True, exist_ok=True)
+            args.lines.open("a").close()
+        except OSError as error:
+            fail(f"--lines {args.lines} cannot be written: {error}")
     found = selftest.run(device, args.selftest, functools.partial(_tell, args), jobs)
     print(selftest.as_json(found) if args.json else selftest.text(found))
     if args.json:

@@ -75,7 +75,8 @@ def run(
 
     try:
         if jobs:
-            _run_in_processes(groups, jobs, note)
+            checks = all_checks([g for g in groups if g not in ALONE], device, backend.name)
+            _run_in_processes(groups, min(jobs, len(checks) or 1), note)
         else:
             for group, check in all_checks(groups, device, backend.name):
                 note({"group": group, "name": check.name, **outcome_of(check, device)})
