@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import IO, Any
 
 from tritonamp.commands.selftest.check import CUT_OFF, FAILED
@@ -44,8 +44,10 @@ class Workers:
     def run(self, groups: Sequence[str], count: int) -> None:
         """Run the groups' checks in ``count`` processes; Ctrl-C ends them, and is raised then."""
         with ThreadPoolExecutor(count) as threads:
-            parts = [threads.submit(self._run_part, groups, i, count) for i in range(count)]
             try:
+                parts = [threads.submit(self._run_part, groups, i, count) for i in range(count)]
+                while wait(parts, timeout=0.5).not_done:
+                    pass  # awake for Ctrl-C, which may have come to another thread
                 for part in parts:
                     part.result()
             except BaseException:
