@@ -118,7 +118,9 @@ def test_pinned_memory(fake_cuda: FakeCuda) -> None:
         expect(lambda: zeros().copy_(host, non_blocking=True), race=False)
 
 
-def test_a_kernel(fake_cuda: FakeCuda) -> None:
+def test_a_kernel(fake_cuda: FakeCuda, compiled: bool) -> None:
+    if compiled:
+        pytest.skip("the clocks do not see which memory a kernel uses that runs as PTX")
     x = torch.zeros(70, 1024, device="cuda", dtype=torch.float16)  # enough for a kernel
     target, stream = torch.zeros(70, dtype=torch.int64, device="cuda"), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.default_stream())
