@@ -203,6 +203,20 @@ def test_lines_go_into_a_folder_that_was_not_there(
     assert [json.loads(line)["name"] for line in lines.read_text().splitlines()] == ["a", "b"]
 
 
+def test_outcomes_of_processes_are_shown_in_the_order_of_the_checks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks_of({"ran": ["a"]}, monkeypatch)
+
+    def run(workers: Workers, groups: list[str], count: int) -> None:
+        for name in "cadb":
+            workers._report({"group": "kernel", "name": name, "status": "ok", "seconds": 0.0})
+
+    monkeypatch.setattr(Workers, "run", run)
+    found = selftest.run(torch.device("cpu"), ["kernel"], jobs=2)
+    assert [outcome["name"] for outcome in found["checks"]] == ["a", "b", "c", "d"]
+
+
 def test_there_are_no_more_processes_than_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     checks_of({"ran": ["a"]}, monkeypatch)
     started: list[int] = []

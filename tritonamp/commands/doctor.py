@@ -64,8 +64,9 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     """
     if args.selftest is None:
         given = {"json": args.json, "jobs": args.jobs is not None, "lines": args.lines is not None}
-        for option in (name for name, is_given in given.items() if is_given):
-            fail(f"expected --selftest with --{option}, which is an option of the selftest")
+        for option, is_given in given.items():
+            if is_given:
+                fail(f"expected --selftest with --{option}, which is an option of the selftest")
         print(report())
         return 0
     device = selftest.first_device()

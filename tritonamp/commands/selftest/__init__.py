@@ -67,6 +67,7 @@ def run(
         Ctrl-C those that are known by then; what was running is "cut off".
     """
     backend, groups = backend_on(device), list(groups or GROUPS)
+    checks = all_checks(groups, device, backend.name)
     outcomes: list[dict[str, Any]] = []
 
     def note(outcome: dict[str, Any]) -> None:
@@ -75,19 +76,18 @@ def run(
 
     try:
         if jobs:
-            checks = all_checks([g for g in groups if g not in ALONE], device, backend.name)
-            _run_in_processes(groups, min(jobs, len(checks) or 1), note)
+            together = sum(group not in ALONE for group, _ in checks)
+            _run_in_processes(groups, min(jobs, together or 1), note)
         else:
-            for group, check in all_checks(groups, device, backend.name):
+            for group, check in checks:
                 note({"group": group, "name": check.name, **outcome_of(check, device)})
                 if "spoiled" in outcomes[-1]:
                     break
     except KeyboardInterrupt:
         where = {"group": "selftest", "name": "all", "status": CUT_OFF}
         note(where | {"detail": "stopped by Ctrl-C", "seconds": 0.0})
-    order = [(group, check.name) for group, check in all_checks(groups, device, backend.name)]
-    places = {where: place for place, where in enumerate(order)}
-    outcomes.sort(key=lambda outcome: places.get((outcome["group"], outcome["name"]), len(order)))
+    places = {(group, check.name): place for place, (group, check) in enumerate(checks)}
+    outcomes.sort(key=lambda outcome: places.get((outcome["group"], outcome["name"]), len(checks)))
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "tritonamp": tritonamp.__version__,
