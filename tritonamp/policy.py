@@ -337,9 +337,7 @@ def _conflicts(policy: Policy) -> Iterable[str]:
 
 O0 = Policy()
 O1 = Policy(op_policy=True, loss_scale="dynamic", cast_outputs=torch.float32)
-O2 = dataclasses.replace(
-    O1, cast_model=True, keep_norms_fp32=True, master_weights=True, cast_inputs=True
-)
+O2 = dataclasses.replace(O1, cast_model=True, keep_norms_fp32=True, master_weights=True)
 O3 = Policy(cast_model=True, cast_inputs=True, cast_outputs=torch.float32)
 
 LEVELS = {"O0": O0, "O1": O1, "O2": O2, "O3": O3}

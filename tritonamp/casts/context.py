@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tritonamp.casts import active, dispatch
-from tritonamp.casts.rounded_inputs import InputLook
 from tritonamp.casts.tree import from_half, to_half
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.policy import Policy
@@ -79,7 +78,6 @@ class EnabledContext:
         fp32_values: of the model's half tensors.
         observer: whom forwards are reported to; None in copies.
         ranks: the ranks that decide together; None in copies, which decide alone.
-        input_look: at what inputs lose by their cast; None in copies, which are given the same.
         casts: whether anything is computed in half.
         device_type: where the parameters are.
         autocast: whether forwards run under torch's autocast, at whose keys the op table is.
@@ -96,14 +94,12 @@ class EnabledContext:
         fp32_values: Fp32Values,
         observer: ForwardObserver | None = None,
         ranks: RanksInForward | None = None,
-        input_look: InputLook | None = None,
     ) -> None:
         self.policy = policy
         self.backend = backend
         self.fp32_values = fp32_values
         self.observer = observer
         self.ranks = ranks
-        self.input_look = input_look
         self.move(device_type)
 
     @contextlib.contextmanager

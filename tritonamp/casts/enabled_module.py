@@ -14,7 +14,6 @@ from tritonamp.casts.gathered import wide_weights
 from tritonamp.casts.inputs import Signature, cast_arguments, signature_of, wanted_names
 from tritonamp.casts.methods import entered_methods
 from tritonamp.casts.pickled import with_values
-from tritonamp.casts.rounded_inputs import types_of
 from tritonamp.casts.saved import SavedDtypes, changed_values, named_tensors, pretrained_members
 from tritonamp.casts.tree import cast_tree, from_half, to_half
 from tritonamp.class_swap import Swapped
@@ -105,13 +104,10 @@ def enabled_forward(
     observer, noted = context.observer, None
     if observer is not None and has_data:
         noted = observer.before(module, args, kwargs, "__call__" if method is None else method.name)
-    input_look = context.input_look if method is None and has_data else None
     try:
         if module._tritonamp_fp32:  # healed as a whole
             with restored(context.device_type):
                 output = _fp32_forward(module, forward, bound, args, kwargs)
-        elif input_look is not None and types_of(module, args, kwargs) not in input_look.settled:
-            output = _watched_forward(module, forward, bound, args, kwargs)
         else:
             if context.policy.cast_inputs:
                 args, kwargs = _cast_inputs(module, args, kwargs, method)
@@ -134,7 +130,7 @@ def _traced_forward(
     kwargs: Any,
     method: Method | None,
 ) -> Any:
-    """Run the same where torch.compile traces it: nothing is noted, no input is watched."""
+    """Run the same where torch.compile traces it: nothing is noted."""
     context = module._tritonamp
     if context.ranks is not None:
         context.ranks.on_forward()
@@ -163,19 +159,6 @@ def _cast_outputs(context: EnabledContext, output: Any, method: Method | None) -
     if method is not None:  # which may be there to hand parameters out
         cast = cast._replace(passes=(nn.Parameter,))
     return cast_tree(output, cast)
-
-
-def _watched_forward(
-    module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
-) -> Any:
-    """Run the forward on cast inputs, and watch what reads those that lose something."""
-    context, signature = module._tritonamp, module._tritonamp_inputs
-    with context.input_look.around(module, signature, args, kwargs) as readers:
-        args, kwargs = _cast_inputs(module, args, kwargs, None)
-        output = context.run_forward(forward, (*bound, *args), kwargs)
-        if readers is not None:
-            readers.returned(output)
-    return output
 
 
 def _fp32_forward(

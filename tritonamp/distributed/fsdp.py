@@ -56,11 +56,14 @@ def holds_layers_apart(module: Any) -> bool:
 def assumed_policies(
     models: Iterable[nn.Module], kept: Collection[nn.Module], policy: Policy
 ) -> dict[Any, Any]:
-    """Return the MixedPrecisionPolicy of each module that was sharded without one and needs one.
+    """Return the MixedPrecisionPolicy of each module that needs another one than it was given.
 
-    Parameters that train and came in half are gathered in half, as they were before ``enable``. So
-    are all others, where ``policy`` casts the model and no module was given a half ``param_dtype``.
-    Modules ``kept`` in FP32 get none.
+    Modules that were sharded without a ``param_dtype``: parameters that train and came in half are
+    gathered in half, as they were before ``enable``. So are all others, where ``policy`` casts the
+    model and no module was given a half ``param_dtype``. Modules ``kept`` in FP32 get none.
+
+    Modules with a half ``param_dtype``, by default, have FSDP2 round what they are called with.
+    Under an op policy they do not, because operations cast what they read.
     """
     if not (policy.cast_model or policy.op_policy):
         return {}
@@ -70,7 +73,7 @@ def assumed_policies(
     )
     # as gradients of FP32 parameters are under DDP, where the model is not cast
     reduce_dtype = policy.grad_dtype if policy.cast_model else torch.float32
-    return {
+    assumed = {
         module: dataclasses.replace(
             mp_policy(module),
             param_dtype=policy.dtype,
@@ -81,6 +84,13 @@ def assumed_policies(
         if mp_policy(module).param_dtype is None and module not in kept
         if any(all_half or p.dtype in HALF_DTYPES for p in _trained(module))
     }
+    unrounded = {
+        module: dataclasses.replace(mp_policy(module), cast_forward_inputs=False)
+        for module in sharded
+        if policy.op_policy and mp_policy(module).param_dtype in HALF_DTYPES
+        if mp_policy(module).cast_forward_inputs
+    }
+    return assumed | unrounded
 
 
 def _trained(module: Any) -> Iterator[Tensor]:
@@ -109,17 +119,19 @@ class ShardedModules:
 
     def assume(self, policies: Mapping[Any, Any]) -> None:
         """Gather and reduce as ``assumed_policies`` has said, until ``give_back``."""
+        without = [m for m in policies if mp_policy(m).param_dtype is None]
         for module, policy in policies.items():
             self._given[module] = mp_policy(module)
             _set_mp_policy(module, policy)
-        if policies:
+        if without:
+            assumed = policies[without[0]]
             logger.warning(
                 "fully_shard was given no param_dtype for %d module(s) (%s): as if called with "
                 "mp_policy=MixedPrecisionPolicy(param_dtype=%s, reduce_dtype=%s)",
-                len(policies),
-                ", ".join(dict.fromkeys(type(m).__name__ for m in policies)),
-                policy.param_dtype,
-                policy.reduce_dtype,
+                len(without),
+                ", ".join(dict.fromkeys(type(m).__name__ for m in without)),
+                assumed.param_dtype,
+                assumed.reduce_dtype,
             )
 
     def gather_in_fp32(self, modules: Iterable[nn.Module]) -> None:

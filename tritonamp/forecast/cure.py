@@ -30,7 +30,7 @@ def cure(
 ) -> Policy:
     """Return the policy with as many modules in FP32 as it takes, else in bfloat16, else FP32.
 
-    Each is tried out, as is what ``cast_inputs`` leaves in FP32.
+    Each is tried out.
     """
     asked = policy
     wrong = _wrong(findings, policy)
@@ -52,11 +52,8 @@ def cure(
 
     if policy.cast_inputs and policy.op_policy and any(f.where == BATCH for f in findings):
         wrong = tried(dataclasses.replace(policy, cast_inputs=False))
-    elif run.rounded:
-        wrong = tried(dataclasses.replace(policy, cast_inputs=run.cast_inputs))
     if wrong and not find_remedy(wrong, again, ROUNDS).helps:
         return O0
-    policy = dataclasses.replace(policy, cast_inputs=run.cast_inputs)
     if policy.loss_scale != "dynamic":
         return policy
     return dataclasses.replace(policy, init_scale=fitting_scale(policy, run.records))

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tritonamp.casts import rounded_inputs
-from tritonamp.casts.inputs import signature_of
-from tritonamp.casts.rounded_inputs import RoundedInput
+from tritonamp.casts.inputs import input_tensors, signature_of
 from tritonamp.casts.tree import cast_tree, from_half
 from tritonamp.casts.user_functions import disable_casts
-from tritonamp.forecast.recording import Recorder
+from tritonamp.forecast.recording import Recorder, TensorRecord, record_of
 from tritonamp.forecast.running import Batch, LossFn, run_copy
 from tritonamp.forecast.twin import named_tensors, widen
 from tritonamp.forecast.unrounded import values_of
@@ -30,10 +28,9 @@ class DryRun(Recorder):
         self, model: nn.Module, batch: Batch, loss_fn: LossFn | None, policy: Policy
     ) -> None:
         super().__init__(policy.dtype)
-        self._model, self._policy = model, policy
-        # inputs that lose by their cast, and that no matmul or convolution reads first
-        self.rounded: list[RoundedInput] = []
-        self.cast_inputs = policy.cast_inputs  # without the arguments that these are in
+        self._model = model
+        # the floating inputs, and the arguments that they came in, see ``InputTensor``
+        self.inputs: list[tuple[TensorRecord, str | int]] = []
         loss = run_copy(model, batch, loss_fn, policy, self)
         self.loss = float(values_of(loss.detach()))
         for path in self.threads:
@@ -47,27 +44,16 @@ class DryRun(Recorder):
 
     def given(self, batch: Batch) -> Batch:
         batch = super().given(batch)
-        self._inputs = rounded_inputs.inputs_to_cast(
-            *batch, signature_of(self._model.forward), self._policy
-        )
-        rows = [
-            rounded_inputs.worst_rounding(one.tensor, self._dtype).tolist() for one in self._inputs
-        ]
-        self._worst = [number for row in rows for number in row]
+        for argument, _, tensor in input_tensors(*batch, signature_of(self._model.forward)):
+            record = record_of(tensor)
+            if record is not None:
+                self.inputs.append((record, argument))
         return batch
 
     def __enter__(self) -> "DryRun":
         super().__enter__()
-        self._readers = self._hooks.enter_context(rounded_inputs.Readers(self._inputs))
         self._hooks.enter_context(_BceInFp32(self))
         return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        lost = rounded_inputs.roundings(self._inputs, self._worst)
-        self.rounded = [one for one in lost if one.path in self._readers.only_others]
-        if self.rounded:
-            self.cast_inputs = rounded_inputs.remedy(self._inputs, self.rounded)
 
     def _note_functions(self, loss: Tensor) -> None:
         """Note the user's autograd Functions that autocast does not know of."""

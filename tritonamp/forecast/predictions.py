@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from tritonamp.casts.rounded_inputs import RoundedInput, describe
 from tritonamp.forecast.dry_run import DryRun
 from tritonamp.forecast.findings import Finding, bce, early_gradients, keep
 from tritonamp.forecast.loss_scale import GONE, loss_scale
@@ -44,7 +43,6 @@ def predictions(run: DryRun, policy: Policy) -> Iterator[Finding]:
         yield from _vanishing(run.records, policy.dtype)
         yield from (_of_hazard(hazard, policy.dtype) for hazard in run.hazards)
         yield from loss_scale(run.records, policy)
-        yield from _rounded(run, policy)
 
 
 def _non_finite(run: DryRun) -> Iterator[Finding]:
@@ -95,20 +93,6 @@ def _overflows(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[
 
 def _overflows_half(r: TensorRecord, dtype: torch.dtype) -> bool:
     return r.half and not r.excused and r.sizes.overflows(dtype)
-
-
-def _rounded(run: DryRun, policy: Policy) -> Iterator[Finding]:
-    of_argument: dict[str | int, list[RoundedInput]] = {}
-    for one in run.rounded:
-        of_argument.setdefault(one.argument, []).append(one)
-    wanted = run.cast_inputs
-    advice = (
-        "if it is a target, a box or a coordinate: cast_inputs="
-        f"{list(wanted) if isinstance(wanted, tuple) else wanted} leaves it in FP32"
-    )
-    for argument, found in of_argument.items():
-        why = describe(found, policy.dtype)
-        yield Finding("rounded input", f"argument {argument!r}", why, advice, True, 0.8)
 
 
 def _vanishing(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[Finding]:

@@ -29,6 +29,7 @@ from tritonamp.forecast.predictions import predictions
 from tritonamp.forecast.recording import TensorRecord
 from tritonamp.forecast.results import Side
 from tritonamp.forecast.running import Batch
+from tritonamp.forecast.streams import fp32_streams
 from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, LEVELS, STATES, Policy, resolve
 from tritonamp.runtime import scaler_for
@@ -163,6 +164,7 @@ def check(
         *findings_without_data(model, optimizers, loss_fn, policy),
         *predictions(run, policy),
         *added_up(model, policy, accumulation_steps),
+        *fp32_streams(model, inputs, loss_fn, policy, run),
     ]
     return Forecast(
         model=type(model).__name__,

@@ -16,7 +16,6 @@ from tritonamp.casts.enabled_models import EnabledModels
 from tritonamp.casts.healing import Healing
 from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.past_forward import FirstLoss
-from tritonamp.casts.rounded_inputs import InputLook
 from tritonamp.class_swap import install
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.log import StepLog
@@ -151,7 +150,6 @@ def build_parts(request: Request, step_state: Resumable) -> Parts:
         # without an optimizer no decision would ever let go of the batches
         observer=forwards if request.optimizers else None,
         ranks=ranks,
-        input_look=InputLook(policy) if policy.op_policy and policy.cast_inputs else None,
     )
     enabled_models, weights = _enable_models(request, context, ranks)
     healing = Healing(models, policy, context, enabled_models.dtypes, inputs_in_fp32, ranks.rebuild)
