@@ -27,7 +27,7 @@ TABLE: dict[str, tuple[Any, Any, Any, Any]] = {
     "master_weights": (False, False, True, False),
     "loss_scale": (1.0, "dynamic", "dynamic", 1.0),
     "init_scale": (2.0**16, 2.0**16, 2.0**16, 2.0**16),
-    "cast_inputs": (False, False, True, True),
+    "cast_inputs": (False, False, False, True),
     "cast_outputs": (None, FP32, FP32, FP32),
     "softmax_dtype": (None, None, None, None),
     "grad_dtype": (None, None, None, None),
@@ -329,7 +329,6 @@ def test_every_problem_is_named_at_once() -> None:
             **{
                 name: TABLE[name][2] for name in ("cast_model", "keep_norms_fp32", "master_weights")
             },
-            "cast_inputs": True,
         },
     ],
     ids=repr,

@@ -90,9 +90,7 @@ def test_a_mapping_is_the_keywords(capsys, tmp_path):
     path = tmp_path / "policy.json"
     status, text = run(capsys, "check_factories:keywords", "--policy", path)
     assert status == 1
-    assert "argument 'labels', rounded input: labels holds 1280.7, which is 1281 in" in text
     policy = tritonamp.Policy.from_json(path.read_text())
-    assert policy.cast_inputs == ("features",)
     assert f"init_scale=2.0**{policy.init_scale.hex().rpartition('p')[2].lstrip('+')}" in text
 
 

@@ -247,7 +247,8 @@ class FaultReport:
 NO_PRECISION_HELPS = "FP32 does not help, nor does bfloat16: both were tried on this batch."
 _KEEP = re.compile(r"(, or|; if .*,| If this .*,) \{keep\}\.")
 _BY_HAND = "x.float() under tritonamp.disable_casts()"
-_UNCAST = "cast_inputs=False, with the modules that read it in fp32_modules"  # cast by enable
+_UNCAST = 'level="O2" and cast_inputs=False, with the modules that read it in fp32_modules'
+"""For inputs that ``enable`` casts: at O3, or as ``cast_inputs`` says."""
 
 
 def number(value: float | None) -> str:

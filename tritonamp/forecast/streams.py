@@ -1,0 +1,153 @@
+"""Where an FP32 input becomes an FP32 residual stream, and what its cast to half would save.
+
+A sum of a half and an FP32 tensor is FP32. So an FP32 input that a model adds half results to, as
+``inputs_embeds`` or the features of a decoder, stays FP32 through all layers at O2.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonamp.casts.inputs import cast_arguments, signature_of
+from tritonamp.casts.tree import to_half
+from tritonamp.forecast.dry_run import DryRun
+from tritonamp.forecast.findings import Finding
+from tritonamp.forecast.predictions import predictions
+from tritonamp.forecast.recording import MARKED, TensorRecord
+from tritonamp.forecast.running import Batch, LossFn
+from tritonamp.forecast.unrounded import values_of
+from tritonamp.policy import Policy
+
+ADDS = ("add", "add_")
+ROUNDINGS = 16
+"""The gradients may move by as many eps of the format where an input is rounded."""
+
+Argument = str | int
+"""Of a forward: its name, or the position where ``*args`` takes it."""
+
+
+def fp32_streams(
+    model: nn.Module, batch: Batch, loss_fn: LossFn | None, policy: Policy, run: DryRun
+) -> Iterator[Finding]:
+    """Yield advice about FP32 inputs to which half results are added more than once.
+
+    The ``cast_inputs`` in the advice is tried: a run under it must have no new problem, and its
+    gradients must be the same up to rounding.
+
+    Args:
+        model: before ``enable``.
+        batch: input of the dry run.
+        loss_fn: loss of the dry run.
+        policy: policy of the dry run.
+        run: the dry run.
+    """
+    additions = _additions(run) if policy.cast_model and policy.op_policy else {}
+    if not additions:
+        return
+    already = () if isinstance(policy.cast_inputs, bool) else policy.cast_inputs
+    wanted = (*already, *additions)
+    tried = dataclasses.replace(policy, cast_inputs=wanted)
+    rounded = cast_arguments(*batch, wanted, signature_of(model.forward), to_half(policy.dtype))
+    as_asked = _GradientsKept(model, batch, loss_fn, policy)
+    with_cast = _GradientsKept(model, rounded, loss_fn, tried)
+    moved = _moved(as_asked.values, with_cast.values)
+    harms = moved > ROUNDINGS * torch.finfo(policy.dtype).eps
+    harms |= not _problems(with_cast, tried) <= _problems(as_asked, policy)
+    advice = f"cast_inputs={list(wanted)} makes them half"
+    before, after = _bytes(as_asked), _bytes(with_cast)
+    saved = f"results of the forward take {_mib(after)} MiB instead of {_mib(before)}"
+    if after >= before:
+        return
+    first = min((records[0] for records in additions.values()), key=run.records.index)
+    yield Finding(
+        "FP32 stream",
+        first.module,
+        f"{', '.join(map(str, additions))} is FP32, so sums of it and half results are FP32: "
+        f"{sum(map(len, additions.values()))} additions",
+        f"leave it: {advice}, but moves the gradients of this batch by {moved:.1%} ({saved})"
+        if harms
+        else f"{advice}: {saved}. Tried on this batch",
+        problem=False,
+        line=first.place.line,
+    )
+
+
+def _additions(run: DryRun) -> dict[Argument, list[TensorRecord]]:
+    """Return, by argument, the FP32 sums of half results and what an FP32 input has become.
+
+    A single sum is no stream: it may be that of a prediction and a target.
+    """
+    given = {id(record): argument for record, argument in run.inputs}
+    sums: dict[int, dict[Argument, int]] = {}  # how many each record holds
+    found: dict[Argument, list[TensorRecord]] = {}
+    for record in _made(run):
+        held: dict[Argument, int] = {}
+        for source in record.sources:
+            for argument, count in sums.get(id(source), {}).items():
+                held[argument] = max(held.get(argument, 0), count)
+        if id(record) in given:
+            held = {given[id(record)]: 0}
+        elif record.op in ADDS and any(source.half for source in record.sources):
+            held = {argument: count + 1 for argument, count in held.items()}
+            for argument in held:
+                found.setdefault(argument, []).append(record)
+        sums[id(record)] = {} if record.half else held
+    longest = {a: max(held.get(a, 0) for held in sums.values()) for a in found}
+    return {argument: found[argument] for argument in found if longest[argument] > 1}
+
+
+def _made(run: DryRun) -> list[TensorRecord]:
+    """Return the records of the forward, each after its sources.
+
+    ``run.records`` lacks FP32 results that the same module has also cast to half.
+    """
+    ordered: dict[int, TensorRecord] = {}
+    for record in run.records:
+        pending = [] if record.backward else [record]
+        while pending:
+            missing = [s for s in pending[-1].sources if id(s) not in ordered]
+            if missing:
+                pending += missing
+            else:
+                done = pending.pop()
+                ordered[id(done)] = done
+    return list(ordered.values())
+
+
+class _GradientsKept(DryRun):
+    """A dry run that keeps the values of its gradients and its loss."""
+
+    def __init__(self, *args: Any) -> None:
+        self.values: list[Tensor] = []
+        super().__init__(*args)
+        self.values.append(torch.tensor(self.loss))
+
+    def marked(self, op: str, tensor: Tensor, parameter: str = "") -> None:
+        super().marked(op, tensor, parameter)
+        if op == "gradient":
+            self.values.append(values_of(tensor.detach()))
+
+
+def _moved(before: list[Tensor], after: list[Tensor]) -> float:
+    """Return the norm of all differences as a share of the norm of all values."""
+    pairs = zip(before, after, strict=True)
+    difference = sum(float((a - b).double().square().sum()) for a, b in pairs)
+    total = sum(float(value.double().square().sum()) for value in before)
+    return (difference / total) ** 0.5 if total else 0.0
+
+
+def _problems(run: DryRun, policy: Policy) -> set[tuple[str, str]]:
+    return {(found.kind, found.where) for found in predictions(run, policy) if found.problem}
+
+
+def _bytes(run: DryRun) -> int:
+    """Return the bytes of all results of the forward."""
+    results = [record for record in _made(run) if record.op not in MARKED]
+    return sum(torch.Size(r.shape).numel() * (2 if r.half else 4) for r in results)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.3g}"
