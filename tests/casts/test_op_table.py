@@ -107,6 +107,12 @@ MORE_SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "clamp_min_": lambda: (R(3, 4), -0.5),
     "conv_tbc": lambda: (R(5, 2, 3), R(3, 3, 4), R(4)),
     "convolution": lambda: (R(1, 2, 5, 5), R(3, 2, 3, 3), R(3), *_CONV),
+    "embedding_bag": lambda: (
+        *(R(5, 3), torch.arange(4), torch.tensor([0, 2]), False, 0, False, R(4)),
+    ),
+    "embedding_bag.padding_idx": lambda: (
+        *(R(5, 3), torch.arange(4), torch.tensor([0, 2]), False, 0, False, R(4), False, None),
+    ),
     "fill_diagonal_": lambda: (R(3, 4), -2.0),
     "frobenius_norm.dim": lambda: (R(3, 4), [1]),
     "gru_cell": lambda: (R(2, 3), R(2, 4), *_cell(3)),
@@ -123,6 +129,8 @@ MORE_SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "index_fill_.int_Scalar": lambda: (R(3, 4), 1, torch.tensor([2]), -2.0),
     "index_fill_.int_Tensor": lambda: (R(3, 4), 1, torch.tensor([2]), torch.tensor(-2.0)),
     "lerp.Tensor": lambda: (R(3, 4), R(3, 4), R(3, 4)),
+    "lerp_.Scalar": lambda: (R(3, 4), R(3, 4), 0.25),
+    "lerp_.Tensor": lambda: (R(3, 4), R(3, 4), R(3, 4)),
     "linalg_matrix_norm": lambda: (R(3, 4), 1),
     "lstm_cell": lambda: (R(2, 3), [R(2, 4), R(2, 4)], *_cell(4)),
     "nll_loss2d": lambda: (R(2, 3, 4, 4), torch.randint(3, (2, 4, 4))),
@@ -375,7 +383,7 @@ def expected_dtypes(
     given = dtypes(call)
     asked = next((value for value in tree_leaves(call) if isinstance(value, torch.dtype)), None)
     if op in op_table.WRITTEN_INTO:
-        return [given[0]]
+        return [given[0], *[torch.int64] * 3 * op.startswith("embedding_bag")]
     if op in ("softmax.int", *op_table.STORAGE, *op_table.RUNNING_NORMS):
         return [asked or given[0]]
     if op == "_grouped_mm":
@@ -516,7 +524,10 @@ def leaves(call: Call, dtype: torch.dtype) -> tuple[Call, list[Tensor]]:
 
 ROUNDED_ONCE = sorted(
     {*COMPARED, *STORAGE_ON_CPU}
-    & {*TABLE} - {*op_table.overloads(op_table.PROMOTE), *PROMOTED, *op_table.RUNNING_NORMS}
+    & {*TABLE}
+    - {*op_table.overloads(op_table.PROMOTE), *PROMOTED, *op_table.RUNNING_NORMS}
+    # which adds up rows in torch's own kernel
+    - {*op_table.overloads(["embedding_bag"])}
 )
 
 

@@ -54,9 +54,6 @@ DECIDED: dict[str, str] = {
         special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_zeta
     """,
     "complex numbers: a cast of one part would be no favour": "complex",
-    "a weight for each row of a table: its error says to give it the table's dtype": """
-        embedding_bag
-    """,
     "made of ops that are on lists": "cov ger linalg_matmul slow_conv3d thnn_conv2d",
     "below ops that are on lists, and called by nobody else": """
         batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from two_ranks import RANKS, Pair, of_ranks, on_ranks, serve, whole
 
 import tritonamp
+from tritonamp.distributed.fsdp import mp_policy as policy_of
 
 pytestmark = of_ranks
 
@@ -252,13 +253,14 @@ def test_steps_of_kernels(pair: Pair) -> None:
 
 
 @on_ranks
-def read(level: str, kept: bool = False) -> list[str]:
+def read(level: str, kept: bool = False, **mp_policy: Any) -> list[str]:
     """In which dtypes layers get their inputs; ``kept``: the weights of the last, which is FP32."""
     model = net("float16")
     options = {"fp32_modules": ["3"]} if kept else {}
     if kept:
         fully_shard(model[3])
-    model = sharded(model)
+    model = sharded(model, **{k: HALVES[v] for k, v in mp_policy.items()})
+    given = [policy_of(m) for m in (model, model[0])]
     seen: list[str] = []
     for layer in (model[3],) if kept else (model[0], model[3]):
         layer.register_forward_hook(
@@ -267,13 +269,21 @@ def read(level: str, kept: bool = False) -> list[str]:
     amp, optimizer = enabled(model, level=level, **options)
     train(model, amp, optimizer, part)
     amp.disable()
+    assert [policy_of(m) for m in (model, model[0])] == given
     return sorted(set(seen))
 
 
-def test_the_level_says_what_is_cast_and_not_fsdp2(pair: Pair) -> None:
-    both = ["torch.float16", "torch.float32"]
-    assert [read(pair, level=level) for level in ("O1", "O2")] == [[both] * 2, [both[:1]] * 2]
-    assert read(pair, level="O2", kept=True) == [both[1:]] * 2
+@pytest.mark.parametrize("given", [{}, {"param_dtype": "float16"}], ids=repr)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_level_says_what_is_cast_and_not_fsdp2(
+    pair: Pair, level: str, given: dict[str, str]
+) -> None:
+    """The first layer gets the FP32 input, the last one half activations."""
+    assert read(pair, level=level, **given) == [["torch.float16", "torch.float32"]] * 2
+
+
+def test_a_layer_that_is_kept_is_read_in_fp32(pair: Pair) -> None:
+    assert read(pair, level="O2", kept=True) == [["torch.float32"]] * 2
 
 
 @on_ranks

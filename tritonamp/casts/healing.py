@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -26,7 +25,6 @@ class Healing:
         policy: of them.
         context: of them.
         model_dtypes: of their tensors.
-        inputs_in_fp32: gives a block in which modules are called with FP32 where FSDP2 casts.
         rebuild: takes the healed modules after each change of them: gradients have other dtypes
             then, for which ranks need other buckets.
 
@@ -41,14 +39,12 @@ class Healing:
         policy: Policy,
         context: EnabledContext,
         model_dtypes: ModelDtypes,
-        inputs_in_fp32: Callable[[Sequence[nn.Module]], AbstractContextManager[None]],
         rebuild: Callable[[Sequence[nn.Module]], None],
     ) -> None:
         self._models = models
         self._policy = policy
         self._context = context
         self._model_dtypes = model_dtypes
-        self._inputs_in_fp32 = inputs_in_fp32
         self._rebuild = rebuild
         self.names: list[str] = []
         self.policy = policy
@@ -169,10 +165,9 @@ class Healing:
             yield
 
     def _widen_for(self, modules: Sequence[nn.Module], stack: contextlib.ExitStack) -> None:
-        """Give modules FP32 tensors, and FP32 inputs where FSDP2 would cast them, for a stack."""
+        """Give modules FP32 tensors until the stack is closed."""
         for module in modules:
             stack.enter_context(self._model_dtypes.widened(module, self._models))
-        stack.enter_context(self._inputs_in_fp32(modules))
 
     def _compute_in_fp32(self, module: nn.Module) -> Callable[[], None]:
         """Have the forward of a module compute in FP32; return what puts it back as it was."""

@@ -89,10 +89,11 @@ such that train.
 
 WRITTEN_INTO = """
     index_put_ index_copy_ index_add_ index_reduce_ scatter_.src scatter_add_ scatter_reduce_.two
-    masked_scatter_ put_
+    masked_scatter_ put_ lerp_.Scalar lerp_.Tensor embedding_bag embedding_bag.padding_idx
 """.split()
 """What they write takes the dtype of the tensor that it is written into, which stays in place: they
-refuse half and FP32 together. torch lists only the variants of some that return a new tensor.
+refuse half and FP32 together. torch lists only the variants of some that return a new tensor. So do
+the factors of the rows that embedding_bag adds up: its table is not copied.
 """
 
 STORAGE_ON_CPU = """

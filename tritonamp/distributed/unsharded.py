@@ -4,14 +4,12 @@ Private names of FSDP2's (torch 2.11 to 2.15): its public setters cannot be read
 """
 
 import contextlib
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from tritonamp.distributed.fsdp import fsdp2_modules, groups_of, mp_policy
+from tritonamp.distributed.fsdp import groups_of, mp_policy
 
 _SETTINGS = "post_forward_mesh_info", "reshard_after_backward", "reduce_grads"
 
@@ -54,21 +52,6 @@ def _end_iteration(state: Any) -> None:
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
     state._comm_ctx.post_forward_order.clear()
-
-
-@contextlib.contextmanager
-def inputs_in_fp32(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Have FSDP2 cast what modules are called with to FP32 inside the block, not to half."""
-    states = [m._get_fsdp_state() for module in modules for m in fsdp2_modules(module)]
-    before = [(state, state._mp_policy) for state in dict.fromkeys(states)]
-    for state, policy in before:
-        if policy.param_dtype is not None:
-            state._mp_policy = dataclasses.replace(policy, param_dtype=torch.float32)
-    try:
-        yield
-    finally:
-        for state, policy in before:
-            state._mp_policy = policy
 
 
 def missing_memory(modules: Sequence[Any]) -> str:

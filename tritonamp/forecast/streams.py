@@ -52,27 +52,31 @@ def fp32_streams(
     tried = dataclasses.replace(policy, cast_inputs=wanted)
     rounded = cast_arguments(*batch, wanted, signature_of(model.forward), to_half(policy.dtype))
     as_asked = _GradientsKept(model, batch, loss_fn, policy)
-    with_cast = _GradientsKept(model, rounded, loss_fn, tried)
-    moved = _moved(as_asked.values, with_cast.values)
-    harms = moved > ROUNDINGS * torch.finfo(policy.dtype).eps
-    harms |= not _problems(with_cast, tried) <= _problems(as_asked, policy)
-    advice = f"cast_inputs={list(wanted)} makes them half"
+    try:
+        with_cast = _GradientsKept(model, rounded, loss_fn, tried)
+    except RuntimeError:  # an operation refuses the half input
+        return
     before, after = _bytes(as_asked), _bytes(with_cast)
-    saved = f"results of the forward take {_mib(after)} MiB instead of {_mib(before)}"
     if after >= before:
         return
-    first = min((records[0] for records in additions.values()), key=run.records.index)
-    yield Finding(
-        "FP32 stream",
-        first.module,
-        f"{', '.join(map(str, additions))} is FP32, so sums of it and half results are FP32: "
-        f"{sum(map(len, additions.values()))} additions",
-        f"leave it: {advice}, but moves the gradients of this batch by {moved:.1%} ({saved})"
-        if harms
-        else f"{advice}: {saved}. Tried on this batch",
-        problem=False,
-        line=first.place.line,
-    )
+    moved = _moved(as_asked.values, with_cast.values)
+    is_fine = moved <= ROUNDINGS * torch.finfo(policy.dtype).eps
+    is_fine &= _problems(with_cast, tried) <= _problems(as_asked, policy)
+    what = f"cast_inputs={list(wanted)}"
+    saved = f"results of the forward take {after / 2**20:.3g} MiB instead of {before / 2**20:.3g}"
+    advice = f"{what} makes them half, tried on this batch: {saved}"
+    if not is_fine:
+        advice = f"leave it: with {what} {saved}, but gradients of this batch move by {moved:.1%}"
+    yield _finding(run, additions, advice)
+
+
+def _finding(run: DryRun, additions: dict[Argument, list[TensorRecord]], advice: str) -> Finding:
+    every = {id(record) for records in additions.values() for record in records}
+    first = next(record for record in _made(run) if id(record) in every)
+    names = [name if isinstance(name, str) else f"input {name}" for name in additions]
+    because = f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} FP32"
+    why = f"{len(every)} sums with half results are FP32, because {because}"
+    return Finding("FP32 stream", first.module, why, advice, False, line=first.place.line)
 
 
 def _additions(run: DryRun) -> dict[Argument, list[TensorRecord]]:
@@ -102,7 +106,7 @@ def _additions(run: DryRun) -> dict[Argument, list[TensorRecord]]:
 def _made(run: DryRun) -> list[TensorRecord]:
     """Return the records of the forward, each after its sources.
 
-    ``run.records`` lacks FP32 results that the same module has also cast to half.
+    ``run.records`` lacks FP32 results that their module has also cast to half.
     """
     ordered: dict[int, TensorRecord] = {}
     for record in run.records:
@@ -147,7 +151,3 @@ def _bytes(run: DryRun) -> int:
     """Return the bytes of all results of the forward."""
     results = [record for record in _made(run) if record.op not in MARKED]
     return sum(torch.Size(r.shape).numel() * (2 if r.half else 4) for r in results)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.3g}"

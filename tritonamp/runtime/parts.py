@@ -27,7 +27,6 @@ from tritonamp.distributed.fsdp import assumed_policies
 from tritonamp.distributed.ranks import Ranks, Resumable
 from tritonamp.distributed.replay_ranks import ReplayRanks
 from tritonamp.distributed.sharding import Sharding
-from tritonamp.distributed.unsharded import inputs_in_fp32
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._shards import to_local
 from tritonamp.kernels.device import Backend
@@ -152,7 +151,7 @@ def build_parts(request: Request, step_state: Resumable) -> Parts:
         ranks=ranks,
     )
     enabled_models, weights = _enable_models(request, context, ranks)
-    healing = Healing(models, policy, context, enabled_models.dtypes, inputs_in_fp32, ranks.rebuild)
+    healing = Healing(models, policy, context, enabled_models.dtypes, ranks.rebuild)
     log, replays, response = _build_diagnosis(request, weights, healing, forwards, ranks)
     pending = PendingDecisions(policy, backend, request.scaler, weights, ranks)
     decider = Decider(weights, pending, log, forwards, ranks, policy.skip_outliers)
