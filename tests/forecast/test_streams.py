@@ -1,5 +1,6 @@
 """FP32 inputs that become FP32 residual streams: where, what their cast saves, and whether to."""
 
+import ast
 import dataclasses
 import re
 from collections.abc import Callable
@@ -114,7 +115,7 @@ def advised(advice: str) -> Any:
     """What ``cast_inputs`` the advice says."""
     match = re.search(r"cast_inputs=(\[.*?\])", advice)
     assert match is not None
-    return eval(match[1])
+    return ast.literal_eval(match[1])
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)

@@ -23,11 +23,11 @@ from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import operations
 
 LEVELS, STATES = ("O0", "O1", "O2"), ("fp32", "bf16", "8bit")
-_INPUTS = (
-    "FP32 inputs stay FP32 at O2. Where half results are added to one (features, inputs_embeds), each "
-    "sum takes 4 bytes an element, and 2 with cast_inputs=['inputs_embeds'], the name or position of "
-    "the argument: python -m tritonamp check finds such sums, and tries the cast on a batch"
-)
+_INPUTS = """
+FP32 inputs stay FP32 at O2. Sums of one (features, inputs_embeds) and half results take 4 bytes an
+element, and 2 with cast_inputs=['inputs_embeds'], the name or position of the argument. Such sums
+are found by python -m tritonamp check, which tries the cast on a batch.
+""".strip()
 MOST_JOBS = 8  # processes, each of which takes half a GB of the GPU's memory
 
 
