@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from helpers import torchs_database
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 import tritonamp
 from tritonamp import functional as ours
@@ -114,6 +116,69 @@ def test_a_cast_that_is_asked_for_loses_it(level: str) -> None:
         expected = copy.deepcopy(model)(x).detach()
         with tritonamp.enable(model, level=level, cast_inputs=True):
             assert distance(model(x).detach(), expected) > lost
+
+
+def in_a_thread(model: nn.Module, x: Tensor) -> Tensor:
+    """As DataParallel calls its replicas."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(model, x).result()
+
+
+def compiled(model: nn.Module, x: Tensor) -> Tensor:
+    torch.compiler.reset()
+    return torch.compile(model, backend="eager", fullgraph=True)(x)
+
+
+# ways to call a model, at O2
+WAYS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "by name": lambda model, x: model(input=x),
+    "without gradients": lambda model, x: torch.no_grad()(model)(x),
+    "in inference mode": lambda model, x: torch.inference_mode()(model)(x),
+    "in a thread": in_a_thread,
+    "checkpointed": lambda model, x: checkpoint(model, x, use_reentrant=False),
+    "checkpointed, reentrant": lambda model, x: checkpoint(
+        model, x.clone().requires_grad_(), use_reentrant=True
+    ),
+    "functional_call": lambda model, x: torch.func.functional_call(
+        model, dict(model.named_parameters()), (x,)
+    ),
+    "a copy": lambda model, x: copy.deepcopy(model)(x),
+    "a method": lambda model, x: model.encode(x),
+    "compiled": compiled,
+}
+
+
+class Whole(nn.Module):
+    def __init__(self, first: nn.Module, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer = first, layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.before = self.first(input)
+        return self.layer(self.before)  # type: ignore[no-any-return]
+
+    def encode(self, input: Tensor) -> Tensor:
+        return self.layer(self.first(input))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("grad_dtype", [None, FP32], ids=str)
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=pytest.mark.compiled) if w == "compiled" else w for w in WAYS]
+)
+def test_it_is_exact_whatever_way_a_model_is_called(
+    way: str, grad_dtype: torch.dtype | None
+) -> None:
+    """To the bits of a plain call."""
+    parts, x = model_of("a time that is multiplied")
+    model = Whole(*parts)
+    before = model.first(x)
+    with tritonamp.enable(model, level="O2", grad_dtype=grad_dtype):
+        expected = model(x)
+        assert torch.equal(model.before, before)
+        found = WAYS[way](model, x)
+        assert torch.equal(found, expected)
+        if found.requires_grad:
+            found.square().mean().backward()
 
 
 # Every module of torch that has weights
