@@ -153,14 +153,12 @@ def _sum_rule(
     stock: Stock,
     active: ActivePolicy,
     input: Tensor,
-    dim: Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
+    *args: Any,  # dim, which may be None, and keepdim; the overload without them takes none
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    args = () if dim is None else (dim, keepdim)
     if input.dtype not in HALF_DTYPES:
         return stock(input, *args, dtype=dtype)
+    dim, keepdim = (*args, None, False)[:2] if not args else (*args, False)[:2]
     dims = () if dim is None else tuple(dim)
     dense = input.layout is torch.strided and input.is_contiguous()
     key, plan = _find(stock, active, input, dense, dims, keepdim, dtype)

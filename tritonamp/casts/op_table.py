@@ -48,6 +48,9 @@ what Tensor Cores do. The last three are CPU-only fused paths of linear and
 nn.TransformerEncoderLayer.
 """
 
+OUT_DTYPE = "mm.dtype addmm.dtype bmm.dtype baddbmm.dtype".split()
+"""Products whose result has a dtype of its own."""
+
 FP32 = """
     _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
     _upsample_nearest_exact2d _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits
@@ -67,9 +70,13 @@ PROMOTE = """
 """.split()
 """All floating inputs are cast to the widest of them."""
 
-FP32_EVERYWHERE = "var std var_mean std_mean cross_entropy_loss linalg_matrix_exp".split()
-"""As FP32, on CUDA too: torch lists none of them there, and they overflow, round or (the last) fail
-in half.
+FP32_EVERYWHERE = """
+    var std var_mean std_mean cross_entropy_loss linalg_matrix_exp
+    _sparse_addmm _sparse_mm hspmm smm sparse_sampled_addmm sspaddmm
+""".split()
+"""As FP32, on CUDA too: torch lists none of them there, and they overflow, round or fail in half.
+Products of sparse matrices refuse half and FP32 together; and autocast casts inside them, where
+autograd does not see it and the backward fails.
 """
 
 STORAGE = "layer_norm group_norm rms_norm".split()
@@ -153,13 +160,35 @@ def _half_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) ->
 
 
 def _grouped_mm_rule(stock: Stock, active: ActivePolicy, *args: Any) -> Any:
-    """As for HALF, on CUDA too: torch has it on no list. An ``out_dtype``, the fifth, wins."""
+    """As for HALF, on CUDA too: torch has it on no list.
+
+    An ``out_dtype``, the fifth argument, is that of the result; torch takes that of the operands
+    alone, and these are half here.
+    """
     kind = args[0].device.type
-    if kind == "cpu" and len(args) < 5:
-        return _half_rule(stock, active, *args)
-    if not active.policy.op_policy:
+    if kind != "cpu" and not active.policy.op_policy:
         return stock(*args)
-    return stock(*_cast(args, lambda t: t.to(torch.get_autocast_dtype(kind))))
+    args, out_dtype = args[:4], args[4:]
+    if kind == "cpu":
+        result = _half_rule(stock, active, *args)
+    else:
+        result = stock(*_cast(args, lambda t: t.to(torch.get_autocast_dtype(kind))))
+    return result.to(*out_dtype) if out_dtype else result
+
+
+def _out_dtype_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    """As for HALF, with the result in ``out_dtype``, the last argument: torch has it on CUDA alone.
+
+    What is added to the product, the first of three tensors, is not rounded.
+    """
+    half = torch.get_autocast_dtype("cpu")
+    *added, a, b, out_dtype = args
+    if not active.policy.op_policy and {*floating_dtypes((a, b))} != {half}:
+        return stock(*args, **kwargs)
+    rounded = _cast((a, b), lambda t: t.to(half).float())
+    product = getattr(torch.ops.aten, stock.target._schema.name.removeprefix("aten::")).default
+    result = stock.run_without_rules(product, *_to_fp32(added), *rounded, **kwargs)
+    return result.to(out_dtype)
 
 
 def fp32_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
@@ -254,7 +283,9 @@ def _storage_on_cpu_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwarg
     return storage_rule(stock, active, *args, **kwargs)
 
 
-ALSO_WITHOUT_OP_POLICY = frozenset({_half_rule, _grouped_mm_rule, _storage_on_cpu_rule})
+ALSO_WITHOUT_OP_POLICY = frozenset(
+    {_half_rule, _grouped_mm_rule, _out_dtype_rule, _storage_on_cpu_rule}
+)
 """They compute half models at O3 on a CPU, too, whose half kernels are slow, or missing."""
 
 
@@ -288,6 +319,8 @@ def _rules(device_type: str) -> dict[str, Rule]:
     table = {op: rule for names, rule in rows for op in overloads(names)}
     table |= dict.fromkeys(WRITTEN_INTO, _written_into_rule)
     table |= dict.fromkeys(overloads(["_grouped_mm"]), _grouped_mm_rule)
+    if device_type == "cpu":
+        table |= dict.fromkeys(overloads(OUT_DTYPE), _out_dtype_rule)
     return table | dict.fromkeys(FITTED, _fitting_rule)
 
 
