@@ -65,9 +65,6 @@ DECIDED: dict[str, str] = {
         glu_backward_jvp native_batch_norm native_group_norm slow_conv3d_forward
         slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d
     """,
-    "of sparse matrices: torch's, with its error": """
-        hspmm smm sparse_sampled_addmm sspaddmm
-    """,
     "of integers and quantised tensors": """
         fake_quantize_per_channel_affine fake_quantize_per_channel_affine_cachemask
         fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation
