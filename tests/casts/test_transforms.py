@@ -117,7 +117,7 @@ def made(module: str) -> nn.Module:
 
 
 # torch's own, in forward-mode derivatives and of ops that have no batching rule
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:Mismatch dtype between")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("module", MODULES)
