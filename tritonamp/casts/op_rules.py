@@ -179,7 +179,7 @@ def running_norm_rule(
 ) -> Any:
     own = (weight, bias, mean, var)
     found = set(floating_dtypes(own))
-    if is_under_transforms() and input.dtype in HALF_DTYPES and found - {input.dtype}:
+    if found - {input.dtype} and input.dtype in HALF_DTYPES and is_under_transforms():
         # torch.func takes them apart into ops that refuse half and FP32 together
         wide = _to_fp32((input, *own))
         return stock(*wide, updates, *args, **kwargs).to(input.dtype)
