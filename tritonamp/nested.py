@@ -35,6 +35,8 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return function(value)
     if kind is dict:
         return {key: map_leaves(function, item) for key, item in value.items()}
+    if hasattr(kind, "_make") and isinstance(value, tuple):  # its constructor may be of its own
+        return kind._make([map_leaves(function, item) for item in value])
     if kind is not tuple and kind is not list:
         return tree_map(function, value)
     items = [function(i) if type(i) in _PLAIN else map_leaves(function, i) for i in value]

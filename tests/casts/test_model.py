@@ -3,8 +3,9 @@
 import copy
 import dataclasses
 import gc
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterator
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -74,6 +75,63 @@ class ModelOutput(OrderedDict):  # type: ignore[type-arg]
         )
 
 
+class ReadOnly(Mapping[str, Any]):
+    """A Mapping that is no MutableMapping."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self.items_of_it = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_of_it[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_of_it)
+
+    def __len__(self) -> int:
+        return len(self.items_of_it)
+
+
+class SharesItems(ReadOnly, MutableMapping[str, Any]):
+    """What ``copy.copy`` makes of it holds the same dictionary."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_of_it[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_of_it[key]
+
+
+class Locked(dict[str, Any]):
+    """A dict that refuses to be written to."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("read only")
+
+
+class TwoArguments(tuple[Any, ...]):
+    """A tuple that is made of something else than its items."""
+
+    def __new__(cls, value: Any, label: str) -> "TwoArguments":
+        made = super().__new__(cls, (value, label))
+        made.label = label
+        return made
+
+
+class OneArgument(Pair):
+    """A named tuple with a constructor of its own."""
+
+    def __new__(cls, second: Any) -> "OneArgument":
+        return super().__new__(cls, 1, second)
+
+
+class Labelled(list[Any]):
+    """A list that is made of something else than its items."""
+
+    def __init__(self, value: Any, label: str) -> None:
+        super().__init__([value])
+        self.label = label
+
+
 class Batch:
     """Has a ``to`` that takes a dtype, as batches of graph and text libraries do."""
 
@@ -108,6 +166,16 @@ CONTAINERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "frozen dataclass": (lambda v: Frozen(v), lambda c: c.x),
     "dataclass with slots": (lambda v: Slotted(v), lambda c: c.x),
     "ModelOutput": (lambda v: ModelOutput(logits=v), lambda c: c.logits),
+    "mapping proxy": (lambda v: MappingProxyType({"a": v}), lambda c: c["a"]),
+    "read-only mapping": (lambda v: ReadOnly({"a": v, "b": 1}), lambda c: c["a"]),
+    "mapping whose copies share": (lambda v: SharesItems({"a": v, "b": 1}), lambda c: c["a"]),
+    "locked dict": (lambda v: Locked(a=v), lambda c: c["a"]),
+    "ChainMap": (lambda v: ChainMap({"b": 1}, {"a": v}), lambda c: c["a"]),
+    "deque": (lambda v: deque([v], maxlen=1), lambda c: c[0]),
+    "UserList": (lambda v: UserList([1, v]), lambda c: c[1]),
+    "tuple of two arguments": (lambda v: TwoArguments(v, "text"), lambda c: c[0]),
+    "named tuple of one argument": (lambda v: OneArgument(v), lambda c: c.second),
+    "labelled list": (lambda v: Labelled(v, "text"), lambda c: c[0]),
     "nested": (
         lambda v: {"a": [Pair(Frozen(None, inner=(v,)), 2)]},
         lambda c: c["a"][0].first.inner[0],
@@ -182,6 +250,97 @@ def test_what_a_container_carries_beside_the_tensors_stays() -> None:
     assert list(result) == ["x", "y"]
     assert result["y"] is value["y"]
     assert cast_tree(Sample(torch.ones(2), "dog"), to_half(FP16)).label == "dog"
+
+
+@pytest.mark.parametrize(
+    "value", [TwoArguments(torch.ones(2), "dog"), Labelled(torch.ones(2), "dog")], ids=type
+)
+def test_sequences_keep_their_attributes(value: Any) -> None:
+    assert cast_tree(value, to_half(FP16)).label == "dog"
+
+
+class Stubborn(ReadOnly):
+    """A Mapping that cannot be made of a dict."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+
+
+class SharedAndStubborn(SharesItems):
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+
+
+class Broken(Mapping[str, Any]):
+    """A Mapping that raises whatever is asked."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise OSError("closed")
+
+    __iter__ = __len__ = __getitem__  # type: ignore[assignment]
+
+
+class Lazy:
+    """Raises where it is asked for an attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise OSError("closed")
+
+
+def holds_itself() -> list[Any]:
+    value = [torch.ones(2)]
+    value.append(value)  # type: ignore[arg-type]
+    return value
+
+
+REFUSING = {
+    "mapping": Stubborn(a=torch.ones(2)),
+    "mapping whose copies share": SharedAndStubborn(a=torch.ones(2)),
+    "mapping that raises": Broken(),
+    "object that raises": Lazy(),
+    "list in itself": holds_itself(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_what_cannot_be_made_with_other_items_stays(name: str) -> None:
+    value = REFUSING[name]
+    for cast in (to_half(FP16), from_half(FP32)):
+        assert cast_tree(value, cast) is value
+        x = torch.ones(2, dtype=FP16)
+        assert cast_tree([value, x], cast)[0] is value or name == "list in itself"
+    if isinstance(value, ReadOnly):
+        assert value["a"].dtype is FP32  # not written to
+
+
+class Given(nn.Module):
+    """Returns what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, value: Any) -> Any:
+        return value, self.linear(torch.ones(2, dtype=self.linear.weight.dtype))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@each_container
+def test_containers_pass_through_a_step(container: str, level: str) -> None:
+    """Whatever looks into a forward's arguments and outputs: casts, watches, explanations."""
+    model, (wrap, unwrap) = Given(), CONTAINERS[container]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with tritonamp.enable(
+        model, optimizer, level=level, cast_inputs=True, on_nonfinite="explain"
+    ) as amp:
+        amp.watch(every=1)
+        value = wrap(torch.ones(2))
+        result, output = model(value)
+        assert type(result) is type(value)
+        assert unwrap(result).dtype is FP32
+        amp.backward(output.sum())
+        optimizer.step()
+    assert tritonamp.check(Given(), None, (value,), lambda output: output[1].sum()).loss
 
 
 def test_model_output_stays_one_object_with_two_faces() -> None:

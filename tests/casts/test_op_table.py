@@ -1,6 +1,7 @@
 """The op table against torch's own CUDA lists, op by op; and torch left alone outside of it."""
 
 import contextlib
+import itertools
 import threading
 import warnings
 from collections import defaultdict
@@ -40,9 +41,10 @@ def listed(key: str) -> list[str]:
 
 
 CUDA_LIST, CPU_LIST = listed("AutocastCUDA"), listed("AutocastCPU")
-TABLE = op_table.op_table("cpu", FUSED)
+SPARSE = {*op_table.overloads(op_table.SPARSE)}  # in test_sparse.py
+TABLE = {op: rule for op, rule in op_table.op_table("cpu", FUSED).items() if op not in SPARSE}
 # where we differ from torch on CUDA
-OURS = [op for op in op_table.op_table("cuda", FUSED) if not _named(op)]
+OURS = [op for op in op_table.op_table("cuda", FUSED) if not _named(op) and op not in SPARSE]
 
 # on CUDA's list, and never tested here: they have no CPU kernel, and are reached through conv2d,
 # lstm, lstm_cell, ...
@@ -470,6 +472,57 @@ def test_softmax_dtype(on: str, amps: Any) -> None:
         with following(amp):
             assert on_fake_cuda("softmax.int", call, FP16) == [FP32]
     amp.disable()
+
+
+OUT_DTYPE = {*op_table.overloads(op_table.OUT_DTYPE)}  # on CUDA alone
+HALF_OPS = {*op_table.overloads([*op_table.HALF, "_grouped_mm"])}
+
+
+def forms(op: str, call: Call) -> Iterator[Call]:
+    """Yield the call with one and with two of its arguments in another form: None where the schema
+    allows it, no dimensions, a bool the other way round.
+    """
+    schema, (args, kwargs) = target(op)._schema, call
+    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    other: list[dict[str, Any]] = [{}]
+    for argument in schema.arguments:
+        kind = str(argument.type)
+        if kind == "bool" and argument.has_default_value():
+            default = given.get(argument.name, argument.default_value)
+            other.append({argument.name: not default})
+        if kind.startswith("Optional"):
+            other.append({argument.name: None})
+        if "List[int]" in kind and "dim" in argument.name:
+            other.append({argument.name: []})
+    for first, second in itertools.combinations_with_replacement(other, 2):
+        changed = given | first | second
+        named = {a.name for a in schema.arguments if a.kwarg_only}
+        kwargs = {name: value for name, value in changed.items() if name in named}
+        yield (), {**kwargs, **{n: v for n, v in changed.items() if n not in named}}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("op", sorted({*TABLE} - {"binary_cross_entropy", *OUT_DTYPE}))
+def test_arguments_mean_what_they_mean_in_torch(op: str, samples: Any, amps: Any) -> None:
+    """In whatever form: both run, with results of the same shapes, or both refuse them."""
+    if op not in samples:
+        pytest.skip("no OpInfo reaches it")
+    compared = 0
+    for sample in samples[op]:
+        for form in forms(op, sample):
+            expected = outcome(op, variant(form, FP32))
+            for half in HALVES:
+                with amps[half].autocast():
+                    found = outcome(op, variant(form, FP32)), outcome(op, variant(form, half))
+                if all(isinstance(t, Tensor) for t in expected):
+                    compared += 1
+                    for results in found:
+                        assert [getattr(t, "shape", t) for t in results] == [
+                            t.shape for t in expected
+                        ]
+                    if op not in HALF_OPS:
+                        assert same(found[0], expected)
+    assert compared > 0
 
 
 EXPLICIT: dict[str, Callable[..., Tensor]] = {

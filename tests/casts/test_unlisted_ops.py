@@ -62,9 +62,6 @@ DECIDED: dict[str, str] = {
         glu_backward_jvp native_batch_norm native_group_norm slow_conv3d_forward
         slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d
     """,
-    "of sparse matrices: torch's, with its error": """
-        hspmm smm sparse_sampled_addmm sspaddmm
-    """,
     "of integers and quantised tensors": """
         fake_quantize_per_channel_affine fake_quantize_per_channel_affine_cachemask
         fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation
@@ -225,3 +222,54 @@ def test_experts_compute_in_half_whatever_they_get(
     rows_grad = torch.cat([seed[:2] @ b[0].t(), seed[2:] @ b[1].t()])
     eps = torch.finfo(half).eps
     torch.testing.assert_close(rows.grad.float(), rows_grad, rtol=eps, atol=16 * eps)
+
+
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize("level", ["O1", "O3"])
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("given", DTYPES, ids=str)
+def test_experts_give_the_dtype_that_is_asked_for(
+    given: torch.dtype, out_dtype: torch.dtype, half: torch.dtype, level: str
+) -> None:
+    if not hasattr(torch, "_grouped_mm"):
+        pytest.skip("torch has no grouped_mm")
+    if level == "O3" and given is not half:
+        pytest.skip("O3 has no op table: torch's error about dtypes")
+    rows, weights, ends = experts((given, given))
+    with tritonamp.enable(torch.nn.Linear(1, 1), level=level, dtype=half) as amp, amp.autocast():
+        plain = torch._grouped_mm(rows, weights, offs=ends)
+        found = torch._grouped_mm(rows, weights, offs=ends, out_dtype=out_dtype)
+    assert found.dtype is out_dtype
+    assert torch.equal(found, plain.to(out_dtype))
+    found.sum().backward()
+    assert rows.grad is not None and rows.grad.dtype is given
+
+
+PRODUCTS = {
+    "mm": lambda a, b, added, **how: torch.mm(a[0], b[0], **how),
+    "bmm": lambda a, b, added, **how: torch.bmm(a, b, **how),
+    "addmm": lambda a, b, added, **how: torch.addmm(added[0], a[0], b[0], beta=0.5, **how),
+    "baddbmm": lambda a, b, added, **how: torch.baddbmm(added, a, b, alpha=2, **how),
+}
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_products_give_the_dtype_that_is_asked_for(
+    product: str, out_dtype: torch.dtype, half: torch.dtype
+) -> None:
+    """Of half operands, accumulated in FP32, as on a GPU: torch has no CPU kernel that does."""
+    torch.manual_seed(0)
+    a, b, added = R(2, 3, 4), R(2, 4, 5), R(2, 3, 5)
+    call = PRODUCTS[product]
+    expected = call(a.to(half).float(), b.to(half).float(), added).to(out_dtype)
+    with tritonamp.enable(torch.nn.Linear(1, 1), dtype=half) as amp, amp.autocast():
+        for first in (torch.float32, half):
+            for second in (torch.float32, half):
+                found = call(a.to(first), b.to(second), added, out_dtype=out_dtype)
+                assert found.dtype is out_dtype
+                assert torch.equal(found, expected)

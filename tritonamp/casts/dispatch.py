@@ -13,10 +13,12 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils import checkpoint
 
+from tritonamp.casts import batched_norms
 from tritonamp.casts.active import active, checkpointed, enter, leave, process, thread
 from tritonamp.casts.fused_ops import FUSED
 from tritonamp.casts.linear_losses import LINEAR_LOSSES
-from tritonamp.casts.op_table import ALSO_WITHOUT_OP_POLICY, Rule, op_table
+from tritonamp.casts.op_rules import ALSO_WITHOUT_OP_POLICY, Rule
+from tritonamp.casts.op_table import op_table
 from tritonamp.casts.user_functions import registered
 from tritonamp.watched.frames import Role, plays
 
@@ -69,6 +71,9 @@ def ensure() -> None:
                     implementation = _implementation(namespace, op, rule, key)
                     library.impl(op, implementation, key, with_keyset=True)
                 registration.libraries.append(library)
+        library = torch.library.Library("aten", "IMPL")
+        batched_norms.register(library)
+        registration.libraries.append(library)
     # private (torch 2.11 to 2.15): nothing public tells a checkpointed segment whose forward it is
     # a part of
     registration.stock = checkpoint._get_autocast_kwargs

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tritonamp.casts.active import ActivePolicy
-from tritonamp.casts.op_table import Rule, Stock, fp32_rule, storage_rule
+from tritonamp.casts.op_rules import Rule, Stock, fp32_rule, storage_rule
 from tritonamp.functional import group_norms, norms
 from tritonamp.functional import losses as _losses
+from tritonamp.functional.inputs import is_under_transforms
 from tritonamp.functional.rows import LogSoftmax, Softmax, Sum, is_ours
 from tritonamp.kernels import group_norm as _group_norm
 from tritonamp.kernels import norm as _norm
@@ -70,9 +71,8 @@ def _find(
     ``active`` is one of the policies that ``enter`` numbers, which are never freed; ``rest`` is all
     else that choices depend on.
     """
-    # private (torch 2.11 to 2.15), nothing public asks these: a dispatch mode or torch.func looks
-    # into what runs
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    # private (torch 2.11 to 2.15), nothing public asks it: a dispatch mode looks into what runs
+    if torch._C._len_torch_dispatch_stack() or is_under_transforms():
         return None, None
     try:
         key = id(active), type(input), input.shape, input.dtype, rest
@@ -153,14 +153,12 @@ def _sum_rule(
     stock: Stock,
     active: ActivePolicy,
     input: Tensor,
-    dim: Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
+    *args: Any,  # dim, which may be None, and keepdim; the overload without them takes none
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    args = () if dim is None else (dim, keepdim)
     if input.dtype not in HALF_DTYPES:
         return stock(input, *args, dtype=dtype)
+    dim, keepdim = (*args, None, False)[:2] if not args else (*args, False)[:2]
     dims = () if dim is None else tuple(dim)
     dense = input.layout is torch.strided and input.is_contiguous()
     key, plan = _find(stock, active, input, dense, dims, keepdim, dtype)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonamp import functional
 from tritonamp.casts.active import ActivePolicy, half_dtype
-from tritonamp.casts.op_table import Rule, Stock
+from tritonamp.casts.op_rules import Rule, Stock
 from tritonamp.functional.losses import REDUCTIONS
 
 NAME = "linear_cross_entropy"

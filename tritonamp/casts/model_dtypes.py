@@ -7,7 +7,7 @@
     half, trains               FP32                   half (a norm's: FP32)  half
     half, frozen               O0: FP32, O1: as is    as is                  half
     half, buffer               FP32, unless its module holds frozen half     half
-    anything else, quantised   as is                  as is                  as is
+    quantised, sparse, others  as is                  as is                  as is
 
 Under FSDP2, which gathers FP32 parameters in half, O2 is as O1.
 """
@@ -43,7 +43,8 @@ def castable_tensors(model: nn.Module) -> Iterator[Castable]:
     """Yield the parameters and buffers that ``enable`` may cast: FP32 and half ones, each once.
 
     Tensors of quantised modules are left out. So are tensor subclasses that hold other tensors, as
-    torchao's do: their kernels take the half tensors inside. DTensors count as their parts.
+    torchao's do: their kernels take the half tensors inside. DTensors count as their parts. Sparse
+    tensors are left out, too: many of their ops have no half kernel.
     """
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -56,7 +57,8 @@ def castable_tensors(model: nn.Module) -> Iterator[Castable]:
                     continue
                 seen.add(id(tensor))
                 plain = not hasattr(to_local(tensor), "__tensor_flatten__")
-                if plain and tensor.dtype in _CASTABLE:
+                dense = tensor.layout is torch.strided
+                if plain and dense and tensor.dtype in _CASTABLE:
                     yield Castable(tensor, front + name, module, tensors is module._parameters)
 
 

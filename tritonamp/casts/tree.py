@@ -1,16 +1,15 @@
 """Casts of nested inputs and outputs."""
 
-import copy
 import dataclasses
-import operator
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, MutableMapping
+from collections import UserList, deque
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from tritonamp.casts.containers import mapping_of, object_of, sequence_of
 from tritonamp.policy import HALF_DTYPES
 
 
@@ -43,12 +42,17 @@ def from_half(dtype: torch.dtype) -> Cast:
 def cast_tree(value: Any, cast: Cast) -> Any:
     """Return ``value`` with every tensor inside it cast; the same object where nothing changed.
 
-    Looks into lists, tuples, named tuples, mappings and dataclasses, which keep their type, and
-    calls ``obj.to(dtype)`` on other objects that have it. To FP32, distributions are cast, too.
+    Looks into lists, tuples, named tuples, deques, mappings and dataclasses, which keep their type,
+    and calls ``obj.to(dtype)`` on other objects that have it. To FP32, distributions are cast, too.
+    A container that cannot be made with other items stays as it is, and so does one that holds
+    itself.
     """
     if type(value) is Tensor:
         return TO[cast.target](value) if value.dtype in cast.sources else value
-    return _cast(value, cast)[0]
+    try:
+        return _cast(value, cast)[0]
+    except RecursionError:
+        return value
 
 
 def _cast(value: Any, cast: Cast) -> tuple[Any, bool]:
@@ -62,31 +66,42 @@ def _cast(value: Any, cast: Cast) -> tuple[Any, bool]:
     if isinstance(value, PackedSequence):
         data, changed = _cast(value.data, cast)
         return (value._replace(data=data), True) if changed else (value, False)
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque, UserList)):
         items = [_cast(item, cast) for item in value]
         if not any(changed for _, changed in items):
             return value, False
-        new = [item for item, _ in items]
-        named = isinstance(value, tuple) and hasattr(value, "_fields")
-        return (type(value)(*new) if named else type(value)(new)), True
-    if isinstance(value, MutableMapping):
-        return _with(
-            value, {key: _cast(item, cast) for key, item in value.items()}, operator.setitem
-        )
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _unless_same(value, sequence_of(value, [item for item, _ in items]))
+    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if isinstance(value, MutableMapping) or (isinstance(value, Mapping) and not is_dataclass):
+        return _cast_inside(value, _items(value), cast, mapping_of)
+    if is_dataclass:
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        # object's own, because a dataclass may be frozen
-        return _with(
-            value, {name: _cast(getattr(value, name), cast) for name in names}, object.__setattr__
+        return _cast_inside(
+            value, [(name, getattr(value, name)) for name in names], cast, object_of
         )
     if isinstance(value, (nn.Module, type)):
         return value, False
-    if hasattr(value, "to"):
+    if _has_to(value):
         return _with_to(value, cast)
     if cast.target is torch.float32 and _is_distribution(type(value)):
-        inside = {name: _cast(item, cast) for name, item in vars(value).items()}
-        return _with(value, inside, object.__setattr__)
+        return _cast_inside(value, vars(value).items(), cast, object_of)
     return value, False
+
+
+def _items(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.items()
+    try:
+        return list(value.items())
+    except Exception:  # a class of the user's own may raise anything
+        return ()
+
+
+def _has_to(value: Any) -> bool:
+    try:
+        return hasattr(value, "to")
+    except Exception:  # as above
+        return False
 
 
 def _is_distribution(cls: type) -> bool:
@@ -97,24 +112,22 @@ def _is_distribution(cls: type) -> bool:
     return hasattr(cls, "sample") and hasattr(cls, "mode")
 
 
-def _with(
-    value: Any, items: dict[Any, tuple[Any, bool]], put: Callable[..., None]
+def _cast_inside(
+    value: Any,
+    items: Iterable[tuple[Any, Any]],
+    cast: Cast,
+    remade: Callable[[Any, dict[Any, Any], list[Any]], Any],
 ) -> tuple[Any, bool]:
-    """Return a copy of ``value`` with those of ``items`` put in that changed."""
-    if not any(changed for _, changed in items.values()):
+    """Cast what is inside ``value``; ``remade`` makes one like it of all items and changed keys."""
+    inside = {key: _cast(item, cast) for key, item in items}
+    changed = [key for key, (_, changes) in inside.items() if changes]
+    if not changed:
         return value, False
-    new = {key: item for key, (item, _) in items.items()}
-    if type(value) is dict:
-        return new, True
-    if type(value) is OrderedDict:  # torch.compile cannot follow a copy of these two
-        return OrderedDict(new), True
-    if type(value) is defaultdict:
-        return defaultdict(value.default_factory, new), True
-    result = copy.copy(value)
-    for key, (item, changed) in items.items():
-        if changed:
-            put(result, key, item)
-    return result, True
+    return _unless_same(value, remade(value, {k: item for k, (item, _) in inside.items()}, changed))
+
+
+def _unless_same(value: Any, new: Any) -> tuple[Any, bool]:
+    return new, torch.compiler.is_compiling() or new is not value
 
 
 def _with_to(value: Any, cast: Cast) -> tuple[Any, bool]:

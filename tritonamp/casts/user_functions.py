@@ -10,7 +10,7 @@ import torch
 
 from tritonamp.casts import linear_losses
 from tritonamp.casts.active import half_dtype
-from tritonamp.casts.op_table import floating_dtypes
+from tritonamp.casts.op_rules import floating_dtypes
 from tritonamp.casts.tree import Cast, cast_tree, from_half, to_half
 from tritonamp.policy import HALF_DTYPES
 

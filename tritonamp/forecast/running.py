@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from tritonamp.ambient import preserve
 from tritonamp.casts.user_functions import disable_casts
 from tritonamp.forecast.twin import fp32_copy
+from tritonamp.nested import map_leaves
 from tritonamp.policy import Policy
 from tritonamp.runtime import enable
 from tritonamp.watched.frames import Role, plays
@@ -66,7 +66,7 @@ class WatchedCopy(PlacedOps):
 
     def given(self, batch: Batch) -> Batch:
         """Return what the copy is given in the place of a batch."""
-        return tree_map_only(Tensor, self.given_tensor, batch)
+        return map_leaves(lambda v: self.given_tensor(v) if isinstance(v, Tensor) else v, batch)
 
     def given_tensor(self, tensor: Tensor) -> Tensor:
         """Return what the copy is given in the place of a tensor of the batch."""
@@ -182,7 +182,7 @@ def _floating(output: Any) -> Iterator[Tensor]:
             yield output
         return
     if dataclasses.is_dataclass(output) and not isinstance(output, (type, Mapping)):
-        output = vars(output)
+        output = [getattr(output, field.name, None) for field in dataclasses.fields(output)]
     if isinstance(output, Mapping):
         output = list(output.values())
     if isinstance(output, (list, tuple)):

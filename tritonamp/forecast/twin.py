@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tritonamp.forecast.unrounded import Unrounded
@@ -17,6 +18,9 @@ def fp32_copy(model: nn.Module) -> nn.Module:
             # deepcopy refuses results kept from a forward
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
+    for _, tensor in named_tensors(model):
+        if tensor.layout is not torch.strided:  # it refuses most sparse ones, too
+            memo[id(tensor)] = _fp32_copy_of(tensor)
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():
         if getattr(module, "sparse", False) is True:
@@ -26,6 +30,14 @@ def fp32_copy(model: nn.Module) -> nn.Module:
             tensor.data = tensor.data.float()
             tensor.grad = None
     return twin
+
+
+def _fp32_copy_of(tensor: Tensor) -> Tensor:
+    new = tensor.detach().clone()
+    new = new.float() if new.dtype in HALF_DTYPES else new
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(new, requires_grad=tensor.requires_grad)
+    return new
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

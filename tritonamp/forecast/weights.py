@@ -20,10 +20,11 @@ def parameters(model: nn.Module, policy: Policy) -> Iterator[Finding]:
     dtype, top = policy.dtype, torch.finfo(policy.dtype).max
     fp32 = {id(p) for p in fp32_parameters(model, policy)}
     for name, param in model.named_parameters():
-        if not param.is_floating_point() or not param.numel():
+        values = _stored(param) if param.is_floating_point() else None
+        if values is None or not values.numel():
             continue
-        owner, sizes = name.rpartition(".")[0], magnitudes(param.detach().float())
-        if not bool(param.detach().isfinite().all()):
+        owner, sizes = name.rpartition(".")[0], magnitudes(values.float())
+        if not bool(values.isfinite().all()):
             why, advice = "it holds inf or NaN already", "load or initialise it again"
             yield Finding("non-finite", name, why, advice, True, 1e30)
         elif id(param) in fp32 or not (policy.cast_model or policy.op_policy):
@@ -38,6 +39,14 @@ def parameters(model: nn.Module, policy: Policy) -> Iterator[Finding]:
         elif sizes.amax and sizes.vanishing(dtype) > 0.99:
             why = f"its largest value is {sizes.amax:.2g}, which is zero in {short(dtype)}"
             yield Finding("vanishing", name, why, keep(owner), modules=(owner,))
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """Return the numbers that a tensor holds: of a sparse one, all but its zeros."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.strided:
+        return tensor
+    return (tensor.coalesce() if tensor.is_sparse else tensor).values()
 
 
 def fp32_parameters(model: nn.Module, policy: Policy) -> Iterator[Tensor]:
@@ -102,7 +111,7 @@ def _is_copy(module: nn.Module, original: nn.Module) -> bool:
         return False
     pairs = list(zip(copies, originals, strict=True))
     return any(p.requires_grad for p in originals) and all(
-        a is not b and torch.equal(a, b) for a, b in pairs
+        a is not b and a.shape == b.shape and torch.equal(_stored(a), _stored(b)) for a, b in pairs
     )
 
 
@@ -111,9 +120,10 @@ def buffers(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
     top = rounds_to_inf(policy.dtype)
     for path, module in modules.items():
         for name, buffer in module.named_buffers(recurse=False):
-            if is_norm(module) or not buffer.is_floating_point() or not buffer.numel():
+            values = _stored(buffer) if buffer.is_floating_point() else None
+            if is_norm(module) or values is None or not values.numel():
                 continue
-            amax = magnitudes(buffer.detach().float()).amax
+            amax = magnitudes(values.float()).amax
             if amax >= top:
                 why = f"the buffer holds {amax:.3g}, which is inf in {short(policy.dtype)}"
                 half = policy.cast_model and not policy.op_policy

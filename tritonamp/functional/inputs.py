@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tritonamp.kernels._implementations import MIN_NUMEL
 from tritonamp.policy import HALF_DTYPES
@@ -21,9 +22,12 @@ def is_half(input: Any) -> bool:
 
 
 def is_under_transforms() -> bool:
-    """Return whether torch.func transforms what runs: a Function would hide it from torch."""
-    # private, nothing public asks it (torch 2.11 to 2.15)
-    return torch._C._are_functorch_transforms_active()
+    """Return whether torch.func or forward-mode AD transforms what runs.
+
+    A Function would hide it from torch.
+    """
+    # private, nothing public asks them (torch 2.11 to 2.15)
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def min_numel() -> int:

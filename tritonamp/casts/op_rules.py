@@ -1,0 +1,245 @@
+"""The rules of the op table: what becomes of the arguments of an op, and of its result."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tritonamp.casts.active import ActivePolicy
+from tritonamp.functional.inputs import is_under_transforms
+from tritonamp.policy import HALF_DTYPES
+
+
+class Stock(Protocol):
+    """The op without our rules: what a rule calls, or runs a function under."""
+
+    plans: dict[Any, Any]  # what rules keep of their choices, by their key
+    target: Any  # the op itself
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the op returns where no rule and no autocast applies."""
+
+    def run_without_rules(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return ``function(*args, **kwargs)`` where no rule and no autocast applies."""
+
+
+Rule = Callable[..., Any]
+"""``rule(stock, active, *args, **kwargs)`` is what the op returns for these arguments.
+
+It is asked under an op policy; those of ``ALSO_WITHOUT_OP_POLICY`` are asked without one, too.
+"""
+
+
+AUTOCAST = *HALF_DTYPES, torch.float32
+"""The dtypes that autocast casts."""
+
+
+def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
+    """Return ``value`` with ``to`` applied to every float16, bfloat16 or float32 tensor in it."""
+    if isinstance(value, Tensor):
+        return to(value) if value.dtype in AUTOCAST else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(item, to) for item in value)
+    return value
+
+
+def floating_dtypes(value: Any) -> Iterator[torch.dtype]:
+    """Yield the floating dtypes of the tensors in ``value``, FP64 left out as autocast does."""
+    if isinstance(value, Tensor):
+        if value.dtype in AUTOCAST:
+            yield value.dtype
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from floating_dtypes(item)
+
+
+def _to_fp32(value: Any) -> Any:
+    return _cast(value, lambda t: t.float())
+
+
+def half_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    half = torch.get_autocast_dtype("cpu")
+    found = set(floating_dtypes(args))
+    if not found or (not active.policy.op_policy and found != {half}):
+        return stock(*args, **kwargs)
+    rounded = _cast(args, lambda t: t.to(half).float())
+    return _cast(stock(*rounded, **kwargs), lambda t: t.to(half))
+
+
+def attention_rule(
+    stock: Stock,
+    active: ActivePolicy,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    fitted = None if mask is None else _fitted_mask(active, mask)
+    return _half_everywhere(stock, active, query, key, value, fitted, *args, **kwargs)
+
+
+def baddbmm_rule(
+    stock: Stock, active: ActivePolicy, added: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    return _half_everywhere(stock, active, _fitted_mask(active, added), *args, **kwargs)
+
+
+def _fitted_mask(active: ActivePolicy, mask: Tensor) -> Tensor:
+    """Return a mask that is added to scores in the half format: only what is -inf stays -inf."""
+    half = torch.get_autocast_dtype(mask.device.type)
+    if not active.policy.op_policy or mask.dtype not in AUTOCAST or mask.dtype is half:
+        return mask
+    return _fit_tensor(mask, half)
+
+
+def _half_everywhere(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    """Return what HALF says, on CUDA, too."""
+    kind = args[0].device.type
+    if kind == "cpu":
+        return half_rule(stock, active, *args, **kwargs)
+    if not active.policy.op_policy:
+        return stock(*args, **kwargs)
+    half = torch.get_autocast_dtype(kind)
+    return stock(*_cast(args, lambda t: t.to(half)), **kwargs)
+
+
+def grouped_mm_rule(stock: Stock, active: ActivePolicy, *args: Any) -> Any:
+    """As for HALF, on CUDA too: torch has it on no list.
+
+    An ``out_dtype``, the fifth argument, is that of the result; torch takes that of the operands
+    alone, and these are half here.
+    """
+    if args[0].device.type != "cpu" and not active.policy.op_policy:
+        return stock(*args)
+    args, out_dtype = args[:4], args[4:]
+    result = _half_everywhere(stock, active, *args)
+    return result.to(*out_dtype) if out_dtype else result
+
+
+def out_dtype_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    """As for HALF, with the result in ``out_dtype``, the last argument: torch has it on CUDA alone.
+
+    What is added to the product, the first of three tensors, is not rounded.
+    """
+    half = torch.get_autocast_dtype("cpu")
+    *added, a, b, out_dtype = args
+    if not active.policy.op_policy and {*floating_dtypes((a, b))} != {half}:
+        return stock(*args, **kwargs)
+    rounded = _cast((a, b), lambda t: t.to(half).float())
+    product = getattr(torch.ops.aten, stock.target._schema.name.removeprefix("aten::")).default
+    result = stock.run_without_rules(product, *_to_fp32(added), *rounded, **kwargs)
+    return result.to(out_dtype)
+
+
+def fp32_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    """Compute in FP32, with an FP32 result; an explicit ``dtype`` wins."""
+    if kwargs.get("dtype") is not None:
+        return stock(*args, **kwargs)
+    return stock(*_to_fp32(args), **kwargs)
+
+
+def promote_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    found = set(floating_dtypes(args))
+    if len(found) < 2:
+        return stock(*args, **kwargs)
+    widest = functools.reduce(torch.promote_types, found)
+    return stock(*_cast(args, lambda t: t.to(widest)), **kwargs)
+
+
+def written_into_rule(
+    stock: Stock, active: ActivePolicy, into: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    if into.dtype not in AUTOCAST:
+        return stock(into, *args, **kwargs)
+    return stock(into, *_cast(args, lambda t: t.to(into.dtype)), **kwargs)
+
+
+def storage_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    """Compute in FP32, and return the result in the dtype of the first argument."""
+    result = stock(*_to_fp32(args), **kwargs)
+    return _cast(result, lambda t: t.to(args[0].dtype))
+
+
+def running_norm_rule(
+    stock: Stock,
+    active: ActivePolicy,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    updates: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    own = (weight, bias, mean, var)
+    found = set(floating_dtypes(own))
+    if found - {input.dtype} and input.dtype in HALF_DTYPES and is_under_transforms():
+        # torch.func takes them apart into ops that refuse half and FP32 together
+        wide = _to_fp32((input, *own))
+        return stock(*wide, updates, *args, **kwargs).to(input.dtype)
+    if found in (set(), {torch.float32}, {input.dtype}):
+        return stock(input, *own, updates, *args, **kwargs)
+    wide = _to_fp32(own)
+    result = stock(input, *wide, updates, *args, **kwargs)
+    for statistic, new in zip(own[2:], wide[2:], strict=True):
+        if updates and statistic is not None and statistic is not new:
+            statistic.copy_(new)
+    return result
+
+
+def fitting_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    dtype = kwargs.get("dtype") or next(floating_dtypes(args), None)
+    if dtype not in HALF_DTYPES:
+        return stock(*args, **kwargs)
+    fitted = [_fit(value, dtype) for value in args]
+    # those before the last are masks and indices
+    if isinstance(args[-1], Tensor) and args[-1].dtype is not dtype:
+        fitted[-1] = _fit_tensor(args[-1], dtype)
+    return stock(*fitted, **kwargs)
+
+
+def _fit(value: Any, dtype: torch.dtype) -> Any:
+    """Return a finite number clamped to what ``dtype`` holds, and anything else as it is."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return value
+    limit = torch.finfo(dtype).max
+    return value if -limit <= value <= limit else math.copysign(limit, value)
+
+
+def _fit_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``value`` in ``dtype``, with finite values clamped to its range."""
+    limit = torch.finfo(dtype).max
+    wide = value if value.dtype is torch.float32 else value.double()  # the limits are exact in both
+    return torch.where(value.isinf(), value, wide.clamp(-limit, limit)).to(dtype)
+
+
+def banned_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        "binary_cross_entropy (nn.BCELoss) inside the forward of a mixed-precision model: its "
+        "gradient leaves the half range near 0 and 1. Use binary_cross_entropy_with_logits "
+        "(nn.BCEWithLogitsLoss) without the sigmoid, compute the loss outside the model's forward, "
+        "or wrap the call in tritonamp.disable_casts() with FP32 inputs"
+    )
+
+
+def storage_on_cpu_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    return storage_rule(stock, active, *args, **kwargs)
+
+
+ALSO_WITHOUT_OP_POLICY = frozenset(
+    {
+        half_rule,
+        attention_rule,
+        baddbmm_rule,
+        grouped_mm_rule,
+        out_dtype_rule,
+        storage_on_cpu_rule,
+    }
+)
+"""They compute half models at O3 on a CPU, too, whose half kernels are slow, or missing."""
