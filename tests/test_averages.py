@@ -37,9 +37,14 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(12)
         self.frozen = nn.Linear(12, 6).requires_grad_(False)
         self.tied = nn.Linear(6, 12)
-        self.tied.weight = self.first.weight
         self.last = nn.Linear(12, 3)
         self.register_buffer("third", torch.full((6,), 1 / 3))
+
+    def on(self, device: torch.device) -> "Net":
+        """Go to a device; tied there, because a GPU in software parts what was tied before."""
+        self.to(device)
+        self.tied.weight = self.first.weight
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.relu(self.frozen(self.norm(self.first(x))) + self.third)
@@ -51,7 +56,7 @@ class Run:
 
     def __init__(self, device: torch.device, **fields: Any) -> None:
         torch.manual_seed(0)
-        self.model = Net().to(device)
+        self.model = Net().on(device)
         self.x = torch.randn(8, 6, device=device)
         self.trains(**fields)
 
@@ -230,7 +235,7 @@ def test_averages_through_states_move_as_in_fp32(
 ) -> None:
     """Bit for bit as the same loop over plain FP32 models."""
     run = runs(level=level, dtype=half, state=state)
-    average, plain = copy.deepcopy(run.model), Net().to(run.x.device)
+    average, plain = copy.deepcopy(run.model), Net().on(run.x.device)
     expected = copy.deepcopy(plain)
     expected.load_state_dict(run.model.state_dict())
     start = run.values()
@@ -275,7 +280,7 @@ def test_torchs_averages(
     if kind == "foreach SWA" and use_buffers:
         pytest.skip("torch's has no average of integers, such as batch_norm's counts")
     torch.manual_seed(0)
-    run, plain = Run(device, level="O0"), Net().to(device)
+    run, plain = Run(device, level="O0"), Net().on(device)
     run.amp.disable()
     make = lambda model: TORCHS[kind](model, use_buffers=use_buffers)  # noqa: E731
     before = make(run.model)
@@ -377,7 +382,7 @@ def test_statistics_are_computed_for_an_average(runs: Callable[..., Run], level:
     for _ in range(2):
         run.step()
         average.update_parameters(run.model)
-    plain = Net().to(run.x.device)
+    plain = Net().on(run.x.device)
     plain.load_state_dict(average.module.state_dict())
     loader = [run.x, run.x + 1]
     for model in (average, plain):
@@ -416,7 +421,7 @@ def test_states_go_from_copy_to_model_and_back(
 def test_a_state_in_half_is_averaged_up_to_its_rounding(runs: Callable[..., Run]) -> None:
     """With ``state_dict_dtype``; a tied weight stands in a state twice, and is averaged twice."""
     run = runs(state_dict_dtype=FP16)
-    average, plain, largest = copy.deepcopy(run.model), Net().to(run.x.device), 0.0
+    average, plain, largest = copy.deepcopy(run.model), Net().on(run.x.device), 0.0
     plain.load_state_dict(average.state_dict())
     expected = copy.deepcopy(plain)
     for _ in range(STEPS):
@@ -440,7 +445,7 @@ def test_an_average_is_as_accurate_as_its_model(device: torch.device, level: str
     torch.manual_seed(0)
     y = torch.arange(96, device=device) % 3
     x = 3 * torch.eye(3, 6, device=device)[y] + 0.5 * torch.randn(96, 6, device=device)
-    model = Net().to(device)
+    model = Net().on(device)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     amp = tritonamp.enable(model, optimizer, level=level)
     states, params = copy.deepcopy(model), copy.deepcopy(model)
@@ -455,7 +460,7 @@ def test_an_average_is_as_accurate_as_its_model(device: torch.device, level: str
                 mine.copy_(buffer)
         average.update_parameters(model)
         ema.update()
-    copied = Net().to(device)
+    copied = Net().on(device)
     ema.copy_to(copied)
 
     def accuracy(model: nn.Module) -> float:
