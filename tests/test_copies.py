@@ -247,6 +247,18 @@ def test_several_models(handles: Any, device: torch.device) -> None:
     assert half.weight.dtype is FP16
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_half_model_that_does_not_train(handles: Any, device: torch.device, level: str) -> None:
+    """Where nothing has FP32 values the copy is as the model is, and shows what it holds."""
+    model = nn.Linear(4, 4).to(device, FP16)
+    handles(model, level=level)
+    copied = copy.deepcopy(model)
+    assert copied.weight.dtype is model.weight.dtype
+    assert memory(copied) == {p.data_ptr() for p in copied.parameters()}
+    x = torch.ones(2, 4, device=device)
+    assert torch.equal(copied(x), model(x))
+
+
 def test_a_half_model_that_was_disabled_is_copied_as_torch_does(
     handles: Any, device: torch.device
 ) -> None:
@@ -435,6 +447,8 @@ def test_a_pickle_of_a_copy_is_the_plain_model(handles: Any, device: torch.devic
 
 
 @pytest.mark.compiled
+# in torch 2.11 and 2.12 torch.compile does so itself with any autograd function
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_copy_is_compiled(handles: Any, level: str) -> None:
     """Also where nothing is enabled any more."""
@@ -565,8 +579,10 @@ def test_handle(handles: Any, device: torch.device) -> None:
     for wrong in (None, run.optimizer, [run.model]):
         with pytest.raises(ValueError, match=r"model: expected a torch.nn.Module, got "):
             tritonamp.handle(wrong)
+    shallow = copy.copy(run.model)  # of the same parameters
+    assert tritonamp.handle(shallow) is run.amp
     run.amp.disable()
-    assert tritonamp.handle(run.model) is None
+    assert tritonamp.handle(run.model) is None and tritonamp.handle(shallow) is None
 
 
 def test_the_handle_of_a_model_whose_amp_was_dropped(device: torch.device) -> None:
