@@ -173,7 +173,10 @@ def test_copies_behave_like_the_original_and_pickles_like_the_plain_model(
         pickled = name in ("pickle", "torch.save")
         assert isinstance(other, Net), name
         assert (type(other) is Net) is pickled, name
-        assert torch.equal(other(x), plain_model(x) if pickled else expected), name
+        if level == "O3" and not pickled:  # FP32 weights under the op table: test_copies.py
+            torch.testing.assert_close(other(x), expected, rtol=2**-9, atol=2**-9)
+        else:
+            assert torch.equal(other(x), plain_model(x) if pickled else expected), name
         with torch.no_grad():
             other.last.weight.zero_()
         assert torch.equal(model(x), expected), f"{name} shares weights"

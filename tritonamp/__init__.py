@@ -26,6 +26,7 @@ from tritonamp.policy import O3 as O3
 from tritonamp.policy import Policy as Policy
 from tritonamp.runtime import Amp as Amp
 from tritonamp.runtime import enable as enable
+from tritonamp.runtime import handle as handle
 from tritonamp.scaler import GradScaler as GradScaler
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ __all__ = [
     "float_function",
     "functional",
     "half_function",
+    "handle",
     "load",
     "load_sharded",
     "optim",

@@ -57,7 +57,8 @@ def _check_model(model: nn.Module) -> None:
             "the original module"
         )
     for name, module in model.named_modules():
-        if "_tritonamp_context" in vars(module):
+        context = vars(module).get("_tritonamp_context")
+        if context is not None and context.handle is not None:  # else it is a copy
             where = f"its submodule {name!r}" if name else "it"
             raise ValueError(
                 f"model: {kind} cannot be enabled, {where} is enabled already: call amp.disable() "

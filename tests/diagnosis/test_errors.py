@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
 
 import tritonamp
 from tritonamp.commands.error_pages import Section, find, sections
@@ -111,7 +112,7 @@ def test_the_cure_trains(page: Section, number: int, before_training: dict[Tenso
 def test_sections_have_three_programs() -> None:
     more = [page.title for page in PROGRAMS if len(BLOCK.findall(page.body)) != 3]
     assert more == ["expected scalar type Half but found Float"]  # and a Function of one's own
-    assert len(PROGRAMS) == 26 and len(SECTIONS) == len(PROGRAMS) + len(OWN)
+    assert len(PROGRAMS) == 27 and len(SECTIONS) == len(PROGRAMS) + len(OWN)
 
 
 def half(*shape: int) -> Tensor:
@@ -200,7 +201,17 @@ def product_without_custom_fwd() -> None:
     loss.backward()
 
 
+def average_made_before() -> None:
+    """An AveragedModel of torch's, where nothing is enabled."""
+    model = nn.Linear(2, 2)
+    average = AveragedModel(model)
+    model.half()
+    for _ in range(2):
+        average.update_parameters(model)
+
+
 NANS = torch.full((2,), torch.nan)
+LERP = "expected dtype float for end"
 
 ALSO: list[tuple[str, Callable[[], Any]]] = [
     (DTYPES, lambda: nn.Linear(4, 4)(half(2, 4))),
@@ -220,6 +231,10 @@ ALSO: list[tuple[str, Callable[[], Any]]] = [
     (INTO, lambda: torch.zeros(2).masked_scatter(torch.ones(2).bool(), half(2))),
     ("probability", lambda: torch.multinomial(torch.zeros(2), 1)),
     ("probability", lambda: torch.distributions.Categorical(logits=NANS, validate_args=True)),
+    (LERP, lambda: torch.zeros(2).lerp_(half(2).bfloat16(), 0.1)),
+    (LERP, lambda: half(2).lerp_(torch.zeros(2), 0.1)),
+    (LERP, lambda: torch._foreach_lerp_([torch.zeros(2)], [half(2)], 0.1)),
+    (LERP, average_made_before),
     ("Input type", lambda: nn.Conv2d(3, 4, 3).half()(torch.ones(1, 3, 4, 4))),
     ("Input type", lambda: nn.Conv2d(3, 4, 3)(half(1, 3, 4, 4))),
     ("not implemented", lambda: torch.cdist(half(3, 3), half(3, 3))),

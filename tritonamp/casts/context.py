@@ -1,7 +1,9 @@
 """The context that modules of an enabled model share, and their forwards under its policy."""
 
 import contextlib
+import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -50,29 +52,33 @@ class Entry(NamedTuple):
     device_type: str
     dtype: torch.dtype
     cache: bool  # whether autocast caches casts of weights
+    context: "weakref.ref[EnabledContext]"  # of the model
 
 
-def _entry_of(policy: Policy, backend: str, device_type: str) -> Entry:
-    """Return what forwards under a policy enter."""
+def _entry_of(context: "EnabledContext") -> Entry:
+    """Return what forwards of a context's model enter."""
+    policy, device_type, owner = context.policy, context.device_type, weakref.ref(context)
     if not torch.amp.is_autocast_available(device_type):
-        return Entry(active.NO_RULES, None, "cpu", policy.dtype, False)
+        return Entry(active.NO_RULES, None, "cpu", policy.dtype, False, owner)
     # on CPU the op table also keeps half matmuls and convolutions from torch's slow kernels
     half_on_cpu = policy.cast_model and device_type == "cpu"
     number = active.NO_RULES
     if policy.op_policy or half_on_cpu:
-        number = active.number_of(policy, backend, device_type)
+        number = active.number_of(policy, context.backend, device_type)
     # autocast's cache is of use where weights are FP32; where it is off, a checkpointed segment
     # can be told from one of torch's own autocast, also where others than torch recompute it
     cache = device_type == "cuda" and not policy.cast_model
-    return Entry(number, active.process.policies[number], device_type, policy.dtype, cache)
+    followed = active.process.policies[number]
+    return Entry(number, followed, device_type, policy.dtype, cache, owner)
 
 
 class EnabledContext:
     """What an enabled module knows: its policy and backend, and the FP32 values of half tensors.
 
-    Copies keep the policy and leave the values, which belong to the original's optimizers.
+    Copies keep the policy, and hold FP32 values themselves, in the place of half tensors.
 
     Attributes:
+        handle: the ``Amp``; None in copies, and while it is built.
         policy: what runs in which precision.
         backend: "auto", "triton" or "eager".
         fp32_values: of the model's half tensors.
@@ -95,6 +101,7 @@ class EnabledContext:
         observer: ForwardObserver | None = None,
         ranks: RanksInForward | None = None,
     ) -> None:
+        self.handle: Any = None
         self.policy = policy
         self.backend = backend
         self.fp32_values = fp32_values
@@ -117,7 +124,7 @@ class EnabledContext:
         """Note that the parameters are on a device of this type now."""
         self.device_type = device_type
         self.casts = self.policy.cast_model or self.policy.op_policy
-        entry = self._entry = _entry_of(self.policy, self.backend, device_type)
+        entry = self._entry = _entry_of(self)
         self.autocast = entry.number != active.NO_RULES
         # without a method of its own between: each call of a function counts
         self.run_forward: RunForward = (
@@ -128,7 +135,11 @@ class EnabledContext:
         self.output_cast = None if cast_outputs is None else from_half(cast_outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EnabledContext":
-        return EnabledContext(self.policy, self.backend, self.device_type, Fp32Values())
+        policy = self.policy
+        has_wide = next(iter(self.fp32_values), None) is not None
+        if has_wide and not policy.op_policy:  # O3: half inputs meet FP32 weights in the copy
+            policy = dataclasses.replace(policy, op_policy=True)
+        return EnabledContext(policy, self.backend, self.device_type, Fp32Values())
 
     @contextlib.contextmanager
     @active.inlined_by_dynamo
@@ -159,8 +170,7 @@ class EnabledContext:
     def _traced(self) -> Iterator[None]:
         """Do what ``_enter`` and ``_restore`` do by what torch.compile has graph nodes for."""
         active.tell_dynamo()
-        if not dispatch.is_registered():  # a copy that outlived its original
-            dispatch.ensure()
+        self._have_rules()
         entry = self._entry
         active.enter(entry.number)
         try:
@@ -173,6 +183,15 @@ class EnabledContext:
                     yield
         finally:
             active.leave()
+
+    def _have_rules(self) -> None:
+        """Register the op table for a copy that outlived its original."""
+        if not dispatch.is_registered():
+            dispatch.borrow(self)
+
+    # torch.compile runs it while it traces. What torch.compiler.assume_constant_result does (in all
+    # supported versions), without the import of dynamo, which takes seconds.
+    _have_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @active.inlined_by_dynamo
@@ -230,12 +249,12 @@ def _begin(device_type: str) -> tuple[int, str, bool, torch.dtype, bool, int]:
 @active.inlined_by_dynamo
 def _enter(entry: Entry) -> None:
     """Have this thread follow a policy, and turn on its autocast."""
-    _, followed, device_type, dtype, cache = entry
+    _, followed, device_type, dtype, cache, context = entry
     active.push_policy(followed)
     if followed is None:
         return
-    if not dispatch.registration.libraries:  # a copy that outlived its original
-        dispatch.ensure()
+    if not dispatch.registration.libraries:
+        context()._have_rules()  # type: ignore[union-attr]
     torch.set_autocast_enabled(device_type, True)
     torch.set_autocast_dtype(device_type, dtype)
     torch.set_autocast_cache_enabled(cache)

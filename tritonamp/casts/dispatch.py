@@ -5,6 +5,7 @@ Outside an enabled forward every entry hands over to the kernel that torch had t
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ class _Registration:
         self.libraries: list[torch.library.Library] = []  # the op table's
         self.stock: Any = None  # torch.utils.checkpoint's function that ``noted`` stands in for
         self.noted: Any = None
-        self.owners = 0  # how many enabled models there are
+        self.owners = 0  # how many enabled models there are, and copies that borrow
 
 
 registration = _Registration()
@@ -44,12 +45,17 @@ def is_registered() -> bool:
 def acquire() -> None:
     """Have the op table, and the user's registered functions, for one more enabled model."""
     registration.owners += 1
-    ensure()
+    _register()
     registered.replace_originals()
 
 
-def ensure() -> None:
-    """Register the op table if it is not: a copy of an enabled model may outlive it."""
+def borrow(borrower: Any) -> None:
+    """Have the same as long as ``borrower`` is there: a copy that outlives the enabled model."""
+    acquire()
+    weakref.finalize(borrower, release).atexit = False
+
+
+def _register() -> None:
     if registration.libraries:
         return
     for function in (enter, leave):

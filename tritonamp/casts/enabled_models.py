@@ -41,6 +41,8 @@ class EnabledModels:
         self._models = models
         self.dtypes = ModelDtypes(context.policy, context.fp32_values, gathered)
         self.fused: list[str] = []
+        for model in models:
+            _make_plain(model)  # a copy of an enabled one has classes of ours
         for front, model in zip(prefixes(models), models, strict=True):
             saved = SavedDtypes(model, context.policy)
             self.dtypes.cast(model, stepped if context.policy.master_weights else ())
@@ -71,7 +73,12 @@ class EnabledModels:
         fp32_values = self.dtypes.restore()
         for model in self._models:
             flatten_rnns(model)
-            for module in model.modules():
-                if is_installed(module):
-                    uninstall(module)
+            _make_plain(model)
         return fp32_values
+
+
+def _make_plain(model: nn.Module) -> None:
+    """Give modules the class that they came with."""
+    for module in model.modules():
+        if "_tritonamp_context" in vars(module):
+            uninstall(module)

@@ -261,7 +261,8 @@ class EnabledModule(_WithForward):
 
         torch calls it for the root before its children, with the whole state.
         """
-        if local_metadata.get("assign_to_params_buffers", False):
+        is_copy = self._tritonamp.handle is None
+        if local_metadata.get("assign_to_params_buffers", False) and not is_copy:
             raise RuntimeError(
                 "load_state_dict(assign=True) would replace the parameters that the enabled "
                 "optimizer steps on: load without assign, or before tritonamp.enable"

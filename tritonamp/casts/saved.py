@@ -1,6 +1,7 @@
 """In which dtype tensors of an enabled model are saved: by state_dict, and by save_pretrained."""
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -39,6 +40,12 @@ class SavedDtypes:
             for name, tensor in named
             if tensor.dtype in HALF_DTYPES and not (trains and tensor.requires_grad)
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SavedDtypes":
+        """Return those of a copy, which holds FP32 values: it saves tensors as they are."""
+        copied = copy.copy(self)
+        copied._stay_half = frozenset(self.loaded)
+        return copied
 
     def in_state(self, name: str, tensor: Tensor, values: Fp32Values) -> torch.dtype:
         """Return the dtype that a tensor of this name has in a state now."""

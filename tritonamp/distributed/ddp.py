@@ -25,6 +25,7 @@ class EnabledDDP(Swapped):
 
     _belongings = ("_tritonamp_ranks",)
     _set_aside = ("_sync_final_model", "_tritonamp_sync")
+    _kept_by_copies = False
     _tritonamp_ranks: CatchesUp
 
     # private: DDP of torch 2.11 to 2.15 calls it on every rank when all have left ``join``

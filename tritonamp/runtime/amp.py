@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.amp_state import ResumeState, parse_state
-from tritonamp.casts import dispatch
+from tritonamp.casts import copies, dispatch
 from tritonamp.checks import check_flag, check_max_norm, check_pipeline
 from tritonamp.class_swap import uninstall
 from tritonamp.diagnosis import scaled_gradients
@@ -20,6 +20,7 @@ from tritonamp.diagnosis.live_ranges import LiveRanges, RangeRecord
 from tritonamp.diagnosis.metrics import metrics
 from tritonamp.diagnosis.plot import save_picture
 from tritonamp.diagnosis.records import StepRecord
+from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels import _implementations
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.names import parameter_names
@@ -61,12 +62,15 @@ class Amp:
         self._scalers = {0: request.scaler}
         self._built = build_parts(request, _StepState(self))
         dispatch.acquire()
+        copies.acquire(self._parts.fp32_values)
         scaled_gradients.acquire(self._parts.scaled_gradients)
         # Called by disable(), or when the models are gone without it: every module of theirs holds
         # the context. At exit there is nothing to put back.
-        self._release = weakref.finalize(self._parts.context, _release)
+        values = weakref.ref(self._parts.fp32_values)
+        self._release = weakref.finalize(self._parts.context, _release, values)
         self._release.atexit = False
         self._enabled = True
+        self._parts.context.handle = self
         self._ranges: LiveRanges | None = None
 
     @property
@@ -703,6 +707,7 @@ class Amp:
             self._parts.ranks.rebuild()
         self._release()
         self._enabled = False
+        self._parts.context.handle = None
 
     def _check_replay(self, caller: str) -> None:
         ranks = self._parts.ranks
@@ -712,6 +717,18 @@ class Amp:
                 f"{caller}: {under} no rank can run a batch again by itself: save the batch and a "
                 "full state dict, and replay in one process"
             )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies and pickles, whose models and optimizers would be nobody's.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "an Amp cannot be copied or pickled, since it works on the very models and optimizers "
+            "that were enabled: copy these, copy.deepcopy((model, optimizer)), and call "
+            "tritonamp.enable with the copies; amp.state_dict() is for files"
+        )
 
     def _check_enabled(self, caller: str) -> None:
         if not self._enabled:
@@ -742,6 +759,7 @@ class _StepState:
             optimizer.load_state_dict(of_optimizer)
 
 
-def _release() -> None:
+def _release(values: "weakref.ref[Fp32Values]") -> None:
     dispatch.release()
+    copies.release(values())
     scaled_gradients.release()

@@ -1,6 +1,7 @@
 """The class that ``enable`` gives to an optimizer."""
 
 import contextlib
+import copy
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from tritonamp.scaler import is_watched
 from tritonamp.step.interrupts import Uninterrupted
 from tritonamp.step.rules import rule_of
 from tritonamp.step.small_state import fp32_state_dict
-from tritonamp.step.state_loading import load_state, plain_state
+from tritonamp.step.state_loading import load_state, plain_state, replace_params, widen_state
 from tritonamp.step.stepper import Stepper
 
 
@@ -107,6 +108,17 @@ class EnabledOptimizer(Swapped):
         stepper, optimizer = _awake(self), _unwrapped(self)
         values = dict(stepper.weights[optimizer].fp32_values(lends=False))
         return plain_state(optimizer, super()._plain_state(state), values, stepper.offload)
+
+    def _copied(self, memo: dict[int, Any] | None) -> Any:
+        """Return a plain optimizer, which steps on the parameters of the model's copy, if any."""
+        copied = super()._copied(memo)
+        if memo is None:
+            return copied
+        weights = _awake(self).weights[_unwrapped(self)]
+        params = [copy.deepcopy(param, memo) for param, _, _ in weights.with_groups()]
+        replace_params(copied, params)
+        widen_state(copied, [p for p in params if p.dtype is torch.float32])
+        return copied
 
     def state_dict(self, *, packed: bool = False) -> dict[str, Any]:
         """Return the state, with moments in FP32.

@@ -1,7 +1,7 @@
 """Loading the state of an optimizer: FP32 state stays FP32, and misfits are named."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -190,6 +190,16 @@ def _copy_state(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
         return {}
     optimizer.state[param] = dict(optimizer.state[param])
     return optimizer.state[param]
+
+
+def replace_params(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+    """Have a plain optimizer step on other parameters of the same values, in the same order."""
+    remaining = iter(params)
+    for group in optimizer.param_groups:
+        for i, before in enumerate(group["params"]):
+            param = group["params"][i] = next(remaining)
+            if before in optimizer.state:
+                optimizer.state[param] = optimizer.state.pop(before)
 
 
 def settle_state(optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor]) -> None:
