@@ -45,7 +45,10 @@ class EnabledModels:
             saved = SavedDtypes(model, context.policy)
             self.dtypes.cast(model, stepped if context.policy.master_weights else ())
             for inner in fp32_modules(model, context.policy):
-                install(inner, Fp32Module, context)
+                if is_written_norm(inner) and not context.policy.op_policy:
+                    install(inner, NormModule, context, {})
+                else:
+                    install(inner, Fp32Module, context)
             self._install_norms(model, context, front)
             install(model, EnabledModule, context, saved, signature_of(model.forward), False)
 
@@ -57,10 +60,10 @@ class EnabledModels:
                 continue
             recipe = recipe_of(inner) if policy.op_policy and policy.fuse_norms else None
             if recipe is not None:
-                install(inner, FusedRMSNorm, context, recipe)
+                install(inner, FusedRMSNorm, context, {}, recipe)
                 self.fused.append(front + name)
             elif policy.keep_norms_fp32:
-                install(inner, NormModule, context)
+                install(inner, NormModule, context, {})
 
     def disable(self) -> dict[Tensor, Tensor]:
         """Give tensors the dtype, and modules the class, that they came with.

@@ -5,12 +5,14 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
 
 from tritonamp.casts.context import EnabledContext
-from tritonamp.casts.enabled_module import EnabledModule, Fp32Module
+from tritonamp.casts.enabled_module import EnabledModule, Fp32Module, NormModule
+from tritonamp.casts.model import with_forward
 from tritonamp.casts.model_dtypes import ModelDtypes
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.kernels.device import check_dtype
@@ -50,6 +52,7 @@ class Healing:
         self._model_dtypes = model_dtypes
         self._inputs_in_fp32 = inputs_in_fp32
         self._rebuild = rebuild
+        self._undo = contextlib.ExitStack()  # has healed modules compute as before
         self.names: list[str] = []
         self.policy = policy
 
@@ -67,7 +70,7 @@ class Healing:
         if name not in self.names:
             self._set_names([*self.names, name])
         self._model_dtypes.widen(module)
-        self._compute_in_fp32(module)
+        self._undo.callback(self._compute_in_fp32(module))
 
     def unheal(self, name: str) -> None:
         """Have a healed module follow the policy again.
@@ -81,15 +84,11 @@ class Healing:
         self._rebuild(self._modules)
 
     def _unheal(self, name: str) -> None:
-        module = self.find(name)
-        self._model_dtypes.unwiden(module)
-        if isinstance(module, EnabledModule):
-            module._tritonamp_fp32 = False
-        elif isinstance(module, Fp32Module):
-            uninstall(module)
+        self._model_dtypes.unwiden(self.find(name))
+        self._undo.close()
         self._set_names([other for other in self.names if other != name])
         for other in self.names:  # it may hold this one, or be inside
-            self._model_dtypes.widen(self.find(other))
+            self._heal(other)
 
     def load(self, names: Sequence[str]) -> None:
         """Have these modules compute in FP32 and no others.
@@ -179,7 +178,26 @@ class Healing:
         if isinstance(module, EnabledModule):
             before, module._tritonamp_fp32 = module._tritonamp_fp32, True
             return functools.partial(setattr, module, "_tritonamp_fp32", before)
-        if is_installed(module):
+        with contextlib.ExitStack() as undo:
+            for inner in with_forward(module):
+                undo.callback(self._install_fp32(inner))
+            return undo.pop_all().close
+
+    def _install_fp32(self, module: nn.Module) -> Callable[[], None]:
+        """Make a module an ``Fp32Module``; return what makes it again what it was."""
+        if not is_installed(module):
+            install(module, Fp32Module, self._context)
+            return functools.partial(uninstall, module)
+        # without an op table written norms compute in FP32 already
+        if not isinstance(module, NormModule) or not self._context.policy.op_policy:
             return lambda: None
+        kind: Any = type(module).__bases__[0]
+        belongings = [vars(module)[name] for name in kind._belongings]
+        uninstall(module)
         install(module, Fp32Module, self._context)
-        return functools.partial(uninstall, module)
+
+        def undo() -> None:
+            uninstall(module)
+            install(module, kind, *belongings)
+
+        return undo
