@@ -13,13 +13,7 @@ from tritonamp.casts.context import EnabledContext, restored
 from tritonamp.casts.gathered import wide_weights
 from tritonamp.casts.inputs import Signature, cast_arguments, signature_of, wanted_names
 from tritonamp.casts.methods import entered_methods
-from tritonamp.casts.norm_results import (
-    Followers,
-    given_to,
-    half_results,
-    kinds_of,
-    like_given,
-)
+from tritonamp.casts.norm_results import Followers, like_given
 from tritonamp.casts.pickled import with_values
 from tritonamp.casts.rounded_inputs import types_of
 from tritonamp.casts.saved import SavedDtypes, changed_values, named_tensors, pretrained_members
@@ -316,26 +310,21 @@ def _norm_forward(
     module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run the forward of a written norm layer; arguments as for ``enabled_forward``."""
-    has_table = module._tritonamp.policy.op_policy
-    run = forward if has_table else functools.partial(_in_fp32, module, forward)
-    output = run(*bound, *args, **kwargs)
-    given = given_to(args, kwargs)
-    if given is None or given.dtype not in HALF_DTYPES:
-        return output
-
-    def followers() -> tuple[bool, ...] | None:
-        known, kinds = module._tritonamp_followers, kinds_of(module, args, kwargs)
-        if kinds not in known:
-            known[kinds] = half_results(module, given.dtype, args, kwargs)
-        return known[kinds]
-
-    # without the op table the half layers that follow would refuse FP32
-    return like_given(output, given, followers, default=not has_table)
+    if module._tritonamp.policy.op_policy:
+        output = forward(*bound, *args, **kwargs)
+    else:
+        output = _in_fp32(module, forward, *bound, *args, **kwargs)
+    return like_given(module, output, args, kwargs)
 
 
 class NormModule(_WithForward):
     """A norm layer that is not torch's: its FP32 weights do not make a half result FP32."""
 
-    _belongings: ClassVar[tuple[str, ...]] = ("_tritonamp_context", "_tritonamp_followers")
+    _belongings: ClassVar[tuple[str, ...]] = (
+        "_tritonamp_context",
+        "_tritonamp_followers",
+        "_tritonamp_number",
+    )
     _tritonamp_followers: Followers
+    _tritonamp_number: int
     _run = staticmethod(_norm_forward)

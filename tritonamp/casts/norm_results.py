@@ -4,8 +4,9 @@ FP32 weights make a half result FP32. One that is FP32 with half weights, too, w
 """
 
 import copy
+import itertools
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -26,6 +27,16 @@ _CASTABLE = (torch.float32, *HALF_DTYPES)
 Followers = dict[tuple[Any, ...], tuple[bool, ...] | None]
 """By kinds of arguments: which results are half where weights are; None: that cannot be told."""
 
+_numbered: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def new_number(module: nn.Module) -> int:
+    """Return a number that stands for a norm in graphs of torch.compile."""
+    number = next(_numbers)
+    _numbered[number] = module
+    return number
+
 
 def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Return the first floating tensor among the arguments: a norm's input."""
@@ -35,42 +46,80 @@ def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     return None
 
 
-def like_given(
-    output: Any, given: Tensor, followers: Callable[[], tuple[bool, ...] | None], default: bool
-) -> Any:
-    """Return the output of a norm with FP32 results of the input's shape in the input's dtype.
+def like_given(module: Any, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a norm's output with the FP32 results that follow its half input in that dtype.
 
     Args:
-        output: a tensor, or lists, tuples and dicts of tensors.
-        given: the norm's half input.
-        followers: returns which results are half with half weights; the others stay FP32.
-        default: whether all results become half where ``followers`` returns None.
+        module: the norm.
+        output: a tensor, or lists, tuples and dicts with tensors.
+        args: positional arguments of the forward that returned ``output``.
+        kwargs: its keyword arguments.
     """
+    given = given_to(args, kwargs)
+    if given is None or given.dtype not in HALF_DTYPES:
+        return output
     if type(output) is Tensor and output.dtype is not torch.float32:
         return output
     leaves, structure = tree_flatten(output)
     wide = [
-        isinstance(leaf, Tensor) and leaf.dtype is torch.float32 and leaf.shape == given.shape
-        for leaf in leaves
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.dtype is torch.float32 and leaf.shape == given.shape
     ]
-    if not any(wide):
+    if not wide:
         return output
-    follows = followers()
-    if follows is None:
-        follows = (default,) * len(leaves)
-    if len(follows) != len(leaves):
-        return output
-    results = [
-        leaf.to(given.dtype) if is_wide and follow else leaf
-        for leaf, is_wide, follow in zip(leaves, wide, follows, strict=True)
-    ]
-    return tree_unflatten(results, structure)
+    results = [leaves[i] for i in wide]
+    if not torch.compiler.is_compiling():
+        results = _cast(module, len(leaves), wide, results, args, kwargs)
+    elif _fits_into_graph(args, kwargs):
+        _tell_dynamo()
+        number = module._tritonamp_number
+        results = _cast_in_graph(number, len(leaves), wide, results, args, kwargs)
+    for i, result in zip(wide, results, strict=True):
+        leaves[i] = result
+    return tree_unflatten(leaves, structure)
 
 
-def kinds_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what decides which results are half: the mode, and dtypes of the arguments."""
-    given = (*args, *kwargs.values())
-    return (module.training, *[getattr(a, "dtype", a is None) for a in given])
+def _cast(
+    module: Any, count: int, wide: list[int], results: list[Tensor], args: Any, kwargs: Any
+) -> list[Tensor]:
+    """Return FP32 results of a norm's forward, in its input's dtype where they follow it.
+
+    ``wide`` are their positions among ``count`` results.
+    """
+    given: Any = given_to(args, kwargs)
+    known: Followers = module._tritonamp_followers
+    kinds = module.training, *[getattr(a, "dtype", a is None) for a in (*args, *kwargs.values())]
+    if kinds not in known:
+        known[kinds] = half_results(module, given.dtype, args, kwargs)
+    follows = known[kinds]
+    if follows is None:  # without the op table the half layers that follow would refuse FP32
+        follows = (not module._tritonamp.policy.op_policy,) * count
+    if len(follows) != count:
+        return results
+    return [r.to(given.dtype) if follows[i] else r for i, r in zip(wide, results, strict=True)]
+
+
+def _cast_in_graph(number: int, *args: Any) -> list[Tensor]:
+    """Do what ``_cast`` does for the norm of that number: a leaf call to torch.compile."""
+    module = _numbered.get(number)
+    results: list[Tensor] = args[2]
+    return results if module is None else _cast(module, *args)
+
+
+def _tell_dynamo() -> None:
+    """Have torch.compile put ``_cast_in_graph`` into its graphs, and run it where it traces."""
+    torch.compiler.allow_in_graph(_cast_in_graph)
+
+
+# as in ``active``: torch.compile runs it while it traces
+_tell_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _fits_into_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether arguments can be those of a call in a graph."""
+    plain = (Tensor, bool, int, float, str, type(None))
+    return all(isinstance(argument, plain) for argument in (*args, *kwargs.values()))
 
 
 def half_results(

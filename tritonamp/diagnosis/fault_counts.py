@@ -12,7 +12,8 @@ class FaultCounts(NamedTuple):
 
     in_a_row: int = 0  # since the last step that was taken
     seen: int = 0  # since the last heal, of those that a replay can find
-    by_module: Mapping[str, int] = {}  # those that a replay has found in a module, by its name
+    # by name of a module: those that replays have found in it since it was answered
+    by_module: Mapping[str, int] = {}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "FaultCounts":
@@ -30,6 +31,10 @@ class FaultCounts(NamedTuple):
     def with_module(self, name: str) -> "FaultCounts":
         """Return the counts with the fault of this module that a replay has found."""
         return self._replace(by_module={**self.by_module, name: self.by_module.get(name, 0) + 1})
+
+    def without_module(self, name: str) -> "FaultCounts":
+        """Return the counts with none of this module: its faults have been answered."""
+        return self._replace(by_module={**self.by_module, name: 0})
 
     @property
     def wants_replay(self) -> bool:
