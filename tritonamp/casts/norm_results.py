@@ -3,6 +3,7 @@
 FP32 weights make a half result FP32. One that is FP32 with half weights, too, was asked for.
 """
 
+import contextlib
 import copy
 import itertools
 import weakref
@@ -92,9 +93,9 @@ def _cast(
     kinds = module.training, *[getattr(a, "dtype", a is None) for a in (*args, *kwargs.values())]
     if kinds not in known:
         known[kinds] = half_results(module, given.dtype, args, kwargs)
-    follows = known[kinds]
-    if follows is None:  # without the op table the half layers that follow would refuse FP32
-        follows = (not module._tritonamp.policy.op_policy,) * count
+    follows = known[kinds] or (False,) * count
+    if not module._tritonamp.policy.op_policy:  # the half layers that follow would refuse FP32
+        follows = (True, *follows[1:])
     if len(follows) != count:
         return results
     return [r.to(given.dtype) if follows[i] else r for i, r in zip(wide, results, strict=True)]
@@ -127,19 +128,27 @@ def half_results(
 ) -> tuple[bool, ...] | None:
     """Return which results of a module have a half dtype where its weights have.
 
-    A copy of it runs once, on meta tensors: without data, random numbers, hooks or op table.
-    None where it cannot, because its code reads values or needs a device.
+    A copy of it runs once, on meta tensors: without data, random numbers, hooks or op table. Where
+    its code cannot take half buffers, they stay as they are. None where it cannot run, because it
+    reads values or needs a device.
     """
     generators = Generators.now()
     try:
-        with torch.no_grad(), _disable_current_modes():
-            twin = _without_data(module, dtype)
-            empty_args, empty_kwargs = tree_map_only(Tensor, _empty, (args, kwargs))
-            results = tree_leaves(twin.forward(*empty_args, **empty_kwargs))
-    except Exception:  # the user's code raised
-        return None
+        for buffers in (dtype, None):
+            with contextlib.suppress(Exception):  # the user's code raised
+                return _results_without_data(module, dtype, buffers, args, kwargs)
     finally:
         generators.restore()
+    return None
+
+
+def _results_without_data(
+    module: nn.Module, dtype: torch.dtype, buffers: torch.dtype | None, args: Any, kwargs: Any
+) -> tuple[bool, ...]:
+    with torch.no_grad(), _disable_current_modes():
+        twin = _without_data(module, dtype, buffers)
+        empty_args, empty_kwargs = tree_map_only(Tensor, _empty, (args, kwargs))
+        results = tree_leaves(twin.forward(*empty_args, **empty_kwargs))
     return tuple(isinstance(leaf, Tensor) and leaf.dtype is dtype for leaf in results)
 
 
@@ -150,29 +159,40 @@ def _empty(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
-def _without_data(module: nn.Module, dtype: torch.dtype) -> Any:
-    """Return a copy of a module with parameters and buffers of ``dtype`` that have no data.
+def _without_data(module: nn.Module, dtype: torch.dtype, buffers: torch.dtype | None) -> Any:
+    """Return a copy of a module whose floating tensors have no data.
 
-    Counters and flags keep their values, for code asks them; containers are copied, too.
+    Counters and flags keep their values, because code asks for them.
+
+    Args:
+        module: the module.
+        dtype: dtype of the copy's parameters.
+        buffers: dtype of its floating buffers; None: the module's own.
     """
     twin: Any = copy.copy(module)
     if is_installed(twin):
         uninstall(twin)
     own = vars(twin)
     for name, value in own.items():
-        if name.endswith("hooks"):
-            own[name] = OrderedDict()
-        elif isinstance(value, Tensor):
-            own[name] = _empty(value)
-        elif isinstance(value, (list, dict, set)):
-            own[name] = copy.copy(value)
-        elif isinstance(value, MethodType) and value.__self__ is module:
-            own[name] = MethodType(value.__func__, twin)
-    for tensors in (own["_parameters"], own["_buffers"]):
+        own[name] = _of_twin(twin, module, name, value)
+    for tensors, wanted in ((own["_parameters"], dtype), (own["_buffers"], buffers)):
         for name, tensor in tensors.items():
             if tensor is not None:
                 is_float = tensor.is_floating_point()
-                tensors[name] = _empty(tensor, dtype) if is_float else tensor.detach().clone()
+                tensors[name] = _empty(tensor, wanted) if is_float else tensor.detach().clone()
     for name, child in own["_modules"].items():
-        own["_modules"][name] = child and _without_data(child, dtype)
+        own["_modules"][name] = child and _without_data(child, dtype, buffers)
     return twin
+
+
+def _of_twin(twin: nn.Module, module: nn.Module, name: str, value: Any) -> Any:
+    """Return an attribute of a module for its copy, which must change nothing of the module's."""
+    if name.endswith("hooks"):
+        return OrderedDict()
+    if isinstance(value, Tensor):
+        return _empty(value)
+    if isinstance(value, (list, dict, set)):
+        return copy.copy(value)
+    if isinstance(value, MethodType) and value.__self__ is module:
+        return MethodType(value.__func__, twin)
+    return value
