@@ -66,11 +66,18 @@ class Healing:
         self._rebuild(self._modules)
 
     def _heal(self, name: str) -> None:
-        module = self.find(name)
+        self.find(name)
         if name not in self.names:
             self._set_names([*self.names, name])
-        self._model_dtypes.widen(module)
-        self._undo.callback(self._compute_in_fp32(module))
+        self._compute_healed_in_fp32()
+
+    def _compute_healed_in_fp32(self) -> None:
+        """Have all healed modules, and no others, compute in FP32."""
+        self._undo.close()
+        # a model takes modules inside of it along, healed ones, too
+        for module in sorted(self._modules, key=lambda m: isinstance(m, EnabledModule)):
+            self._model_dtypes.widen(module)
+            self._undo.callback(self._compute_in_fp32(module))
 
     def unheal(self, name: str) -> None:
         """Have a healed module follow the policy again.
@@ -85,10 +92,8 @@ class Healing:
 
     def _unheal(self, name: str) -> None:
         self._model_dtypes.unwiden(self.find(name))
-        self._undo.close()
         self._set_names([other for other in self.names if other != name])
-        for other in self.names:  # it may hold this one, or be inside
-            self._heal(other)
+        self._compute_healed_in_fp32()  # others may hold this one, or be inside
 
     def load(self, names: Sequence[str]) -> None:
         """Have these modules compute in FP32 and no others.
@@ -175,29 +180,28 @@ class Healing:
 
     def _compute_in_fp32(self, module: nn.Module) -> Callable[[], None]:
         """Have the forward of a module compute in FP32; return what puts it back as it was."""
-        if isinstance(module, EnabledModule):
-            before, module._tritonamp_fp32 = module._tritonamp_fp32, True
-            return functools.partial(setattr, module, "_tritonamp_fp32", before)
         with contextlib.ExitStack() as undo:
+            if isinstance(module, EnabledModule):
+                undo.callback(setattr, module, "_tritonamp_fp32", module._tritonamp_fp32)
+                module._tritonamp_fp32 = True
+                # at O3 they would give half to the modules after them, which are FP32 now
+                inside = [m for m in module.modules() if isinstance(m, (Fp32Module, NormModule))]
+                for inner in inside:
+                    undo.callback(_taken_off(inner))
+                return undo.pop_all().close
             for inner in with_forward(module):
-                undo.callback(self._install_fp32(inner))
+                # without an op table written norms compute in FP32 already
+                if isinstance(inner, NormModule) and self._context.policy.op_policy:
+                    undo.callback(_taken_off(inner))
+                if not is_installed(inner):
+                    install(inner, Fp32Module, self._context)
+                    undo.callback(uninstall, inner)
             return undo.pop_all().close
 
-    def _install_fp32(self, module: nn.Module) -> Callable[[], None]:
-        """Make a module an ``Fp32Module``; return what makes it again what it was."""
-        if not is_installed(module):
-            install(module, Fp32Module, self._context)
-            return functools.partial(uninstall, module)
-        # without an op table written norms compute in FP32 already
-        if not isinstance(module, NormModule) or not self._context.policy.op_policy:
-            return lambda: None
-        kind: Any = type(module).__bases__[0]
-        belongings = [vars(module)[name] for name in kind._belongings]
-        uninstall(module)
-        install(module, Fp32Module, self._context)
 
-        def undo() -> None:
-            uninstall(module)
-            install(module, kind, *belongings)
-
-        return undo
+def _taken_off(module: Any) -> Callable[[], None]:
+    """Take the class of ours off a module; return what puts it back."""
+    kind = type(module).__bases__[0]
+    belongings = [vars(module)[name] for name in kind._belongings]
+    uninstall(module)
+    return functools.partial(install, module, kind, *belongings)
