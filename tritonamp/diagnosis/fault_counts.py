@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-HEAL_AFTER = 2  # faults in one module
+HEAL_AFTER = 2  # faults in one module, and after as many again
 FIRST_REPLAYS = 8  # of the faults since the last heal; later ones at 16, 32, 64...
 
 
@@ -12,8 +12,7 @@ class FaultCounts(NamedTuple):
 
     in_a_row: int = 0  # since the last step that was taken
     seen: int = 0  # since the last heal, of those that a replay can find
-    # by name of a module: those that replays have found in it since it was answered
-    by_module: Mapping[str, int] = {}
+    by_module: Mapping[str, int] = {}  # those that a replay has found in a module, by its name
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "FaultCounts":
@@ -31,10 +30,6 @@ class FaultCounts(NamedTuple):
     def with_module(self, name: str) -> "FaultCounts":
         """Return the counts with the fault of this module that a replay has found."""
         return self._replace(by_module={**self.by_module, name: self.by_module.get(name, 0) + 1})
-
-    def without_module(self, name: str) -> "FaultCounts":
-        """Return the counts with none of this module: its faults have been answered."""
-        return self._replace(by_module={**self.by_module, name: 0})
 
     @property
     def wants_replay(self) -> bool:

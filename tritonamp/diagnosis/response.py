@@ -113,7 +113,7 @@ class Response:
         return explanation
 
     def _heal_after_faults(self, faults: Sequence[FaultReport]) -> str:
-        """Answer faults that are the second in their module; return this in words, or ""."""
+        """Answer each second fault of a module; return this in words, or ""."""
         found: dict[str, FaultReport] = {}
         for fault in faults:  # on several ranks, at the same step: one fault
             if fault.kind in CURED_BY_FP32 and fault.module is not None:
@@ -121,8 +121,7 @@ class Response:
         text = ""
         for module, fault in found.items():
             self.counts = self.counts.with_module(module)
-            if self.counts.by_module[module] >= HEAL_AFTER:
-                self.counts = self.counts.without_module(module)
+            if self.counts.by_module[module] % HEAL_AFTER == 0:
                 text += self._heal(module, fault.remedy)
         return text
 
