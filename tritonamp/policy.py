@@ -61,7 +61,7 @@ class Policy:
             ``op_policy``).
         on_nonfinite: what happens beside the skip if a lower scale cannot help. "skip": a line in
             the log; "explain": the failing batch runs again, and the operation is named; "heal":
-            also a module with such faults computes in FP32 from then on; "raise": NonFiniteError.
+            also what cures such faults computes in FP32 from then on; "raise": NonFiniteError.
             All but "skip" read the decision on the host at every step, and keep the gradients of
             the model's outputs until then.
         raise_after: faults in a row until "raise" raises.

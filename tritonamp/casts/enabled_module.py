@@ -13,6 +13,7 @@ from tritonamp.casts.context import EnabledContext, restored
 from tritonamp.casts.gathered import wide_weights
 from tritonamp.casts.inputs import Signature, cast_arguments, signature_of, wanted_names
 from tritonamp.casts.methods import entered_methods
+from tritonamp.casts.norm_results import Followers, like_given
 from tritonamp.casts.pickled import with_values
 from tritonamp.casts.saved import SavedDtypes, changed_values, named_tensors, pretrained_members
 from tritonamp.casts.tree import cast_tree, from_half, to_half
@@ -165,6 +166,16 @@ def _fp32_forward(
     module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run the forward of a module that stays FP32; arguments as for ``enabled_forward``."""
+    output = _in_fp32(module, forward, *bound, *args, **kwargs)
+    policy = module._tritonamp.policy
+    if policy.op_policy:
+        return output
+    # nothing else would reconcile FP32 activations with the half layers that follow
+    return cast_tree(output, to_half(policy.dtype))
+
+
+def _in_fp32(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return ``forward(*args, **kwargs)``, computed in FP32."""
     context = module._tritonamp
     args, kwargs = cast_tree((args, kwargs), from_half(torch.float32))
     gathered = context.ranks is not None and context.ranks.gathered
@@ -172,11 +183,7 @@ def _fp32_forward(
         torch.autocast(context.device_type, enabled=False),
         wide_weights(module) if gathered else contextlib.nullcontext(),
     ):
-        output = forward(*bound, *args, **kwargs)
-    if context.policy.op_policy:
-        return output
-    # nothing else would reconcile FP32 activations with the half layers that follow
-    return cast_tree(output, to_half(context.policy.dtype))
+        return forward(*args, **kwargs)
 
 
 class EnabledModule(_WithForward):
@@ -287,14 +294,21 @@ def _norm_forward(
     module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run the forward of a written norm layer; arguments as for ``enabled_forward``."""
-    given = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-    output = forward(*bound, *args, **kwargs)
-    if given is None or given.dtype not in HALF_DTYPES:
-        return output
-    return cast_tree(output, to_half(given.dtype))
+    if module._tritonamp.policy.op_policy:
+        output = forward(*bound, *args, **kwargs)
+    else:
+        output = _in_fp32(module, forward, *bound, *args, **kwargs)
+    return like_given(module, output, args, kwargs)
 
 
 class NormModule(_WithForward):
     """A norm layer that is not torch's: its FP32 weights do not make a half result FP32."""
 
+    _belongings: ClassVar[tuple[str, ...]] = (
+        "_tritonamp_context",
+        "_tritonamp_followers",
+        "_tritonamp_number",
+    )
+    _tritonamp_followers: Followers
+    _tritonamp_number: int
     _run = staticmethod(_norm_forward)

@@ -143,5 +143,5 @@ def _fits(x: Any, weight: Any) -> bool:
 class FusedRMSNorm(NormModule):
     """An RMSNorm that is not torch's, whose forward is ``rms_norm``."""
 
-    _belongings: ClassVar[tuple[str, ...]] = ("_tritonamp_context", "_tritonamp_recipe")
+    _belongings: ClassVar[tuple[str, ...]] = (*NormModule._belongings, "_tritonamp_recipe")
     _run = staticmethod(_fused_forward)

@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from tritonamp.casts.context import EnabledContext
-from tritonamp.casts.enabled_module import EnabledModule, Fp32Module
+from tritonamp.casts.enabled_module import EnabledModule, Fp32Module, NormModule
+from tritonamp.casts.model import with_forward
 from tritonamp.casts.model_dtypes import ModelDtypes
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.kernels.device import check_dtype
@@ -46,6 +48,7 @@ class Healing:
         self._context = context
         self._model_dtypes = model_dtypes
         self._rebuild = rebuild
+        self._undo = contextlib.ExitStack()  # has healed modules compute as before
         self.names: list[str] = []
         self.policy = policy
 
@@ -59,11 +62,18 @@ class Healing:
         self._rebuild(self._modules)
 
     def _heal(self, name: str) -> None:
-        module = self.find(name)
+        self.find(name)
         if name not in self.names:
             self._set_names([*self.names, name])
-        self._model_dtypes.widen(module)
-        self._compute_in_fp32(module)
+        self._compute_healed_in_fp32()
+
+    def _compute_healed_in_fp32(self) -> None:
+        """Have all healed modules, and no others, compute in FP32."""
+        self._undo.close()
+        # a model takes modules inside of it along, healed ones, too
+        for module in sorted(self._modules, key=lambda m: isinstance(m, EnabledModule)):
+            self._model_dtypes.widen(module)
+            self._undo.callback(self._compute_in_fp32(module))
 
     def unheal(self, name: str) -> None:
         """Have a healed module follow the policy again.
@@ -77,15 +87,9 @@ class Healing:
         self._rebuild(self._modules)
 
     def _unheal(self, name: str) -> None:
-        module = self.find(name)
-        self._model_dtypes.unwiden(module)
-        if isinstance(module, EnabledModule):
-            module._tritonamp_fp32 = False
-        elif isinstance(module, Fp32Module):
-            uninstall(module)
+        self._model_dtypes.unwiden(self.find(name))
         self._set_names([other for other in self.names if other != name])
-        for other in self.names:  # it may hold this one, or be inside
-            self._model_dtypes.widen(self.find(other))
+        self._compute_healed_in_fp32()  # others may hold this one, or be inside
 
     def load(self, names: Sequence[str]) -> None:
         """Have these modules compute in FP32 and no others.
@@ -171,10 +175,28 @@ class Healing:
 
     def _compute_in_fp32(self, module: nn.Module) -> Callable[[], None]:
         """Have the forward of a module compute in FP32; return what puts it back as it was."""
-        if isinstance(module, EnabledModule):
-            before, module._tritonamp_fp32 = module._tritonamp_fp32, True
-            return functools.partial(setattr, module, "_tritonamp_fp32", before)
-        if is_installed(module):
-            return lambda: None
-        install(module, Fp32Module, self._context)
-        return functools.partial(uninstall, module)
+        with contextlib.ExitStack() as undo:
+            if isinstance(module, EnabledModule):
+                undo.callback(setattr, module, "_tritonamp_fp32", module._tritonamp_fp32)
+                module._tritonamp_fp32 = True
+                # at O3 they would give half to the modules after them, which are FP32 now
+                inside = [m for m in module.modules() if isinstance(m, (Fp32Module, NormModule))]
+                for inner in inside:
+                    undo.callback(_taken_off(inner))
+                return undo.pop_all().close
+            for inner in with_forward(module):
+                # without an op table written norms compute in FP32 already
+                if isinstance(inner, NormModule) and self._context.policy.op_policy:
+                    undo.callback(_taken_off(inner))
+                if not is_installed(inner):
+                    install(inner, Fp32Module, self._context)
+                    undo.callback(uninstall, inner)
+            return undo.pop_all().close
+
+
+def _taken_off(module: Any) -> Callable[[], None]:
+    """Take the class of ours off a module; return what puts it back."""
+    kind = type(module).__bases__[0]
+    belongings = [vars(module)[name] for name in kind._belongings]
+    uninstall(module)
+    return functools.partial(install, module, kind, *belongings)

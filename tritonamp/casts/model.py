@@ -35,8 +35,8 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
                 f"fp32_modules: expected names or classes of modules of the model, got {wanted!r}, "
                 f"which matches no module; its modules are {names}"
             )
-        found |= dict.fromkeys(m for match in matches for m in _with_forward(match))
-    found |= dict.fromkeys(m for kept in kept_modules(model, policy) for m in _with_forward(kept))
+        found |= dict.fromkeys(m for match in matches for m in with_forward(match))
+    found |= dict.fromkeys(m for kept in kept_modules(model, policy) for m in with_forward(kept))
     if policy.keep_norms_fp32 and not policy.op_policy:
         found |= dict.fromkeys(m for m in named.values() if is_norm(m))
     return list(found)
@@ -50,10 +50,10 @@ def unwrapped_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def _with_forward(module: nn.Module) -> list[nn.Module]:
+def with_forward(module: nn.Module) -> list[nn.Module]:
     """Return the module, or, for a container without a forward of its own, its modules."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return [m for child in module.children() for m in _with_forward(child)]
+        return [m for child in module.children() for m in with_forward(child)]
     return [module]
 
 

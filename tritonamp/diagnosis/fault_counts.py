@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-HEAL_AFTER = 2  # faults in one module
+HEAL_AFTER = 2  # faults in one module, and after as many again
 FIRST_REPLAYS = 8  # of the faults since the last heal; later ones at 16, 32, 64...
 
 

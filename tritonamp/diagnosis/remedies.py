@@ -52,6 +52,7 @@ def remedy_of(
 ) -> Remedy | None:
     """Return what cures the fault of a batch; None: nothing is there to try.
 
+    Where no few modules in FP32 are enough, it says whether the whole model in FP32 is.
     ``search`` runs the batch again inside of a block, and returns the fault of that.
     """
     if fault.module is None or fault.kind not in CURED_BY_FP32 | {"domain_error", "unknown"}:
@@ -62,4 +63,11 @@ def remedy_of(
         # a loss scale comes down by itself
         return [] if left is None or left.kind == "scale_too_high" else [left.module]
 
-    return find_remedy([fault.module], again, MOST_MODULES)
+    found = find_remedy([fault.module], again, MOST_MODULES)
+    if found.modules:
+        return found
+    try:
+        left = search(trials.in_fp32())
+    except Exception:  # there may be no memory for it
+        return found
+    return found._replace(fp32=left is None or left.kind == "scale_too_high")

@@ -26,6 +26,7 @@ from tritonamp.diagnosis.replay import (
     write_bundle,
 )
 from tritonamp.kernels.device import rank
+from tritonamp.names import prefixes
 from tritonamp.policy import Policy
 from tritonamp.watched.collectives import CollectiveError
 from tritonamp.watched.ops import amax, is_finite
@@ -66,6 +67,16 @@ class Replays:
     _remedies: dict[tuple[str, str | None], Remedy | None] = dataclasses.field(default_factory=dict)
     # names of modules that were healed because of what was found
     healed: list[str] = dataclasses.field(default_factory=list)
+
+    def model_of(self, module: str) -> str:
+        """Return the name of the enabled model that a module is in: of an only one ""."""
+        front = next((p for p in prefixes(self._models) if f"{module}.".startswith(p)), "")
+        return front.rstrip(".")
+
+    def note_healed(self, names: Sequence[str]) -> None:
+        """Note that modules compute in FP32 because of what was found; remedies are tried again."""
+        self.healed += names
+        self._remedies.clear()
 
     def run_in_fp32(self, replay: bool | Callable[[], Any] = True) -> Fp32Run | None:
         """Return what the forwards of the last skip, or a function, give together in FP32.

@@ -4,19 +4,28 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.fault_counts import HEAL_AFTER, FaultCounts, is_power_of_two
 from tritonamp.diagnosis.joint import Finding, Ranks, explanation_of_all
 from tritonamp.diagnosis.log import NonFiniteError, StepLog
 from tritonamp.diagnosis.remedies import CURED_BY_FP32
-from tritonamp.diagnosis.replay import FaultReport
+from tritonamp.diagnosis.replay import FaultReport, Remedy
 from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.skips import Cause, Explanation
 from tritonamp.policy import Policy
 
 logger = logging.getLogger("tritonamp")
+
+
+class Healing(Protocol):
+    """Makes modules compute in FP32."""
+
+    names: list[str]  # of those that do
+
+    def heal(self, name: str) -> None:
+        """Have the module of that name compute in FP32 from now on."""
 
 
 @dataclass(eq=False, repr=False)
@@ -29,7 +38,7 @@ class Response:
 
     _policy: Policy
     _log: StepLog
-    _heal: Callable[[str], None]  # makes the module of a name compute in FP32
+    _healing: Healing
     _forwards: Forwards
     _replays: Replays
     _ranks: Ranks
@@ -104,21 +113,46 @@ class Response:
         return explanation
 
     def _heal_after_faults(self, faults: Sequence[FaultReport]) -> str:
-        """Heal the modules of faults that are the second there; return this in words, or ""."""
-        found = [f.module for f in faults if f.kind in CURED_BY_FP32 and f.module is not None]
+        """Answer each second fault of a module; return this in words, or ""."""
+        found: dict[str, FaultReport] = {}
+        for fault in faults:  # on several ranks, at the same step: one fault
+            if fault.kind in CURED_BY_FP32 and fault.module is not None:
+                found.setdefault(fault.module, fault)
         text = ""
-        for module in dict.fromkeys(found):  # on several ranks, at the same step: one fault
+        for module, fault in found.items():
             self.counts = self.counts.with_module(module)
-            if self.counts.by_module[module] != HEAL_AFTER:
-                continue
-            self._heal(module)
-            self._replays.healed.append(module)
-            self.counts = self.counts._replace(seen=0)
-            text += (
-                f"\nHealed: {module or 'the model'} computes in FP32 from now on, after "
-                f"{HEAL_AFTER} faults there; amp.unheal({module!r}) undoes it."
-            )
+            if self.counts.by_module[module] % HEAL_AFTER == 0:
+                text += self._heal(module, fault.remedy)
         return text
+
+    def _heal(self, module: str, remedy: Remedy | None) -> str:
+        """Have what cures a module's faults compute in FP32, if anything does; return it in words.
+
+        Where faults come again in a module that was healed, its whole model is.
+        """
+        whole = self._replays.model_of(module)
+        found = [module] if remedy is None else [*remedy.modules]
+        wider = [whole] if remedy is None or remedy.modules or remedy.fp32 else []
+        news = [[n for n in names if not self._is_healed(n)] for names in (found, wider)]
+        more = news[0] or news[1]
+        named = module or "the model"
+        if not more:
+            already = " already" if self._is_healed(module) else ""
+            return f"\nNot healed: {named} in FP32{already} does not help, nor does all in FP32."
+        for name in more:
+            self._healing.heal(name)
+        self._replays.note_healed(more)
+        self.counts = self.counts._replace(seen=0)
+        undo = "; ".join(f"amp.unheal({name!r})" for name in more)
+        return (
+            f"\nHealed: {', '.join(name or 'the model' for name in more)} "
+            f"compute{'s' if len(more) == 1 else ''} in FP32 from now on, after {HEAL_AFTER} "
+            f"faults {'there' if more == [module] else f'in {named}'}; {undo} undoes it."
+        )
+
+    def _is_healed(self, name: str) -> bool:
+        """Tell whether a module, or one around it, has been healed."""
+        return any(f"{name}.".startswith(f"{n}.") or not n for n in self._healing.names)
 
     def explain(self, replay: bool | Callable[[], Any]) -> str:
         """Return the cause of the last skip, and what a replay, now or before, has reported.

@@ -568,7 +568,8 @@ class Amp:
         """Have a module compute in FP32 from now on, its parameters included.
 
         Call it on all ranks. Parameters that FSDP2 gathers with those of a module around it are
-        still gathered in half.
+        still gathered in half. Without an op table (O3) the module's results are still half,
+        unless it is the model.
 
         Args:
             module: its name; "" is the model.

@@ -209,7 +209,7 @@ def _build_diagnosis(
     together = ReplayRanks(ranks)
     log = StepLog(_Names(models, weights), policy.dtype, log_skips=policy.on_nonfinite == "skip")
     replays = Replays(models, policy, log, forwards, healing, together)
-    return log, replays, Response(policy, log, healing.heal, forwards, replays, together)
+    return log, replays, Response(policy, log, healing, forwards, replays, together)
 
 
 def _check_steps(request: Request) -> None:

@@ -18,11 +18,12 @@ class Remedy(NamedTuple):
 
     modules: tuple[str, ...] = ()  # that computed in FP32
     bfloat16: bool = False  # instead, the model computed in bfloat16
+    fp32: bool = False  # so did all of the model in FP32, where no few modules were enough
 
     @property
     def helps(self) -> bool:
         """Whether anything did."""
-        return bool(self.modules) or self.bfloat16
+        return bool(self.modules) or self.bfloat16 or self.fp32
 
     def words(self, by_hand: str) -> str:
         """Return what to do, ``by_hand`` for the model itself, and that it was tried."""
@@ -31,7 +32,7 @@ class Remedy(NamedTuple):
                 "train in bfloat16: dtype=torch.bfloat16 (tried: the batch passes; keeping "
                 "single modules in FP32 does not help)"
             )
-        if "" in self.modules:
+        if self.fp32 or "" in self.modules:
             return f"keep it in FP32: {by_hand} (tried: it passes with the whole model in FP32)"
         more = len(self.modules) > 1
         alone = f"; {self.modules[0]} alone only moves the fault" if more else ""

@@ -1,0 +1,212 @@
+"""Modules healed by hand or after faults: that FP32 cures them, and what is said if it does not."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tritonamp
+from tests.helpers import take_step
+
+FP16, FP32 = torch.float16, torch.float32
+
+
+class RMSNorm(nn.Module):
+    """Runs as one kernel at O1 and O2."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class BranchingNorm(RMSNorm):
+    """Runs as it is written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() > 9:
+            return x
+        normed = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+        return normed.to(x.dtype) * self.weight.to(x.dtype)
+
+
+class AddNorm(BranchingNorm):
+    """Returns a residual stream, too."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x.float()
+
+
+class Scale(RMSNorm):
+    """No norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 4 * x * self.weight.to(x.dtype)
+
+
+class Listed(nn.Module):
+    """The module to heal is inside a container, which has no forward."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.LayerNorm(size)])
+        self.weight = self.parts[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.parts[0](x)
+        return y
+
+
+KINDS: dict[str, Callable[[int], nn.Module]] = {
+    "LayerNorm": nn.LayerNorm,
+    "RMSNorm": nn.RMSNorm,
+    "GroupNorm": lambda size: nn.GroupNorm(4, size),
+    "BatchNorm": nn.BatchNorm1d,
+    "fused": RMSNorm,
+    "written": BranchingNorm,
+    "two results": AddNorm,
+    "no norm": Scale,
+    "in a list": Listed,
+}
+
+
+class Net(nn.Module):
+    """The weight of its inner module makes a result that float16 does not hold."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner = nn.Linear(16, 16), KINDS[kind](16)
+        nn.init.constant_(self.inner.weight, 6e4)
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inner(self.first(x))
+        y = found[0] if isinstance(found, tuple) else found
+        self.dtypes.append(y.dtype)
+        return (y.float() * 1e-4).square().mean()
+
+
+X = 2 * torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+def fp32_loss(kind: str) -> float:
+    return float(Net(kind)(X).detach())
+
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "O1": {"level": "O1"},
+    "O2": {"level": "O2"},
+    "O2, unfused": {"level": "O2", "fuse_norms": False},
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "auto"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_by_hand_it_computes_in_fp32_and_then_as_before(
+    handles: Any, device: torch.device, kind: str, level: str, backend: str
+) -> None:
+    model, x = Net(kind).to(device), X.to(device)
+    amp = handles(model, backend=backend, **LEVELS[level])
+    classes, losses = [], []
+    for change in (lambda _: None, amp.heal, amp.heal, amp.unheal):
+        change("inner.parts" if kind == "in a list" else "inner")
+        losses.append(float(model(x).detach()))
+        classes.append([type(m) for m in model.modules()])
+    # what comes in is half: two roundings of it, and the squares of them
+    assert losses[1] == pytest.approx(fp32_loss(kind), rel=8 * torch.finfo(FP16).eps)
+    assert losses[2] == losses[1] and model.dtypes[1] is FP32
+    assert (losses[3], classes[3], model.dtypes[3]) == (losses[0], classes[0], model.dtypes[0])
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what was said about healing."""
+    lines = [line for text in caplog.messages for line in text.splitlines()]
+    return [line for line in lines if line.startswith(("Healed", "Not healed"))]
+
+
+def train(model: nn.Module, caplog: Any, **fields: Any) -> tuple[float, tritonamp.Amp]:
+    """Take eight steps that change next to nothing; return the last loss."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    amp = tritonamp.enable(model, optimizer, on_nonfinite="heal", **fields)
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        for _ in range(8):
+            loss = model(X)
+            take_step(amp, optimizer, loss)
+    amp.disable()
+    return float(loss.detach()), amp
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "O3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_faults_training_goes_on_as_in_fp32(caplog: Any, kind: str, level: str) -> None:
+    """At O3, where the module would hand half to the next, the whole model is healed."""
+    model = Net(kind)
+    loss, amp = train(model, caplog, **LEVELS.get(level, {"level": level}))
+    assert loss == pytest.approx(fp32_loss(kind), rel=8 * torch.finfo(FP16).eps)
+    faults = [record.cause for record in amp.history].count("forward fault")
+    assert faults in (0, 2) and len(said(caplog)) == faults // 2
+    inner = "inner.parts.0" if kind == "in a list" else "inner"
+    assert amp.stats()["healed"] == [] if not faults else [""] if level == "O3" else [inner]
+
+
+class Beyond(nn.Module):
+    """Leaves the range of FP32, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+        self.inner.forward = lambda x: x.pow(64).pow(64)  # type: ignore[method-assign]
+        self.first = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.first(x) + 8).float().mean()
+
+
+IN_VAIN = "Not healed: inner in FP32{} does not help, nor does all in FP32."
+
+
+def test_what_no_precision_cures_is_not_healed(caplog: Any) -> None:
+    _, amp = train(Beyond(), caplog, level="O2")
+    assert amp.stats()["healed"] == [] and amp.stats()["skipped"] == 8
+    assert said(caplog) == 4 * [IN_VAIN.format("")]
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_faults_that_come_again_widen_it_and_then_end_it(
+    caplog: Any, monkeypatch: pytest.MonkeyPatch, helps: bool
+) -> None:
+    """No trial says beforehand what helps: there is no memory for one."""
+    monkeypatch.setattr(tritonamp.diagnosis.replays, "remedy_of", lambda *_: None)
+    _, amp = train(Net("LayerNorm") if helps else Beyond(), caplog, level="O3")
+    assert amp.stats()["healed"] == ["inner", ""]
+    assert amp.stats()["skipped"] == (4 if helps else 8)
+    assert said(caplog) == [
+        "Healed: inner computes in FP32 from now on, after 2 faults there; amp.unheal('inner') "
+        "undoes it.",
+        "Healed: the model computes in FP32 from now on, after 2 faults in inner; amp.unheal('') "
+        "undoes it.",
+        *([] if helps else 2 * [IN_VAIN.format(" already")]),
+    ]
+
+
+def test_several_modules_are_healed_together(caplog: Any) -> None:
+    class Chain(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).float().mul(1e-9).square().mean()
+
+    model = Chain(*(nn.Linear(16, 16, bias=False) for _ in range(3)), nn.LayerNorm(16))
+    for link in model[:3]:
+        link.weight.data.copy_(500 * torch.eye(16))
+    _, amp = train(model, caplog, level="O2")
+    assert amp.stats()["healed"] == ["1", "2"] and amp.stats()["skipped"] == 2
+    assert said(caplog) == [
+        "Healed: 1, 2 compute in FP32 from now on, after 2 faults in 1; amp.unheal('1'); "
+        "amp.unheal('2') undoes it."
+    ]

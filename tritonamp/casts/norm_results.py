@@ -1,0 +1,198 @@
+"""Which FP32 results of a norm layer that is not torch's become half, as its input is.
+
+FP32 weights make a half result FP32. One that is FP32 with half weights, too, was asked for.
+"""
+
+import contextlib
+import copy
+import itertools
+import weakref
+from collections import OrderedDict
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# private (torch 2.11 to 2.15): what runs without data is no op of the forward, and none of the
+# modes around it (replays, selective checkpointing, FLOP counters) may see it
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from tritonamp.ambient import Generators
+from tritonamp.class_swap import is_installed, uninstall
+from tritonamp.policy import HALF_DTYPES
+
+_CASTABLE = (torch.float32, *HALF_DTYPES)
+
+Followers = dict[tuple[Any, ...], tuple[bool, ...] | None]
+"""By kinds of arguments: which results are half where weights are; None: that cannot be told."""
+
+_numbered: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def new_number(module: nn.Module) -> int:
+    """Return a number that stands for a norm in graphs of torch.compile."""
+    number = next(_numbers)
+    _numbered[number] = module
+    return number
+
+
+def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the first floating tensor among the arguments: a norm's input."""
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, Tensor) and argument.is_floating_point():
+            return argument
+    return None
+
+
+def like_given(module: Any, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a norm's output with the FP32 results that follow its half input in that dtype.
+
+    Args:
+        module: the norm.
+        output: a tensor, or lists, tuples and dicts with tensors.
+        args: positional arguments of the forward that returned ``output``.
+        kwargs: its keyword arguments.
+    """
+    given = given_to(args, kwargs)
+    if given is None or given.dtype not in HALF_DTYPES:
+        return output
+    if type(output) is Tensor and output.dtype is not torch.float32:
+        return output
+    leaves, structure = tree_flatten(output)
+    wide = [
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.dtype is torch.float32 and leaf.shape == given.shape
+    ]
+    if not wide:
+        return output
+    results = [leaves[i] for i in wide]
+    if not torch.compiler.is_compiling():
+        results = _cast(module, len(leaves), wide, results, args, kwargs)
+    elif _fits_into_graph(args, kwargs):
+        _tell_dynamo()
+        number = module._tritonamp_number
+        results = _cast_in_graph(number, len(leaves), wide, results, args, kwargs)
+    for i, result in zip(wide, results, strict=True):
+        leaves[i] = result
+    return tree_unflatten(leaves, structure)
+
+
+def _cast(
+    module: Any, count: int, wide: list[int], results: list[Tensor], args: Any, kwargs: Any
+) -> list[Tensor]:
+    """Return FP32 results of a norm's forward, in its input's dtype where they follow it.
+
+    ``wide`` are their positions among ``count`` results.
+    """
+    given: Any = given_to(args, kwargs)
+    known: Followers = module._tritonamp_followers
+    kinds = module.training, *[getattr(a, "dtype", a is None) for a in (*args, *kwargs.values())]
+    if kinds not in known:
+        known[kinds] = half_results(module, given.dtype, args, kwargs)
+    follows = known[kinds] or (False,) * count
+    if not module._tritonamp.policy.op_policy:  # the half layers that follow would refuse FP32
+        follows = (True, *follows[1:])
+    if len(follows) != count:
+        return results
+    return [r.to(given.dtype) if follows[i] else r for i, r in zip(wide, results, strict=True)]
+
+
+def _cast_in_graph(number: int, *args: Any) -> list[Tensor]:
+    """Do what ``_cast`` does for the norm of that number: a leaf call to torch.compile."""
+    module = _numbered.get(number)
+    results: list[Tensor] = args[2]
+    return results if module is None else _cast(module, *args)
+
+
+def _tell_dynamo() -> None:
+    """Have torch.compile put ``_cast_in_graph`` into its graphs, and run it where it traces."""
+    torch.compiler.allow_in_graph(_cast_in_graph)
+
+
+# as in ``active``: torch.compile runs it while it traces
+_tell_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _fits_into_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether arguments can be those of a call in a graph."""
+    plain = (Tensor, bool, int, float, str, type(None))
+    return all(isinstance(argument, plain) for argument in (*args, *kwargs.values()))
+
+
+def half_results(
+    module: nn.Module, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bool, ...] | None:
+    """Return which results of a module have a half dtype where its weights have.
+
+    A copy of it runs once, on meta tensors: without data, random numbers, hooks or op table. Where
+    its code cannot take half buffers, they stay as they are. None where it cannot run, because it
+    reads values or needs a device.
+    """
+    generators = Generators.now()
+    try:
+        for buffers in (dtype, None):
+            with contextlib.suppress(Exception):  # the user's code raised
+                return _results_without_data(module, dtype, buffers, args, kwargs)
+    finally:
+        generators.restore()
+    return None
+
+
+def _results_without_data(
+    module: nn.Module, dtype: torch.dtype, buffers: torch.dtype | None, args: Any, kwargs: Any
+) -> tuple[bool, ...]:
+    with torch.no_grad(), _disable_current_modes():
+        twin = _without_data(module, dtype, buffers)
+        empty_args, empty_kwargs = tree_map_only(Tensor, _empty, (args, kwargs))
+        results = tree_leaves(twin.forward(*empty_args, **empty_kwargs))
+    return tuple(isinstance(leaf, Tensor) and leaf.dtype is dtype for leaf in results)
+
+
+def _empty(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor without data; FP32 and half become ``dtype``, if there is one."""
+    if dtype is None or tensor.dtype not in _CASTABLE:
+        dtype = tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+
+def _without_data(module: nn.Module, dtype: torch.dtype, buffers: torch.dtype | None) -> Any:
+    """Return a copy of a module whose floating tensors have no data.
+
+    Counters and flags keep their values, because code asks for them.
+
+    Args:
+        module: the module.
+        dtype: dtype of the copy's parameters.
+        buffers: dtype of its floating buffers; None: the module's own.
+    """
+    twin: Any = copy.copy(module)
+    if is_installed(twin):
+        uninstall(twin)
+    own = vars(twin)
+    for name, value in own.items():
+        own[name] = _of_twin(twin, module, name, value)
+    for tensors, wanted in ((own["_parameters"], dtype), (own["_buffers"], buffers)):
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                is_float = tensor.is_floating_point()
+                tensors[name] = _empty(tensor, wanted) if is_float else tensor.detach().clone()
+    for name, child in own["_modules"].items():
+        own["_modules"][name] = child and _without_data(child, dtype, buffers)
+    return twin
+
+
+def _of_twin(twin: nn.Module, module: nn.Module, name: str, value: Any) -> Any:
+    """Return an attribute of a module for its copy, which must change nothing of the module's."""
+    if name.endswith("hooks"):
+        return OrderedDict()
+    if isinstance(value, Tensor):
+        return _empty(value)
+    if isinstance(value, (list, dict, set)):
+        return copy.copy(value)
+    if isinstance(value, MethodType) and value.__self__ is module:
+        return MethodType(value.__func__, twin)
+    return value
