@@ -105,6 +105,12 @@ class Fp32Values:
             self._update(i)
         return self._values[i]
 
+    def held(self, halves: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each half tensor whose FP32 value is lent as a tensor now, and that tensor."""
+        for half in halves if self._unsettled else ():
+            if (view := self._lent[half].view) is not None:
+                yield half, view
+
     def read(self, half: Tensor) -> Tensor:
         """Return the FP32 value, for a reader who drops it at once: a lent one is not kept."""
         if half in self._lent:

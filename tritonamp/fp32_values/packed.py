@@ -81,7 +81,7 @@ class PackedValue(LentValue):
         return in_memory_of(half, join_master(in_order_of_memory(half), lower[: half.numel()]))
 
     def load(self, value: Tensor) -> None:
-        self._view = value.detach().to(self.half.device, torch.float32, copy=True)
+        self.view = value.detach().to(self.half.device, torch.float32, copy=True)
         self._versions = -1, -1  # of no tensor: ``settle`` takes both for written to
 
     def _set(self, value: Tensor) -> None:

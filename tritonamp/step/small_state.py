@@ -22,7 +22,7 @@ from tritonamp.kernels._small_state import (
     padded,
     split_moments,
 )
-from tritonamp.policy import STATES
+from tritonamp.policy import HALF_DTYPES, STATES
 
 PACKED = "moments"
 """The key of the moments of state "8bit", all in one uint8 tensor."""
@@ -30,6 +30,8 @@ ORDER = "strides"
 """The key of the strides in whose order of memory the codes and remainders lie, a tuple."""
 REMAINDER = "remainder"
 """The key, in optimizers of ``tritonamp.optim``, of what half parameters lack of FP32."""
+IN_THE_FORMAT = frozenset({*HALF_DTYPES, torch.float32})
+"""The dtypes of parameters that have state in the format asked for; wider ones keep their own."""
 _FORMATS = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}  # moments that "8bit" knows, in order
 
 
