@@ -20,7 +20,14 @@ from tritonamp.step.lion import LION
 from tritonamp.step.muon import MUON, MUON_AND_ADAMW, is_adamws
 from tritonamp.step.sgd import SGD as SGD_RULE
 from tritonamp.step.shown_gradients import ShownGradients
-from tritonamp.step.small_state import REMAINDER, check_state, fp32_state_dict, in_fp32
+from tritonamp.step.small_state import (
+    HALF_DTYPE,
+    ORDER,
+    REMAINDER,
+    check_state,
+    fp32_state_dict,
+    in_fp32,
+)
 from tritonamp.step.state_loading import load_state
 
 __all__ = ["SGD", "Adam", "AdamW", "Lion", "Muon"]
@@ -178,10 +185,12 @@ class _Fused:
     def _pack_master(self, param: Tensor) -> Tensor:
         """Keep the lower bits of a half parameter's FP32 value in the state; return ``param``."""
         state = self.state[param]
-        self._fp32_values.lend(param, packs=True, remainder=state.get(REMAINDER))
+        known = state.get(REMAINDER), state.get(ORDER)
+        state[REMAINDER] = self._fp32_values.lend_packed(param, *known)
+        state[HALF_DTYPE] = param.dtype
         if "master_param" in state:
             self._fp32_values.load(param, state.pop("master_param"))
-        (state[REMAINDER],) = self._fp32_values.beside([param])
+            self._fp32_values.settle_lent()
         return param
 
     def state_dict(self, *, packed: bool = False) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class PackedValue(LentValue):
         half: float16 or bfloat16; its rounding of ties may change by one unit (bfloat16).
         value: its FP32 value; None: that of ``half`` and ``remainder``.
         remainder: the 16 bits, int16 of shape (padded(n),), taken over; None: zeros.
+        strides: ``memory_strides`` of ``half`` when ``remainder`` was made; None: the present ones.
         home: host memory that holds the 16 bits; None: they are beside the half tensor.
     """
 
@@ -35,6 +36,7 @@ class PackedValue(LentValue):
         half: Tensor,
         value: Tensor | None = None,
         remainder: Tensor | None = None,
+        strides: tuple[int, ...] | None = None,
         home: Home | None = None,
     ) -> None:
         super().__init__(half)
@@ -43,8 +45,9 @@ class PackedValue(LentValue):
             remainder = torch.zeros(size, dtype=torch.int16, device=half.device)
         self._home = home
         self._remainder = remainder if home is None else home.pin(remainder)
-        self._strides = memory_strides(half)
-        self._layout = half.dtype, half.device, half.stride()  # for which the 16 bits are known
+        self._strides = strides or memory_strides(half)
+        # for which the 16 bits are known to lie in order
+        self._layout = half.dtype, half.device, half.stride() if strides is None else strides
         if value is not None:
             self._set(value)
 
