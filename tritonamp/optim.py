@@ -11,6 +11,7 @@ from torch import Tensor
 from tritonamp.class_swap import is_installed
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._dynamo import between_graphs
+from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._multi_tensor import Memory
 from tritonamp.policy import HALF_DTYPES, STATES
 from tritonamp.step.adam import ADAM
@@ -78,6 +79,7 @@ class _Fused:
 
     @between_graphs
     @torch.no_grad()
+    @leaves_inference_mode
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step once.
 
@@ -117,6 +119,7 @@ class _Fused:
     step.by_fused_rule = True  # type: ignore[attr-defined]  # for step.rules and GradScaler
 
     @between_graphs
+    @leaves_inference_mode
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as in torch; the next backward makes half ones of half parameters.
 
@@ -204,6 +207,7 @@ class _Fused:
             return state_dict
         return fp32_state_dict(state_dict, self, self.fused_rule)  # type: ignore[arg-type]
 
+    @leaves_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does, but FP32 state of half parameters stays FP32.
 

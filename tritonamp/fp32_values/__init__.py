@@ -13,6 +13,7 @@ from tritonamp.fp32_values.offloaded import OffloadedValue
 from tritonamp.fp32_values.packed import PackedValue
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._facts import addresses, versions
+from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels.cast import fp32_value, rounds_to
 
 
@@ -176,6 +177,7 @@ class Fp32Values:
                         half.copy_(self.get(half))
                     self.mark_rounded([i])
 
+    @leaves_inference_mode
     def master(self, half: Tensor) -> Tensor:
         """Return the FP32 value as a leaf on the half tensor's device, for an optimizer.
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels.cast import fp32_value
 from tritonamp.policy import HALF_DTYPES
 
@@ -68,6 +69,7 @@ class LentValue(ABC):
         """Keep an FP32 value, and round it into the half tensor."""
 
     @torch.no_grad()
+    @leaves_inference_mode
     def get(self) -> Tensor:
         """Return the FP32 value to read and write; until the next step always the same tensor."""
         value = self.read()

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tritonamp.fp32_values.lent import Home, LentValue
 from tritonamp.kernels._device_tables import memory_strides
+from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._small_state import (
     in_memory_of,
     in_order_of_memory,
@@ -83,6 +84,7 @@ class PackedValue(LentValue):
         lower = lower if self._home is None else self._home.fetch(lower)
         return in_memory_of(half, join_master(in_order_of_memory(half), lower[: half.numel()]))
 
+    @leaves_inference_mode
     def load(self, value: Tensor) -> None:
         self.view = value.detach().to(self.half.device, torch.float32, copy=True)
         self._versions = -1, -1  # of no tensor: ``settle`` takes both for written to
