@@ -1,6 +1,6 @@
 """Lists of tensors for kernels that take any number of tensors in one launch."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,6 +119,8 @@ class TensorLists:
         scalars: names of lists of 0-d tensors, which kernels find in tables of their own.
         coded: names of lists of 1-D tensors of codes, in the order of memory of "params", which
             kernels take as they are.
+        orders: the strides of "params" when the codes at each place were made, by which lists are
+            compared with those of earlier steps; empty: there are no codes.
         sharded: whether any tensor is sharded; None: the types of the first list's tell.
     """
 
@@ -131,6 +133,7 @@ class TensorLists:
         may_repeat: Iterable[str] = ("copies",),
         scalars: Collection[str] = (),
         coded: Collection[str] = (),
+        orders: Sequence[Hashable] = (),
         sharded: bool | None = None,
         **lists: Sequence[Tensor],
     ) -> None:
@@ -144,6 +147,7 @@ class TensorLists:
         self.may_repeat = frozenset(may_repeat)
         self._scalars = scalars
         self._coded = coded
+        self._orders = orders
         self._facts: dict[tuple[str, ...] | None, Facts] = {}
         self._plans: dict[tuple[str, ...] | None, Plan] = {}
 
@@ -159,6 +163,7 @@ class TensorLists:
         scalars: Collection[str],
         lists: Mapping[str, Sequence[Tensor]],
         coded: Collection[str] = (),
+        orders: Sequence[Hashable] = (),
     ) -> "TensorLists":
         """Return new ``TensorLists``: these or others of the same name, and further lists."""
         return TensorLists(
@@ -168,11 +173,12 @@ class TensorLists:
             may_repeat=may_repeat,
             scalars=scalars,
             coded=coded,
+            orders=orders,
             sharded=self._sharded,
             **{**self._lists, **lists},
         )
 
-    def part(self, places: range, moved: Mapping[Tensor, Tensor]) -> "TensorLists":
+    def part(self, places: Sequence[int], moved: Mapping[Tensor, Tensor]) -> "TensorLists":
         """Return the lists at some places, with other tensors instead of those that have moved."""
         return TensorLists(
             memory=self.memory,
@@ -181,7 +187,8 @@ class TensorLists:
             may_repeat=self.may_repeat,
             scalars=self._scalars,
             coded=self._coded,
-            sharded=False,
+            orders=[self._orders[i] for i in places] if self._orders else (),
+            sharded=self._sharded,
             **{
                 name: [moved.get(tensors[i], tensors[i]) for i in places]
                 for name, tensors in self._lists.items()
@@ -244,7 +251,7 @@ class TensorLists:
         found = self._facts.get(names)
         if found is None:
             lie, pointers = facts([self._lists[name] for name in names or self._lists])
-            kind = names or (*self._lists,), self.numbers, self.size, lie
+            kind = names or (*self._lists,), self.numbers, self.size, self._orders, lie
             found = self._facts[names] = Facts(kind, pointers)
         return found
 

@@ -25,7 +25,8 @@ bits of exponent: 17 powers of two below the block's largest value are its last.
 """
 _DROPPED = 20  # bits of an FP32 mantissa that a code lacks
 _LEAST_EXPONENT = 40  # of a block: units below stay normal numbers
-_NOT_FINITE = 255  # the exponent of a block with inf or NaN
+_NOT_FINITE = 255  # the exponent of a block with NaN
+_LARGEST = 1.875 * 2.0**127  # that a code can be
 _GOLDEN = 0x9E3779B1  # of 2^32
 _NUMBER, _ELEMENT = 0x85EBCA77, 0x27D4EB2F  # odd, with bits spread out
 _MIX1, _MIX2 = 0x85EBCA6B, 0xC2B2AE35  # the finaliser of MurmurHash3 (Appleby)
@@ -181,7 +182,11 @@ def load_moment(codes, exponents_ptr, offs, blocks, end, KIND: tl.constexpr):
 
 @triton.jit
 def store_moment(codes, exponents_ptr, offs, blocks, end, x, random, KIND: tl.constexpr):
-    """Store FP32 moments of whole blocks, one a row of ``offs``, up to ``end``."""
+    """Store FP32 moments of whole blocks, one a row of ``offs``, up to ``end``.
+
+    Magnitudes beyond the largest code are held there: a block with one inf would be lost.
+    """
+    x = tl.clamp(x, -3.190147189883798e38, 3.190147189883798e38, tl.PropagateNan.ALL)
     r = rounded(x, random, 20)
     exponent = block_exponents(r)
     code = encoded(x, r, tl.expand_dims(exponent, 1), random, KIND)
@@ -201,6 +206,7 @@ def encode(x: Tensor, random: Tensor | None, kind: int) -> tuple[Tensor, Tensor]
         uint8 of shape (n,), and uint8 of shape (n / BLOCK,).
     """
     random = torch.zeros_like(x, dtype=torch.int64) if random is None else random
+    x = x.clamp(-_LARGEST, _LARGEST)  # a block with one inf would be lost
     bits = rounded_twin(x, random, _DROPPED).view(torch.int32)
     exponent = ((bits >> 23) & 0xFF).view(-1, BLOCK).amax(1).clamp_min(_LEAST_EXPONENT)
     e = exponent.repeat_interleave(BLOCK)

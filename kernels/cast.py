@@ -109,3 +109,14 @@ def fp32_value(half: Tensor, precise: Tensor) -> Tensor:
     """
     with torch.no_grad():
         return torch.where(precise.to(half.dtype) == half, precise, half.float())
+
+
+def rounds_to(precise: Tensor, half: Tensor) -> Tensor:
+    """Tell where FP32 values round to half ones, a tie to either neighbour; bool.
+
+    State of "8bit" rounds ties of bfloat16 away from 0, torch rounds them to the even neighbour.
+    """
+    rounded = precise.to(half.dtype)
+    error = (precise - rounded.float()).abs()
+    tie = error.isfinite() & ((precise - half.float()).abs() == error)
+    return (rounded == half) | tie

@@ -11,6 +11,7 @@ from torch import Tensor
 from tritonamp.class_swap import is_installed
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._dynamo import between_graphs
+from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._multi_tensor import Memory
 from tritonamp.policy import HALF_DTYPES, STATES
 from tritonamp.step.adam import ADAM
@@ -20,7 +21,14 @@ from tritonamp.step.lion import LION
 from tritonamp.step.muon import MUON, MUON_AND_ADAMW, is_adamws
 from tritonamp.step.sgd import SGD as SGD_RULE
 from tritonamp.step.shown_gradients import ShownGradients
-from tritonamp.step.small_state import REMAINDER, check_state, fp32_state_dict, in_fp32
+from tritonamp.step.small_state import (
+    HALF_DTYPE,
+    ORDER,
+    REMAINDER,
+    check_state,
+    fp32_state_dict,
+    in_fp32,
+)
 from tritonamp.step.state_loading import load_state
 
 __all__ = ["SGD", "Adam", "AdamW", "Lion", "Muon"]
@@ -71,6 +79,7 @@ class _Fused:
 
     @between_graphs
     @torch.no_grad()
+    @leaves_inference_mode
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step once.
 
@@ -110,6 +119,7 @@ class _Fused:
     step.by_fused_rule = True  # type: ignore[attr-defined]  # for step.rules and GradScaler
 
     @between_graphs
+    @leaves_inference_mode
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as in torch; the next backward makes half ones of half parameters.
 
@@ -178,10 +188,12 @@ class _Fused:
     def _pack_master(self, param: Tensor) -> Tensor:
         """Keep the lower bits of a half parameter's FP32 value in the state; return ``param``."""
         state = self.state[param]
-        self._fp32_values.lend(param, packs=True, remainder=state.get(REMAINDER))
+        known = state.get(REMAINDER), state.get(ORDER)
+        state[REMAINDER] = self._fp32_values.lend_packed(param, *known)
+        state[HALF_DTYPE] = param.dtype
         if "master_param" in state:
             self._fp32_values.load(param, state.pop("master_param"))
-        (state[REMAINDER],) = self._fp32_values.beside([param])
+            self._fp32_values.settle_lent()
         return param
 
     def state_dict(self, *, packed: bool = False) -> dict[str, Any]:
@@ -195,6 +207,7 @@ class _Fused:
             return state_dict
         return fp32_state_dict(state_dict, self, self.fused_rule)  # type: ignore[arg-type]
 
+    @leaves_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does, but FP32 state of half parameters stays FP32.
 

@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from tritonamp.kernels._dynamo import between_graphs
+from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.decide import OUTLYING, Evidence, ScaleRule, ScaleState, decide
@@ -186,6 +187,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # private, called by GradScaler of torch 2.11 to 2.15 where it first needs the scale: what we
     # keep on the device beside it is made with it
+    @leaves_inference_mode
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         refuse_capture(torch.device(dev), "the loss scale")
         super()._lazy_init_scale_growth_tracker(dev)
@@ -280,6 +282,7 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     @between_graphs
+    @leaves_inference_mode
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, once between two updates.
 
@@ -348,6 +351,7 @@ class GradScaler(torch.amp.GradScaler):
         return [] if self._process_group is None else [self._process_group]
 
     @between_graphs
+    @leaves_inference_mode
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Run ``optimizer.step()`` on unscaled gradients, or skip where something is non-finite.
 
@@ -430,6 +434,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     @between_graphs
+    @leaves_inference_mode
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale after the steps of this iteration, or set it to ``new_scale``."""
         if not self._enabled:
@@ -514,6 +519,7 @@ class GradScaler(torch.amp.GradScaler):
         self._scaled = self._replayed = False
         self._memories = _memories_of_gradients()
 
+    @leaves_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of ``torch.amp.GradScaler``.
 

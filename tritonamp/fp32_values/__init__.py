@@ -13,7 +13,8 @@ from tritonamp.fp32_values.offloaded import OffloadedValue
 from tritonamp.fp32_values.packed import PackedValue
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._facts import addresses, versions
-from tritonamp.kernels.cast import fp32_value
+from tritonamp.kernels._inference import leaves_inference_mode
+from tritonamp.kernels.cast import fp32_value, rounds_to
 
 
 class Fp32Values:
@@ -51,24 +52,42 @@ class Fp32Values:
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._halves)
 
-    def lend(self, half: Tensor, packs: bool, remainder: Tensor | None = None) -> None:
+    def lend(self, half: Tensor, packs: bool) -> None:
         """Keep the FP32 value of ``half`` in another form than a tensor, from now on.
 
         Args:
             half: the half tensor.
             packs: keep 16 bits beside it; else the FP32 value in host memory.
-            remainder: the 16 bits, if they are known; None: those of the present FP32 value.
         """
         if half in self._lent:
             return
         value = self.get(half) if half in self._index else None
         if packs:
-            self._lent[half] = PackedValue(half, value, remainder, self._home)
+            self._lent[half] = PackedValue(half, value, home=self._home)
         else:
             assert self._home is not None
             value = half.detach().float() if value is None else value
             self._lent[half] = self._unsettled[half] = OffloadedValue(half, value, self._home)
         self.add(half, torch.empty(0))  # nobody reads it, but all lists go by index
+
+    def lend_packed(
+        self, half: Tensor, remainder: Tensor | None, strides: tuple[int, ...] | None
+    ) -> Tensor:
+        """Keep ``half`` and 16 bits, unless these are kept already, as its FP32 value.
+
+        Args:
+            half: the half tensor.
+            remainder: the 16 bits; None: zeros. See ``PackedValue``.
+            strides: see ``PackedValue``.
+
+        Returns:
+            the 16 bits, in the order of memory of ``half``.
+        """
+        if half not in self._lent or self._lent[half].beside() is not remainder:
+            self._lent[half] = PackedValue(half, remainder=remainder, strides=strides)
+            self._unsettled.pop(half, None)
+            self.add(half, torch.empty(0))
+        return self._lent[half].beside()
 
     def beside(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return what is kept beside each parameter: 16 bits, or an FP32 tensor in host memory.
@@ -104,6 +123,12 @@ class Fp32Values:
         if not agrees or not isinstance(half, torch.nn.Parameter):
             self._update(i)
         return self._values[i]
+
+    def held(self, halves: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each half tensor whose FP32 value is lent as a tensor now, and that tensor."""
+        for half in halves if self._unsettled else ():
+            if (view := self._lent[half].view) is not None:
+                yield half, view
 
     def read(self, half: Tensor) -> Tensor:
         """Return the FP32 value, for a reader who drops it at once: a lent one is not kept."""
@@ -152,6 +177,7 @@ class Fp32Values:
                         half.copy_(self.get(half))
                     self.mark_rounded([i])
 
+    @leaves_inference_mode
     def master(self, half: Tensor) -> Tensor:
         """Return the FP32 value as a leaf on the half tensor's device, for an optimizer.
 
@@ -181,10 +207,15 @@ class Fp32Values:
         self._mark_agreed(i)
 
     def adopt(self, half: Tensor, value: Tensor) -> Tensor:
-        """Make ``value`` the FP32 value of ``half``; return it, brought up to date in place."""
+        """Make ``value`` the FP32 value of ``half``; return it, brought up to date in place.
+
+        Where the half value is one neighbour of a tie, it becomes the even one.
+        """
         if half not in self._index or self._values[self._index[half]] is not value:
+            with torch.no_grad():
+                value.copy_(torch.where(rounds_to(value, half), value, half.float()))
+                half.copy_(value)
             self.add(half, value)
-            self._update(self._index[half])
         return self.get(half)
 
     def load(self, half: Tensor, value: Tensor) -> None:

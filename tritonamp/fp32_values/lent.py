@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels.cast import fp32_value
 from tritonamp.policy import HALF_DTYPES
 
@@ -35,6 +36,7 @@ class LentValue(ABC):
 
     Attributes:
         half: the half tensor; FP32 while its module is healed, and then its own value.
+        view: the FP32 tensor that was lent; None: there is none since the last step.
         made_by: the field of the policy that has made it so, for messages.
     """
 
@@ -42,7 +44,7 @@ class LentValue(ABC):
 
     def __init__(self, half: Tensor) -> None:
         self.half = half
-        self._view: Tensor | None = None  # the FP32 tensor that somebody may hold
+        self.view: Tensor | None = None
         self._versions = 0, 0  # of half tensor and view when they agreed
         # the view of before a step, with its version then: a write to it would be lost
         self._stale: tuple[weakref.ref[Tensor], int] | None = None
@@ -67,22 +69,23 @@ class LentValue(ABC):
         """Keep an FP32 value, and round it into the half tensor."""
 
     @torch.no_grad()
+    @leaves_inference_mode
     def get(self) -> Tensor:
         """Return the FP32 value to read and write; until the next step always the same tensor."""
         value = self.read()
         if self.half.dtype not in HALF_DTYPES:
             return value
-        if self._view is None:
-            self._view = value
+        if self.view is None:
+            self.view = value
         else:  # a CUDA graph that ran again is no write that torch counts
-            self._view.copy_(value)
+            self.view.copy_(value)
         self._agree()
-        return self._view
+        return self.view
 
     @property
     def needs_settling(self) -> bool:
         """Whether somebody may hold an FP32 tensor of it."""
-        return self._view is not None or self._stale is not None
+        return self.view is not None or self._stale is not None
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -92,7 +95,7 @@ class LentValue(ABC):
             RuntimeError: it was written to after a step.
         """
         self._check_stale()
-        view, (half_version, view_version) = self._view, self._versions
+        view, (half_version, view_version) = self.view, self._versions
         if view is None:
             return
         half_was_written = self.half._version != half_version
@@ -109,13 +112,13 @@ class LentValue(ABC):
         self._release()
 
     def _release(self) -> None:
-        if self._view is not None:
-            self._stale = weakref.ref(self._view), self._view._version
-            self._view = None
+        if self.view is not None:
+            self._stale = weakref.ref(self.view), self.view._version
+            self.view = None
 
     def _agree(self) -> None:
-        assert self._view is not None
-        self._versions = self.half._version, self._view._version
+        assert self.view is not None
+        self._versions = self.half._version, self.view._version
 
     def _check_stale(self) -> None:
         if self._stale is None:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tritonamp.fp32_values.lent import Home, LentValue
 from tritonamp.kernels._device_tables import memory_strides
+from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._small_state import (
     in_memory_of,
     in_order_of_memory,
@@ -25,6 +26,7 @@ class PackedValue(LentValue):
         half: float16 or bfloat16; its rounding of ties may change by one unit (bfloat16).
         value: its FP32 value; None: that of ``half`` and ``remainder``.
         remainder: the 16 bits, int16 of shape (padded(n),), taken over; None: zeros.
+        strides: ``memory_strides`` of ``half`` when ``remainder`` was made; None: the present ones.
         home: host memory that holds the 16 bits; None: they are beside the half tensor.
     """
 
@@ -35,6 +37,7 @@ class PackedValue(LentValue):
         half: Tensor,
         value: Tensor | None = None,
         remainder: Tensor | None = None,
+        strides: tuple[int, ...] | None = None,
         home: Home | None = None,
     ) -> None:
         super().__init__(half)
@@ -43,8 +46,9 @@ class PackedValue(LentValue):
             remainder = torch.zeros(size, dtype=torch.int16, device=half.device)
         self._home = home
         self._remainder = remainder if home is None else home.pin(remainder)
-        self._strides = memory_strides(half)
-        self._layout = half.dtype, half.device, half.stride()  # for which the 16 bits are known
+        self._strides = strides or memory_strides(half)
+        # for which the 16 bits are known to lie in order
+        self._layout = half.dtype, half.device, half.stride() if strides is None else strides
         if value is not None:
             self._set(value)
 
@@ -80,8 +84,9 @@ class PackedValue(LentValue):
         lower = lower if self._home is None else self._home.fetch(lower)
         return in_memory_of(half, join_master(in_order_of_memory(half), lower[: half.numel()]))
 
+    @leaves_inference_mode
     def load(self, value: Tensor) -> None:
-        self._view = value.detach().to(self.half.device, torch.float32, copy=True)
+        self.view = value.detach().to(self.half.device, torch.float32, copy=True)
         self._versions = -1, -1  # of no tensor: ``settle`` takes both for written to
 
     def _set(self, value: Tensor) -> None:

@@ -23,6 +23,7 @@ from tritonamp.diagnosis.records import StepRecord
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels import _implementations
 from tritonamp.kernels._dynamo import between_graphs
+from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.names import parameter_names
 from tritonamp.policy import Policy
 from tritonamp.runtime.parts import Parts, Request, build_parts
@@ -275,6 +276,7 @@ class Amp:
         )
 
     @between_graphs
+    @leaves_inference_mode
     def veto(self, flag: bool | Tensor) -> None:
         """Skip the step that the pending losses lead to, if ``flag`` is True.
 
@@ -308,6 +310,7 @@ class Amp:
         return pending or self._parts.optimizers
 
     @between_graphs
+    @leaves_inference_mode
     def step_schedulers(self, *schedulers: Any) -> None:
         """Step learning-rate schedulers, after ``optimizer.step()``, for steps that were taken.
 
@@ -485,6 +488,7 @@ class Amp:
         """
         return save_picture(self.history, path, self._arrived_ranges())
 
+    @leaves_inference_mode
     def watch(self, every: int = 100) -> LiveRanges:
         """Measure in training how far the values of each module are from the end of their format.
 
@@ -564,6 +568,7 @@ class Amp:
         self._check_replay("write_bundle")
         return self._parts.replays.write_bundle(folder)
 
+    @leaves_inference_mode
     def heal(self, module: str) -> None:
         """Have a module compute in FP32 from now on, its parameters included.
 
@@ -580,6 +585,7 @@ class Amp:
         self._check_enabled("heal")
         self._parts.healing.heal(module)
 
+    @leaves_inference_mode
     def unheal(self, module: str) -> None:
         """Undo ``heal``: have a module follow the policy again.
 
@@ -618,6 +624,7 @@ class Amp:
             state=self.policy.state,
         ).to_dict()
 
+    @leaves_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of ``Amp``, of a GradScaler (torch's, too), or of ``apex.amp``.
 
@@ -680,6 +687,7 @@ class Amp:
         self._check_enabled("wake")
         self._built.sleep.wake_up()
 
+    @leaves_inference_mode
     def disable(self) -> None:
         """Put model, optimizer and torch back as they were, with the trained values.
 

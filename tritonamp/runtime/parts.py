@@ -42,7 +42,7 @@ from tritonamp.step.rules import rule_of
 from tritonamp.step.schedulers import SchedulerSteps
 from tritonamp.step.sleep import Sleep
 from tritonamp.step.small_state import check_state, state_format
-from tritonamp.step.state_loading import widen_state
+from tritonamp.step.state_loading import check_codes, widen_masters, widen_state
 from tritonamp.step.stepper import Stepper
 from tritonamp.step.writers import writers
 
@@ -217,6 +217,7 @@ def _check_steps(request: Request) -> None:
     for optimizer in request.optimizers:
         rule = rule_of(optimizer)
         check_state(state_format(optimizer, request.policy.state), optimizer, rule)
+        check_codes(optimizer, rule)
         if request.policy.offload is not None:
             check_offload(optimizer, rule, request.device)
 
@@ -229,6 +230,8 @@ def _enable_models(
     # asked before the cast, which changes dtypes
     stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
+    for optimizer in optimizers:
+        widen_masters(optimizer)
     kept = [m for model in request.models for m in fp32_modules(model, policy)]
     assumed = assumed_policies(request.models, kept, policy)
     enabled_models = EnabledModels(request.models, context, set(stepped), gathered=ranks.gathered)

@@ -10,6 +10,7 @@ import torch
 
 from tritonamp.class_swap import Swapped
 from tritonamp.kernels._dynamo import between_graphs
+from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.scaler import is_watched
 from tritonamp.step.interrupts import Uninterrupted
@@ -91,12 +92,14 @@ class EnabledOptimizer(Swapped):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     @between_graphs
+    @leaves_inference_mode
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of masters and half parameters."""
         stepper = _awake(self)
         super().zero_grad(set_to_none)  # type: ignore[misc]
         stepper.pending.zeroed(_unwrapped(self), set_to_none)
 
+    @leaves_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model; the group then holds their masters."""
         weights = _awake(self).weights[_unwrapped(self)]
@@ -131,6 +134,7 @@ class EnabledOptimizer(Swapped):
         optimizer = _unwrapped(self)
         return own if packed else fp32_state_dict(own, optimizer, rule_of(optimizer))
 
+    @leaves_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, enabled or not; FP32 state stays FP32."""
         stepper, optimizer = _awake(self), _unwrapped(self)

@@ -5,19 +5,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels._facts import identities
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
-from tritonamp.kernels.device import refuse_capture
 from tritonamp.policy import STATES
 from tritonamp.step.gradients import Gradients
-from tritonamp.step.offload import Offload, host_keys
-from tritonamp.step.small_state import ORDER, PACKED, REMAINDER, in_fp32, packed_moments
+from tritonamp.step.offload import Offload
+from tritonamp.step.small_state import IN_THE_FORMAT, ORDER, PACKED
+from tritonamp.step.state_shape import StateShape
+
+_dtype = operator.attrgetter("dtype")
 
 
 class FusedRule(ABC):
@@ -107,7 +107,7 @@ class FusedStep:
         rule: the rule of its kind.
         backend: "auto", "triton" or "eager".
         track_lost: count the half values that a step did not change.
-        state: the format of the state, of ``policy.STATES``.
+        state: the format of the state, of ``policy.STATES``; see ``StateShape``.
         beside: returns what is kept beside parameters: the lower 16 bits of packed FP32 values,
             for state "8bit", or else the masters of ``offload``.
         offload: host memory of masters and state; None: they are beside the parameters.
@@ -128,7 +128,7 @@ class FusedStep:
         self._backend = backend
         self._track_lost = track_lost
         self._state = state
-        self._counts_steps = rule.counts_steps or state == "8bit"
+        self._shape = StateShape(rule, state, offload)
         self._beside = beside
         self._offload = offload
 
@@ -148,44 +148,75 @@ class FusedStep:
         tells_first = self.rule.tells_first_step(groups)
         if tells_first and found_inf is not None and bool(found_inf):
             return
+        rules = [self.rule.hyperparameters(self._optimizer, group) for group in groups]
+        if tells_first:  # number len(groups) + g: the first-step rule of group g
+            rules += [self.rule.at_first_step(rule) for rule in rules]
+        # all state is in shape before any parameter is written
+        for lists, group_of, state in [
+            self._in_shape(part, state, tells_first) for part, state in self._by_format(gradients)
+        ]:
+            for part in [lists] if self._offload is None else self._offload.parts_on_device(lists):
+                updates = UpdateLists(part, rules, group_of, self._track_lost, state)
+                self.rule.update(updates, grad_scale, found_inf, self._backend)
+
+    def _by_format(self, gradients: Gradients) -> list[tuple[Gradients, str]]:
+        """Return the gradients apart, by the format of their parameters' state."""
+        params = gradients.params
+        if self._state == STATES[0] or IN_THE_FORMAT.issuperset(map(_dtype, params)):
+            return [(gradients, self._state)]
+        places: dict[str, list[int]] = {}
+        for i, param in enumerate(params):
+            places.setdefault(self._shape.format_of(param), []).append(i)
+        return [(gradients.part(of_format), state) for state, of_format in places.items()]
+
+    def _in_shape(
+        self, gradients: Gradients, state: str, tells_first: bool
+    ) -> tuple[TensorLists, list[int], str]:
+        """Return the lists of a step with state in its format, the rule by number, and the format.
+
+        Args:
+            gradients: parameters with state of one format.
+            state: the format.
+            tells_first: parameters without state have rules of their own.
+        """
+        groups = self._optimizer.param_groups
         group_of = [g for g, group in enumerate(groups) for _ in group["params"]]
         made: set[int] = set()
         # State is looked at one by one where some is missing, or no earlier plan has such lists.
         # State of zeros is made before the device knows whether it skips: it stays zero then.
-        lists = self._lists(gradients, group_of)
+        lists = self._lists(gradients, group_of, state)
         if self._offload is not None or lists is None or not _is_in_shape(lists):
             made = self._bring_into_shape(gradients, group_of)
-            lists = self._lists(gradients, group_of)
+            lists = self._lists(gradients, group_of, state)
             assert lists is not None
-        rules = [self.rule.hyperparameters(self._optimizer, group) for group in groups]
-        if tells_first:  # number len(groups) + g: the first-step rule of group g
-            rules += [self.rule.at_first_step(rule) for rule in rules]
+        if tells_first:
             group_of = [g + len(groups) * (i in made) for i, g in enumerate(group_of)]
-        for part in [lists] if self._offload is None else self._offload.parts_on_device(lists):
-            updates = UpdateLists(part, rules, group_of, self._track_lost, self._state)
-            self.rule.update(updates, grad_scale, found_inf, self._backend)
+        return lists, group_of, state
 
-    def _lists(self, gradients: Gradients, group_of: Sequence[int]) -> TensorLists | None:
+    def _lists(
+        self, gradients: Gradients, group_of: Sequence[int], state: str
+    ) -> TensorLists | None:
         """Return the gradients' lists joined by the state's; None where some state is missing."""
         tensors, states = gradients.lists, self._states(gradients.params)
-        packed = self._state == "8bit"
+        packed = state == "8bit"
         if self._offload is not None and not packed:
             tensors = tensors.with_lists((), (), {"params": self._beside(gradients.params)})
         keys = {PACKED: PACKED} if packed else dict(self.rule.state_keys)
-        if self._counts_steps:
+        if self._shape.counts_steps(state):
             keys["steps"] = "step"
         try:
             found = {
                 name: self._values(name, key, states, tensors, group_of)
                 for name, key in keys.items()
             }
+            orders = list(map(operator.itemgetter(ORDER), states)) if packed else ()
         except KeyError:
             return None
         if not packed:
             return tensors.with_lists(("copies", *self.rule.optional), ("steps",), found)
         found["remainders"] = self._beside(gradients.params)
         repeat, coded = ("copies", "remainders"), ("remainders", PACKED)
-        return tensors.with_lists(repeat, ("steps",), found, coded)
+        return tensors.with_lists(repeat, ("steps",), found, coded, orders)
 
     def _states(self, params: Sequence[Tensor]) -> list[Mapping[str, Any]]:
         state = vars(self._optimizer)["state"]  # ``EnabledOptimizer.state`` waits
@@ -213,76 +244,10 @@ class FusedStep:
         return [state[key] if there[group_of[i]] else param for i, state, param in rows]
 
     def _bring_into_shape(self, gradients: Gradients, group_of: Sequence[int]) -> set[int]:
-        """Make missing state, and widen half state to FP32; return the numbers with new state."""
-        groups = self._optimizer.param_groups
+        """Bring the state of all parameters into shape; return the numbers with new state."""
+        groups, state = self._optimizer.param_groups, vars(self._optimizer)["state"]
         rows = zip(gradients.lists.numbers, gradients.params, strict=True)
-        return {i for i, param in rows if self._shape_state(param, groups[group_of[i]])}
-
-    def _shape_state(self, param: Tensor, group: dict[str, Any]) -> bool:
-        """Bring one parameter's state into torch's format; return whether it was made."""
-        keys = [key for name, key in self.rule.state_keys.items() if self.rule.has(name, group)]
-        if not keys:
-            return False
-        state: dict[str, Any] = vars(self._optimizer)["state"][param]
-        is_new = self._shape(param, state, keys)
-        if self._offload is not None:
-            found = {k: v for k, v in state.items() if k in host_keys(self.rule) and v is not None}
-            away = {k: v for k, v in found.items() if not self._offload.is_pinned(v)}
-            state |= {k: self._offload.pin(v) for k, v in away.items()}
-        return is_new
-
-    def _shape(self, param: Tensor, state: dict[str, Any], keys: Sequence[str]) -> bool:
-        if PACKED in state and self._state != "8bit":
-            self._unpack(param, state, PACKED, ORDER, REMAINDER)
-        shaped: dict[str, Any] = {}
-        if self._counts_steps:
-            step = state.get("step", 0.0)
-            if not isinstance(step, Tensor):
-                shaped["step"] = torch.full((), step, dtype=torch.float32, device=param.device)
-            elif step.dtype is not torch.float32 or step.device != param.device:
-                shaped["step"] = step.to(param.device, torch.float32)
-        dtype = torch.promote_types(param.dtype, torch.float32)
-        if self._state == "bf16" and dtype is torch.float32:
-            dtype = torch.bfloat16
-        if self._state == "8bit":
-            return self._pack(param, state, keys, shaped)
-        missing = [key for key in keys if state.get(key) is None]  # None: as torch's SGD has it
-        for key in keys:
-            if key in missing:
-                shaped[key] = torch.zeros_like(
-                    param, dtype=dtype, memory_format=torch.preserve_format
-                )
-            elif state[key].is_sparse:  # torch's own step of a sparse gradient has made it
-                shaped[key] = state[key].to_dense()
-            elif state[key].dtype != dtype:
-                shaped[key] = state[key].to(dtype)
-        if shaped:
-            refuse_capture(param.device, "the optimizer's state")
-            state.update(shaped)
-        return bool(missing)
-
-    def _unpack(self, param: Tensor, state: dict[str, Any], *keys: str) -> None:
-        """Turn codes in the state, under these keys, into FP32."""
-        refuse_capture(param.device, "the optimizer's state")
-        if self._offload is not None:
-            self._offload.wait()
-        state |= in_fp32({k: state.pop(k) for k in keys if k in state}, self.rule, param)
-
-    def _pack(
-        self, param: Tensor, state: dict[str, Any], keys: Sequence[str], shaped: dict[str, Any]
-    ) -> bool:
-        """Bring one parameter's state into the format "8bit"; return whether it was made."""
-        is_new = PACKED not in state and any(state.get(key) is None for key in keys)
-        strides = memory_strides(param)
-        if PACKED in state and state.setdefault(ORDER, strides) != strides:  # channels_last, since
-            self._unpack(param, state, PACKED, ORDER)
-        if PACKED not in state:
-            shaped[PACKED] = packed_moments([state.pop(key, None) for key in keys], param)
-            shaped[ORDER] = strides
-        if shaped:
-            refuse_capture(param.device, "the optimizer's state")
-            state.update(shaped)
-        return is_new
+        return {i for i, p in rows if self._shape.bring(p, state[p], groups[group_of[i]])}
 
 
 def _is_in_shape(lists: TensorLists) -> bool:

@@ -16,7 +16,7 @@ from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._transfer import transfer
 from tritonamp.step.gradients import Gradients, GradientState
 from tritonamp.step.masters import Masters
-from tritonamp.step.shown_gradients import ShownGradients
+from tritonamp.step.shown_gradients import LentGradients, ShownGradients
 
 _grad = operator.attrgetter("grad")
 
@@ -54,6 +54,7 @@ class MasterWeights(Masters):
         self._statistics: dict[int, Memory] = {}  # by number of copies
         self._set_aside: dict[Tensor, Tensor] = {}  # true gradients, while SCALED by another loss
         self._shown = ShownGradients(grad_dtype)  # true gradients, in ``.grad`` of half parameters
+        self._lent_gradients = LentGradients()
         super().__init__(optimizer, fp32_values, trains_fp32_values, sharding, packs, offloads)
 
     def fp32_values(self, *, lends: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
@@ -70,8 +71,8 @@ class MasterWeights(Masters):
     def _view(self, param: Tensor) -> Tensor:
         """Return the lent FP32 value of a parameter, with its true gradient if that is known."""
         value = self._fp32_values.get(param)
-        grad = param.grad if self.has_true_gradients else None
-        value.grad = grad if grad is not None and grad.dtype is value.dtype else None
+        if self.has_true_gradients:
+            self._lent_gradients.show(param, value, self._shown)
         return value
 
     @property
@@ -145,6 +146,7 @@ class MasterWeights(Masters):
 
         Plans are forgotten: the tensors are about to move.
         """
+        self._adopt_replaced()
         for master, param in self._sources.items():
             if master is not param:
                 yield master
@@ -152,6 +154,7 @@ class MasterWeights(Masters):
             yield from (grad for grad in grads if grad is not None)
         beside = self.beside(self._lent)
         self._fp32_values.note_step()
+        self._lent_gradients.clear()
         yield from (x for x, param in zip(beside, self._lent, strict=True) if x is not param)
         yield from self._shown.hidden_gradients()
         for memory in (self._memory, *self._statistics.values()):
@@ -178,6 +181,7 @@ class MasterWeights(Masters):
             self._adopt_replaced()
             masters = self._sources
             self._set_aside |= {m: m.grad for m in masters if m.grad is not None}
+            self._lent_gradients.clear()
             self._shown.put_back()
             for master, param in masters.items():
                 master.grad = None
@@ -207,15 +211,18 @@ class MasterWeights(Masters):
         self.decision = None
 
     def show_true_gradients(self) -> None:
-        """Show the masters' true gradients in ``.grad`` of the half parameters, until the step.
+        """Show true gradients on half parameters and on their masters, until the step.
 
         Both share one tensor: a change to one is a change to the other.
         """
         for master, param in self.copies().items():
             self._shown.show(param, master.grad)
+        for param, value in self._fp32_values.held(self._lent):
+            self._lent_gradients.show(param, value, self._shown)
 
     def _adopt_replaced(self) -> None:
-        """Take over gradients that the user has assigned in the place of shown ones."""
+        """Take over gradients that the user has assigned instead of shown ones."""
+        self._lent_gradients.adopt_replaced(self._shown)
         for master, param in self.copies().items() if self._shown else ():
             if self._shown.is_replaced(param, master.grad):
                 master.grad = None if param.grad is None else param.grad.to(master.dtype)
@@ -244,6 +251,7 @@ class MasterWeights(Masters):
         self.state = GradientState.CLEAR
         self.decision = None
         self._set_aside.clear()
+        self._lent_gradients.clear()
         self._shown.put_back()
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -252,6 +260,7 @@ class MasterWeights(Masters):
         The state stays: the backward of a loss that was scaled already may still come.
         """
         self._set_aside.clear()
+        self._lent_gradients.clear()
         self._shown.put_back()
         for param in (*self.copies().values(), *self._lent):
             if set_to_none or param.grad is None:

@@ -15,6 +15,7 @@ from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._shards import any_sharded
 from tritonamp.kernels.cast import cast
 from tritonamp.policy import HALF_DTYPES
+from tritonamp.step.small_state import REMAINDER, take_master
 from tritonamp.step.state_loading import widen_state
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -140,7 +141,7 @@ class Masters:
                         self.optimizer.state[param] = self.optimizer.state.pop(master)
 
     def load_master_params(self) -> None:
-        """Move ``master_param`` of a ``tritonamp.optim`` state into the masters.
+        """Move the FP32 masters of a ``tritonamp.optim`` state, packed ones too, into the masters.
 
         A master moves only where its rounded value is the parameter: load the model first. Masters
         of frozen half parameters wait until the parameters train.
@@ -149,14 +150,12 @@ class Masters:
         for master, param in self._sources.items():
             if self._trains_fp32_values and master.dtype in HALF_DTYPES and param not in lent:
                 continue
-            value = self.optimizer.state.get(master, {}).pop("master_param", None)
-            if value is None:
+            state = self.optimizer.state.get(master, {})
+            if "master_param" not in state and REMAINDER not in state:
                 continue
             held = self._fp32_values.get(param) if param in self._fp32_values else param
-            value = value.to(held.device, torch.float32)
-            agrees = [value.to(half) == held for half in HALF_DTYPES]
             with torch.no_grad():
-                held.copy_(torch.where(torch.stack(agrees).any(0), value, held))
+                held.copy_(take_master(state, held))
                 if held is not param:
                     param.copy_(held)
                     self._fp32_values.mark_rounded(self._fp32_values.indices([param]))

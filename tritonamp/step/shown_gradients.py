@@ -67,6 +67,11 @@ class ShownGradients:
         own = self._own.get(param)
         return own is not None and own.shown is grad and param.grad is not grad
 
+    def replace(self, param: Tensor, grad: Tensor | None) -> None:
+        """Show another gradient instead of the one that is shown; the half tensor stays kept."""
+        self._own[param] = self._own[param]._replace(shown=grad)
+        _set_gradient(param, grad, None)
+
     def put_back(self) -> None:
         """Put the parameters' own gradients back, unless somebody has replaced the shown ones."""
         while self._own:
@@ -100,6 +105,41 @@ class ShownGradients:
                 sparse = own.grad.is_sparse or grad.is_sparse
                 grad = grad.to(own.grad.dtype) if sparse else own.grad.copy_(grad)
             _set_gradient(param, grad, own.grad_dtype)
+
+
+class LentGradients:
+    """True gradients of half parameters, in ``.grad`` of the FP32 tensors lent for them.
+
+    A lent tensor and its parameter share one gradient. What the user assigns on the lent tensor,
+    None included, counts for the parameter, as on an FP32 master.
+    """
+
+    def __init__(self) -> None:
+        self._lent: dict[Tensor, tuple[Tensor, Tensor | None]] = {}  # by parameter
+
+    def show(self, param: Tensor, value: Tensor, shown: ShownGradients) -> None:
+        """Put the gradient that ``param`` shows into ``.grad`` of its lent tensor ``value``."""
+        self._adopt(param, shown)
+        fits = param.grad is not None and param.grad.dtype is value.dtype
+        value.grad = param.grad if fits else None
+        self._lent[param] = value, value.grad
+
+    def adopt_replaced(self, shown: ShownGradients) -> None:
+        """Take over gradients that the user has assigned on lent tensors."""
+        for param in self._lent:
+            self._adopt(param, shown)
+
+    def _adopt(self, param: Tensor, shown: ShownGradients) -> None:
+        value, grad = self._lent.get(param, (param, param.grad))
+        if value.grad is not grad:
+            shown.replace(param, value.grad)
+            self._lent[param] = value, value.grad
+
+    def clear(self) -> None:
+        """Clear ``.grad`` of all lent tensors."""
+        for value, _ in self._lent.values():
+            value.grad = None
+        self._lent.clear()
 
 
 def _set_gradient(param: Tensor, grad: Tensor | None, grad_dtype: torch.dtype | None) -> None:

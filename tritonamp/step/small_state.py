@@ -22,7 +22,8 @@ from tritonamp.kernels._small_state import (
     padded,
     split_moments,
 )
-from tritonamp.policy import STATES
+from tritonamp.kernels.cast import rounds_to
+from tritonamp.policy import HALF_DTYPES, STATES
 
 PACKED = "moments"
 """The key of the moments of state "8bit", all in one uint8 tensor."""
@@ -30,6 +31,10 @@ ORDER = "strides"
 """The key of the strides in whose order of memory the codes and remainders lie, a tuple."""
 REMAINDER = "remainder"
 """The key, in optimizers of ``tritonamp.optim``, of what half parameters lack of FP32."""
+HALF_DTYPE = "half_dtype"
+"""The key of the dtype of the half values that the remainders belong to."""
+IN_THE_FORMAT = frozenset({*HALF_DTYPES, torch.float32})
+"""The dtypes of parameters that have state in the format asked for; wider ones keep their own."""
 _FORMATS = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}  # moments that "8bit" knows, in order
 
 
@@ -116,13 +121,79 @@ def unpacked(memory: Tensor, param: Tensor, strides: tuple[int, ...]) -> dict[st
     }
 
 
-def packing_problems(memory: Tensor, moments: int, param: Tensor) -> Iterator[str]:
-    """Yield why ``memory`` cannot be the moments of ``packed_moments`` of ``param``."""
-    expected = moments_size(param.numel(), moments)
-    if memory.numel() != expected:
+@torch.no_grad()
+def joined(held: Tensor, remainder: Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return FP32 masters, of half values and what these lack; other values stay as they are.
+
+    Args:
+        held: half values of ``dtype``, kept in any floating dtype.
+        remainder: int16, of shape (padded(n),) or longer.
+        strides: ``memory_strides`` of the half values when the remainders were made.
+        dtype: of the half values.
+    """
+    half = held.to(dtype)
+    lower = remainder.to(held.device)[: held.numel()].as_strided(held.shape, strides)
+    flat = join_master(in_order_of_memory(half), in_order_of_memory(lower, like=half))
+    return torch.where(half.float() == held, in_memory_of(half, flat), held.float())
+
+
+@torch.no_grad()
+def take_master(state: dict[str, Any], held: Tensor) -> Tensor | None:
+    """Take the FP32 master out of one parameter's loaded state.
+
+    Args:
+        state: the state; it loses the keys of the master.
+        held: the parameter, or its FP32 value, loaded before. It stays where the master does not
+            round to it.
+
+    Returns:
+        the FP32 values that count; None: the state has no master.
+    """
+    if REMAINDER in state:
+        strides = state[ORDER] if PACKED in state else state.pop(ORDER)
+        dtype = state.pop(HALF_DTYPE, held.dtype)
+        return joined(held, state.pop(REMAINDER), strides, dtype)
+    master = state.pop("master_param", None)
+    if master is None:
+        return None
+    master, fits = master.to(held.device, torch.float32), torch.zeros_like(held, dtype=torch.bool)
+    for half in map(held.to, HALF_DTYPES):
+        fits |= rounds_to(master, half) & (half == held)
+    return torch.where(fits, master, held.float())
+
+
+def packing_problems(
+    state: Mapping[str, Any], moments: int, param: Tensor, enabled: bool
+) -> Iterator[str]:
+    """Yield why the codes in a state of "8bit" cannot be those of ``param``.
+
+    Args:
+        state: of one parameter; it holds ``PACKED``.
+        moments: how many the optimizer has.
+        param: the parameter.
+        enabled: whether the optimizer is enabled, so that half parameters have FP32 values, which
+            hold the values of either half dtype.
+    """
+    n, expected = param.numel(), moments_size(param.numel(), moments)
+    for key, dtype, size in (PACKED, torch.uint8, expected), (REMAINDER, torch.int16, padded(n)):
+        codes = state.get(key)
+        if codes is not None and (codes.dtype is not dtype or codes.numel() != size):
+            yield (
+                f"{key} of {codes.numel()} {codes.dtype}, where {moments} moments of {n} elements, "
+                f"in blocks of {BLOCK}, take {size} {dtype}"
+            )
+    half_dtype = state.get(HALF_DTYPE, param.dtype)
+    if REMAINDER in state and half_dtype not in HALF_DTYPES:
+        yield f"{REMAINDER} without {HALF_DTYPE}, the dtype of the half values that it belongs to"
+    elif (
+        REMAINDER in state
+        and not enabled
+        and param.dtype in HALF_DTYPES
+        and param.dtype is not half_dtype
+    ):
         yield (
-            f"{PACKED} of {memory.numel()} bytes, where {moments} moments of {param.numel()} "
-            f"elements take {expected}, in blocks of {BLOCK}"
+            f"{REMAINDER} of {half_dtype} values for a parameter of {param.dtype} (load it after "
+            "tritonamp.enable, or a state_dict() without packed=True)"
         )
 
 
@@ -133,10 +204,8 @@ def in_fp32(state: Mapping[str, Any], rule: StateRule, param: Tensor) -> dict[st
     if PACKED in wide:
         wide |= unpacked(wide.pop(PACKED), param, strides)
     if REMAINDER in wide:
-        lower = wide.pop(REMAINDER)[: param.numel()].as_strided(param.shape, strides)
-        with torch.no_grad():
-            master = join_master(in_order_of_memory(param), in_order_of_memory(lower, like=param))
-        wide["master_param"] = in_memory_of(param, master)
+        remainder, dtype = wide.pop(REMAINDER), wide.pop(HALF_DTYPE, param.dtype)
+        wide["master_param"] = joined(param, remainder, strides, dtype)
     for key in rule.state_keys.values():
         moment = wide.get(key)
         if isinstance(moment, Tensor) and moment.dtype is torch.bfloat16:

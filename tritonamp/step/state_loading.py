@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tritonamp.class_swap import is_installed
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.fused import FusedRule
 from tritonamp.step.offload import Offload, host_keys, on_device
@@ -18,6 +19,7 @@ from tritonamp.step.small_state import (
     in_fp32,
     numbered_params,
     packing_problems,
+    take_master,
 )
 
 _SHOWN = 5  # problems that an error lists
@@ -112,7 +114,8 @@ def check_loadable(optimizer: Optimizer, state_dict: Any, rule: FusedRule | None
     states = state_dict["state"]
     counted = {i for group in groups if _counts_steps(group, states) for i in group["params"]}
     for number, param in numbered_params(optimizer, state_dict):
-        found = _state_problems(rule, states.get(number, {}), number in counted, param)
+        state, is_counted = states.get(number, {}), number in counted
+        found = _state_problems(rule, state, is_counted, param, is_installed(optimizer))
         problems += [f"state {number}: {problem}" for problem in found]
     if problems:
         more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -127,13 +130,25 @@ def _counts_steps(group: Mapping[str, Any], states: Mapping[int, Mapping[str, An
     return "step" in group and not any("step" in states.get(i, {}) for i in group["params"])
 
 
+def _needed_moments(rule: FusedRule) -> set[str]:
+    return {key for name, key in rule.state_keys.items() if name not in rule.optional}
+
+
 def _state_problems(
-    rule: FusedRule, state: Mapping[str, Any], counted: bool, param: Tensor
+    rule: FusedRule, state: Mapping[str, Any], counted: bool, param: Tensor, enabled: bool
 ) -> Iterator[str]:
-    """Yield why one parameter's state cannot be loaded; ``counted``: its group counts the steps."""
-    needed = {key for name, key in rule.state_keys.items() if name not in rule.optional}
+    """Yield why one parameter's state cannot be loaded.
+
+    Args:
+        rule: the rule of the optimizer.
+        state: the state.
+        counted: whether the group counts the steps.
+        param: the parameter.
+        enabled: whether the optimizer is enabled.
+    """
+    needed = _needed_moments(rule)
     if PACKED in state:
-        yield from packing_problems(state[PACKED], len(needed), param)
+        yield from packing_problems(state, len(needed), param, enabled)
         needed = set()
     if rule.counts_steps and not counted:
         needed.add("step")
@@ -181,6 +196,33 @@ def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
             if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
                 state[key], found = value.float(), True
     return found
+
+
+def check_codes(optimizer: Optimizer, rule: FusedRule | None) -> None:
+    """Raise ValueError if torch has rounded packed state while the optimizer was not enabled."""
+    for param in [p for group in optimizer.param_groups for p in group["params"]]:
+        state = optimizer.state.get(param, {}) if rule is not None else {}
+        if rule is None or PACKED not in state:
+            continue
+        problem = next(packing_problems(state, len(_needed_moments(rule)), param, False), None)
+        if problem is not None:
+            raise ValueError(
+                f"optimizer: expected state as its own load_state_dict makes it, got a "
+                f"{type(optimizer).__name__} with {problem}, which torch casts to the dtype of the "
+                "parameter: load a packed state after tritonamp.enable, or save a state_dict() "
+                "without packed=True"
+            )
+
+
+def widen_masters(optimizer: Optimizer) -> None:
+    """Turn packed masters in the state of an optimizer into FP32 ones.
+
+    A cast of the parameters would separate half values from what they lack.
+    """
+    for param in [p for group in optimizer.param_groups for p in group["params"]]:
+        if REMAINDER in optimizer.state.get(param, {}):
+            state = _copy_state(optimizer, param)
+            state["master_param"] = take_master(state, param.detach())
 
 
 def _copy_state(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:

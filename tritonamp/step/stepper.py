@@ -18,6 +18,7 @@ from tritonamp.diagnosis.log import NonFiniteError
 from tritonamp.diagnosis.scaled_gradients import before_step
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.distributed.sharding import by_mesh, total_norm
+from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.policy import Policy
 from tritonamp.scaler import GradScaler
 from tritonamp.step.decider import Decider, found_inf_of
@@ -83,6 +84,7 @@ class Stepper:
 
     # between backward and step
 
+    @leaves_inference_mode
     def unscale_(self, optimizer: Optimizer, by_scaler: bool = False) -> Tensor | None:
         """Put the true gradients of one optimizer into ``.grad`` of its params.
 
@@ -107,6 +109,7 @@ class Stepper:
                 found_inf = decision.found_inf
         return found_inf
 
+    @leaves_inference_mode
     def clip_grad_norm_(self, optimizers: list[Optimizer], max_norm: float) -> Tensor:
         """Clip the gradients of ``optimizers`` together; return their norm before."""
         by_optimizer = [self.pending.decisions_of(o, moves_scale=True) for o in optimizers]
@@ -154,6 +157,7 @@ class Stepper:
 
     # the step
 
+    @leaves_inference_mode
     def step(self, optimizer: Optimizer, by_scaler: bool = False) -> Tensor | None:
         """Make the decisions that ``optimizer`` waits for, then step or skip.
 
