@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tritonamp.diagnosis.records import StepRecord
 from tritonamp.diagnosis.skips import Explanation
-from tritonamp.kernels.decide import CLEAN, VETO
+from tritonamp.kernels.decide import CLEAN, NORM
 
 MOST = 1000  # steps
 
@@ -16,7 +16,7 @@ class History:
     def __init__(self) -> None:
         self.records: deque[StepRecord] = deque(maxlen=MOST)  # oldest first
         self.causes: Counter[str] = Counter()  # how many skips had which cause
-        self.counts = [0.0] * (VETO + 1)  # of decisions by outcome, at the last reading
+        self.counts = [0.0] * NORM  # of decisions by outcome, at the last reading
         self.in_a_row = 0  # skips since the last step, as far as each of them was read
         # number of the first of the last steps that a lasting cause skipped; 0: the last was not
         self.since = 0

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.distributed.ranks import Ranks
+from tritonamp.kernels._squares import NO_SQUARES, OF_ANY_MEAN, squares_of
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.decide import CLEAN, DECIDE, VETOED, Evidence, Record, decide
 from tritonamp.kernels.grad_stats import grad_stats
@@ -94,8 +95,8 @@ class Decision:
         self.blocks = 0
         self.zeroed: set[MasterWeights] = set()
         self.max_norm: float | None = None
-        self._verdict = scale.new_empty(3)  # what ``decide`` writes, in one piece
-        self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
+        self._verdict = scale.new_empty(4)  # what ``decide`` writes, in one piece
+        self.found_inf, self.norm, self.grad_scale, self._flag = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
         # valid until the next grad_stats of the same optimizer
         self._stats: dict[MasterWeights, Stats] = {}
@@ -135,9 +136,10 @@ class Decision:
         verdict = torch.zeros_like(self._verdict)
         flag, rule = self.loss_nonfinite, self.scaler.rule
         stats = self._stats_of(weights, None)
-        decide(
-            Evidence(*stats, flag, flag), self.scale, None, None, rule, None, verdict, self._backend
-        )
+        evidence = Evidence(*stats, flag, flag)
+        # squares are judged with the gradients of all optimizers, later
+        how = None, None, rule, NO_SQUARES, None, verdict, self._backend
+        decide(evidence, self.scale, *how)
         self._keep_stats(weights, stats)
         earlier = self._found_earlier
         found = verdict[0]
@@ -194,12 +196,15 @@ class Decision:
         state = self.scaler.scale_state if self.moves_scale and not apart else None
         evidence = Evidence(amax, square_sum, flag, earlier)
         rule = self.scaler.rule
-        decide(evidence, self.scale, max_norm, state, rule, record, self._verdict, self._backend)
+        # stages of a pipeline do not know the optimizers of others, and decide alike
+        squares = OF_ANY_MEAN if ranks.staged else squares_of(w.optimizer for w in self.waiting)
+        how = max_norm, state, rule, squares, record, self._verdict, self._backend
+        decide(evidence, self.scale, *how)
         if apart:
             self.scaler.note_amax(amax)
-            self.scaler.move_scale(self.found_inf, flag)
+            self.scaler.move_scale(self.found_inf, self._flag)
         if not self.moves_scale:
-            self.scaler.note_flag(flag)
+            self.scaler.note_flag(self._flag)
             for weights in self.waiting:
                 self.scaler.record_decision(weights.optimizer, self.found_inf, amax)
         self.phase = Phase.DECIDED
