@@ -134,12 +134,11 @@ def test_a_square_within_fp32_is_a_step(start: Callable[..., Run], kind: str) ->
     assert first is None and "huge gradient" in others
 
 
+TORCHS = torch.optim.SGD, torch.optim.Rprop, torch.optim.Adamax
+
+
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    "kind",
-    [torch.optim.SGD, torch.optim.Rprop, torch.optim.Adamax, tritonamp.optim.SGD]
-    + [tritonamp.optim.Lion],
-)
+@pytest.mark.parametrize("kind", [*TORCHS, tritonamp.optim.SGD, tritonamp.optim.Lion])
 def test_optimizers_that_do_not_square_step(
     start: Callable[..., Run], kind: Any, level: str
 ) -> None:
@@ -229,7 +228,7 @@ def test_a_scaler_alone_skips_it_too(kind: Any) -> None:
 def test_the_text_names_the_parameter(start: Callable[..., Run], on_nonfinite: str) -> None:
     run = start(dtype=BF16, keep_norms_fp32=False, on_nonfinite=on_nonfinite, raise_after=1)
     if on_nonfinite == "raise":
-        with pytest.raises(tritonamp.NonFiniteError, match="huge gradient: .*norm.weight"):
+        with pytest.raises(tritonamp.NonFiniteError, match=r"huge gradient: .*norm\.weight"):
             run.step(2e30)
     else:
         run.step(2e30)

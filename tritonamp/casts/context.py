@@ -80,6 +80,7 @@ class EnabledContext:
         observer: whom forwards are reported to; None in copies.
         ranks: the ranks that decide together; None in copies, which decide alone.
         input_look: at what inputs lose by their cast; None in copies, which are given the same.
+        holdings: what ``sharing`` notes of an enabled model; None in copies.
         casts: whether anything is computed in half.
         device_type: where the parameters are.
         autocast: whether forwards run under torch's autocast, at whose keys the op table is.
@@ -104,6 +105,7 @@ class EnabledContext:
         self.observer = observer
         self.ranks = ranks
         self.input_look = input_look
+        self.holdings: Any = None
         self.move(device_type)
 
     @contextlib.contextmanager

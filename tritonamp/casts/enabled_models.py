@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from tritonamp.casts import sharing
 from tritonamp.casts.context import EnabledContext
 from tritonamp.casts.enabled_module import EnabledModule, Fp32Module, NormModule
 from tritonamp.casts.fused_norms import FusedRMSNorm, recipe_of
@@ -39,15 +40,18 @@ class EnabledModels:
         gathered: bool,
     ) -> None:
         self._models = models
+        self._context = context
         self.dtypes = ModelDtypes(context.policy, context.fp32_values, gathered)
         self.fused: list[str] = []
         for front, model in zip(prefixes(models), models, strict=True):
             saved = SavedDtypes(model, context.policy)
             self.dtypes.cast(model, stepped if context.policy.master_weights else ())
             for inner in fp32_modules(model, context.policy):
-                install(inner, Fp32Module, context)
+                if not is_installed(inner):  # else an earlier model shares it
+                    install(inner, Fp32Module, context)
             self._install_norms(model, context, front)
             install(model, EnabledModule, context, saved, signature_of(model.forward), False)
+        sharing.note(context, models, self.dtypes, stepped)
 
     def _install_norms(self, model: nn.Module, context: EnabledContext, front: str) -> None:
         """Have norms that are not torch's give what they get, as one kernel where that is same."""
@@ -68,10 +72,12 @@ class EnabledModels:
         Returns:
             each tensor that is half afterwards, to its FP32 value from before.
         """
+        sharing.forget(self._context)
         fp32_values = self.dtypes.restore()
         for model in self._models:
             flatten_rnns(model)
             for module in model.modules():
-                if is_installed(module):
+                # another Amp's models may share frozen modules with these
+                if vars(module).get("_tritonamp_context") is self._context:
                     uninstall(module)
         return fp32_values
