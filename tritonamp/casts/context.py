@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from tritonamp.casts import active, dispatch
+from tritonamp.casts.compiled_backward import begins, compilations, leave_autocast
 from tritonamp.casts.rounded_inputs import InputLook
 from tritonamp.casts.tree import from_half, to_half
 from tritonamp.fp32_values import Fp32Values
@@ -165,6 +167,7 @@ class EnabledContext:
     def _traced(self) -> Iterator[None]:
         """Do what ``_enter`` and ``_restore`` do by what torch.compile has graph nodes for."""
         active.tell_dynamo()
+        leave_autocast()
         if not dispatch.is_registered():  # a copy that outlived its original
             dispatch.ensure()
         entry = self._entry
@@ -242,6 +245,9 @@ def _enter(entry: Entry) -> None:
         return
     if not dispatch.registration.libraries:  # a copy that outlived its original
         dispatch.ensure()
+    # torch.compile may have been imported since, or reset
+    if begins not in compilations.observers and "torch._dynamo" in sys.modules:
+        compilations.observe()
     torch.set_autocast_enabled(device_type, True)
     torch.set_autocast_dtype(device_type, dtype)
     torch.set_autocast_cache_enabled(cache)
