@@ -28,6 +28,8 @@ class Phase(Enum):
         OPEN     --decide--> DECIDED --answer--> ANSWERED
         DECIDED  --the step raised, or a veto: undo--> REOPENED --decide--> DECIDED
         any      --the last optimizer that waited has stepped, or was cleared--> over
+
+    One that is over without a step or skip was given up: a decision to step is taken back.
     """
 
     OPEN = "further micro-batches may join it"
@@ -45,10 +47,10 @@ class Undo:
     def __bool__(self) -> bool:
         return len(self._before) > 0
 
-    def __call__(self) -> None:
-        """Put the tensors back, once."""
+    def __call__(self, unless: Tensor | None = None) -> None:
+        """Put the tensors back, once; not where the flag ``unless``, 0-d, is not 0."""
         for tensor, value in self._before:
-            tensor.copy_(value)
+            tensor.copy_(value if unless is None else torch.where(unless != 0, tensor, value))
         self._before.clear()
 
 
@@ -226,6 +228,10 @@ class Decision:
         if moved:
             self.phase = Phase.REOPENED
         return moved
+
+    def give_up(self, skip: Tensor) -> None:
+        """Put scale and record back, since no step follows; not after a ``skip``, 0-d, not 0."""
+        self._undo(unless=skip)
 
     def drop_copies(self) -> None:
         """Drop the copies: an optimizer has stepped or skipped."""
