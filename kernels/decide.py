@@ -12,18 +12,20 @@ from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import cached_by_shape
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._squares import LARGEST_SQUARE, NO_SQUARES, Squares
 from tritonamp.kernels.device import tl, triton
 
 _BLOCK = 1024
 
 
 class Slot(IntEnum):
-    """Where the numbers of a record are; the first three are the outcomes of a decision, too.
+    """Where the numbers of a record are; the first six are the outcomes of a decision, too.
 
     Attributes:
-        CLEAN, OVERFLOW, FAULT, OUTLIER, VETO: how many decisions were clean, scale overflows,
-            forward faults, outliers, vetoed.
+        CLEAN, OVERFLOW, FAULT, OUTLIER, VETO, HUGE: how many decisions were clean, scale overflows,
+            forward faults, outliers, vetoed, and of finite gradients with squares that are not.
         NORM, AMAX: total norm and largest magnitude, both unscaled, of the last clean one.
+        SQUARES: a bound of the squares that the clean ones have left in the optimizers' state.
         SCALE: the scale that the last one used.
         SKIPPED, SKIPPED_SCALE: outcome and scale of the last skipped one.
         LOSS and the six behind it: of the last outlier the loss, its usual value and its limit,
@@ -35,26 +37,30 @@ class Slot(IntEnum):
     FAULT = 2
     OUTLIER = 3
     VETO = 4
-    NORM = 5
-    AMAX = 6
-    SCALE = 7
-    SKIPPED = 8
-    SKIPPED_SCALE = 9
-    LOSS = 10
-    USUAL_LOSS = 11
-    LOSS_LIMIT = 12
-    OUTLIER_NORM = 13
-    USUAL_NORM = 14
-    NORM_LIMIT = 15
-    SIGMAS = 16
+    HUGE = 5
+    NORM = 6
+    AMAX = 7
+    SQUARES = 8
+    SCALE = 9
+    SKIPPED = 10
+    SKIPPED_SCALE = 11
+    LOSS = 12
+    USUAL_LOSS = 13
+    LOSS_LIMIT = 14
+    OUTLIER_NORM = 15
+    USUAL_NORM = 16
+    NORM_LIMIT = 17
+    SIGMAS = 18
 
 
-CLEAN, OVERFLOW, FAULT, OUTLIER, VETO, NORM, AMAX, SCALE, SKIPPED, SKIPPED_SCALE = list(Slot)[:10]
+CLEAN, OVERFLOW, FAULT, OUTLIER, VETO, HUGE = list(Slot)[:6]
+NORM, AMAX, SQUARES, SCALE, SKIPPED, SKIPPED_SCALE = list(Slot)[6:12]
 OUTLYING = 2.0  # in the place of the flag of a loss: the step is an outlier
+EXCEEDING = 2.5  # in the place of the flag of a loss: squares of its gradients leave FP32
 VETOED = 3.0  # in the place of the flag of a loss: its largest value, so that a maximum keeps it
 LOSS = Slot.LOSS
 RECORD = len(Slot)  # numbers in front of a record's magnitudes
-_SLOTS = tuple(map(int, Slot))[:10]  # for the kernel, and quick to look up
+_SLOTS = tuple(map(int, Slot))[:12]  # for the kernel, and quick to look up
 
 
 class Evidence(NamedTuple):
@@ -78,7 +84,7 @@ class Evidence(NamedTuple):
 class ScaleRule(NamedTuple):
     """How a loss scale moves. A fixed scale is ``min_scale == max_scale``.
 
-    - loss non-finite, an outlier, or a veto: nothing moves;
+    - loss non-finite, an outlier, a veto, or huge gradients: nothing moves;
     - gradients non-finite though the loss is finite: the growth count restarts, and at the
       ``hysteresis``-th time without a clean step between, the scale is multiplied by
       ``backoff_factor``, never below ``min_scale``;
@@ -119,7 +125,7 @@ class Record(NamedTuple):
     """What is remembered of decisions.
 
     Attributes:
-        numbers: float64 of shape (17 + names,): by ``Slot``, and scaled magnitudes by name of the
+        numbers: float64 of shape (19 + names,): by ``Slot``, and scaled magnitudes by name of the
             last skipped one.
         places: int64 of shape (names,): which of the decision's gradients belongs to each name; -1:
             none.
@@ -172,11 +178,13 @@ def decide_kernel(
     scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, numbers_ptr, places_ptr,
     n, parts, names, max_norm,
     growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, headroom,
+    keep, gain,
     CLIP: tl.constexpr, MOVE: tl.constexpr, RECORD: tl.constexpr, BLOCK: tl.constexpr,
     CLEAN: tl.constexpr, OVERFLOW: tl.constexpr, FAULT: tl.constexpr, OUTLIER: tl.constexpr,
-    VETO: tl.constexpr, NORM: tl.constexpr, AMAX: tl.constexpr, SCALE: tl.constexpr,
-    SKIPPED: tl.constexpr, SKIPPED_SCALE: tl.constexpr, OUTLYING: tl.constexpr,
-    VETOED: tl.constexpr,
+    VETO: tl.constexpr, HUGE: tl.constexpr, NORM: tl.constexpr, AMAX: tl.constexpr,
+    SQUARES: tl.constexpr, SCALE: tl.constexpr, SKIPPED: tl.constexpr,
+    SKIPPED_SCALE: tl.constexpr, OUTLYING: tl.constexpr, EXCEEDING: tl.constexpr,
+    VETOED: tl.constexpr, LARGEST_SQUARE: tl.constexpr,
 ):  # fmt: skip
     """One program. RECORD: 0, or how many numbers are in front of a record's magnitudes."""
     # the scale may be the one that moves below: all threads have loaded it when the reductions meet
@@ -191,23 +199,34 @@ def decide_kernel(
         bad |= (unscaled < float("inf")).to(tl.int32) ^ 1
         largest = tl.maximum(largest, tl.where(unscaled < float("inf"), unscaled, 0.0))
     norm = total_norm(square_ptr, parts, inv_scale, BLOCK)
-    factor = inv_scale
+    peak = tl.max(largest, 0)
+    factor, clipped = inv_scale, peak
     if CLIP:
         coefficient = tl.div_rn(max_norm, norm + 1e-6)
-        factor *= tl.where(coefficient > 1.0, 1.0, coefficient)  # NaN stays NaN
+        coefficient = tl.where(coefficient > 1.0, 1.0, coefficient)  # NaN stays NaN
+        factor *= coefficient
+        clipped *= coefficient
     nonfinite = (tl.max(bad, 0) != 0) | ((tl.abs(factor) < float("inf")) == 0)
+    # a square that leaves FP32 would stay in the optimizer's state for ever
+    squares = clipped.to(tl.float64) * clipped.to(tl.float64) * gain
+    if RECORD > 0:
+        squares += tl.load(numbers_ptr + SQUARES) * keep
+    no_other = (nonfinite == 0) & (fault == 0.0) & (earlier == 0.0)
+    fault = tl.where(no_other & (squares > LARGEST_SQUARE), EXCEEDING, fault)
     found_inf = (nonfinite | (fault != 0.0) | (earlier != 0.0)).to(tl.float32)
     tl.store(verdict_ptr, found_inf)
     tl.store(verdict_ptr + 1, norm)
     tl.store(verdict_ptr + 2, factor)
+    tl.store(verdict_ptr + 3, fault)
     if MOVE:
         _next_scale(
-            scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, found_inf, fault,
-            tl.max(largest, 0), growth_factor, backoff_factor, growth_interval, hysteresis,
-            min_scale, max_scale, headroom,
+            scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, found_inf, fault, peak,
+            growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
+            headroom,
         )  # fmt: skip
     if RECORD > 0:
         outcome = tl.where(fault != 0.0, FAULT, tl.where(found_inf != 0.0, OVERFLOW, CLEAN))
+        outcome = tl.where(fault == EXCEEDING, HUGE, outcome)
         outcome = tl.where(fault == OUTLYING, OUTLIER, outcome)
         outcome = tl.where(fault == VETOED, VETO, outcome)
         # as in _next_scale: the thread that stores the count is one that loaded it before
@@ -215,7 +234,8 @@ def decide_kernel(
         tl.store(numbers_ptr + SCALE, used.to(tl.float64))
         if outcome == CLEAN:
             tl.store(numbers_ptr + NORM, norm.to(tl.float64))
-            tl.store(numbers_ptr + AMAX, tl.max(largest, 0).to(tl.float64))
+            tl.store(numbers_ptr + AMAX, peak.to(tl.float64))
+            tl.store(numbers_ptr + SQUARES, squares)
         else:
             tl.store(numbers_ptr + SKIPPED, outcome.to(tl.float64))
             tl.store(numbers_ptr + SKIPPED_SCALE, used.to(tl.float64))
@@ -231,6 +251,7 @@ def decide_triton(
     max_norm: float | None,
     state: ScaleState | None,
     rule: ScaleRule,
+    squares: Squares,
     record: Record | None,
     verdict: Tensor,
 ) -> None:
@@ -238,7 +259,7 @@ def decide_triton(
     numbers, places = record or (evidence.amax,) * 2
     # a tensor's ``len`` is written in Python, and slow
     lengths = evidence.amax.numel(), evidence.square_sum.numel(), places.numel() if record else 0
-    launch = _launch_of(lengths, max_norm, rule, state is not None, record is not None)
+    launch = _launch_of(lengths, max_norm, rule, squares, state is not None, record is not None)
     launch(*evidence, used_scale, verdict, *moved, numbers, places)
 
 
@@ -247,12 +268,14 @@ def _launch_of(
     lengths: tuple[int, int, int],
     max_norm: float | None,
     rule: ScaleRule,
+    squares: Squares,
     moves: bool,
     records: bool,
 ) -> Launch:
-    sizes = (*lengths, float(max_norm or 0.0), *_numbers(rule))
+    sizes = (*lengths, float(max_norm or 0.0), *_numbers(rule), *squares)
     clips, numbers = max_norm is not None, RECORD if records else 0
-    constants = (clips, moves, numbers, _BLOCK, *_SLOTS, OUTLYING, VETOED)
+    flags = OUTLYING, EXCEEDING, VETOED
+    constants = (clips, moves, numbers, _BLOCK, *_SLOTS, *flags, LARGEST_SQUARE)
     return Launch(decide_kernel, (1, 1, 1), sizes, constants, 4)
 
 
@@ -262,24 +285,32 @@ def decide_torch(
     max_norm: float | None,
     state: ScaleState | None,
     rule: ScaleRule,
+    squares: Squares,
     record: Record | None,
     verdict: Tensor,
 ) -> None:
     amax, square_sum, loss_nonfinite, found_earlier = evidence
     inv_scale = used_scale.double().reciprocal().float()
     norm = square_sum.double().sum().sqrt().float() * inv_scale
+    largest = clipped = torch.cat([amax, amax.new_zeros(1)]).max() * inv_scale
     factor = inv_scale
     if max_norm is not None:
-        factor = inv_scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        factor, clipped = inv_scale * coefficient, largest * coefficient
     # 1/scale can leave FP32, and a finite scaled gradient times it too: look at the unscaled value
     nonfinite = ~torch.isfinite(amax * inv_scale).all() | ~torch.isfinite(factor)
-    found_inf = (nonfinite | (loss_nonfinite != 0) | (found_earlier != 0)).float()
-    largest = torch.cat([amax, amax.new_zeros(1)]).max() * inv_scale
+    # a square that leaves FP32 would stay in the optimizer's state for ever
+    bound = squares.gain * clipped.double().square()
     if record is not None:
-        _note(record, amax, norm, largest, found_inf, loss_nonfinite, used_scale)
+        bound = squares.keep * record.numbers[SQUARES] + bound
+    no_other = ~nonfinite & (loss_nonfinite == 0) & (found_earlier == 0)
+    flag = torch.where(no_other & (bound > LARGEST_SQUARE), EXCEEDING, loss_nonfinite)
+    found_inf = (nonfinite | (flag != 0) | (found_earlier != 0)).float()
+    if record is not None:
+        _note(record, amax, torch.stack([norm, largest, bound]), found_inf, flag, used_scale)
     if state is not None:  # used_scale may be the one that moves
-        _move_scale(state, rule, found_inf, loss_nonfinite, largest)
-    verdict.copy_(torch.stack([found_inf, norm, factor]))
+        _move_scale(state, rule, found_inf, flag, largest)
+    verdict.copy_(torch.stack([found_inf, norm, factor, flag]))
 
 
 def _move_scale(
@@ -314,21 +345,19 @@ def _move_scale(
 def _note(
     record: Record,
     amax: Tensor,
-    norm: Tensor,
-    largest: Tensor,
+    of_clean: Tensor,
     found_inf: Tensor,
-    loss_nonfinite: Tensor,
+    flag: Tensor,
     used_scale: Tensor,
 ) -> None:
-    fault = loss_nonfinite != 0
+    fault = flag != 0
     outcome = FAULT * fault + OVERFLOW * ((found_inf != 0) & ~fault)
-    outcome = torch.where(loss_nonfinite == OUTLYING, int(OUTLIER), outcome)
-    outcome = torch.where(loss_nonfinite == VETOED, int(VETO), outcome)
+    for value, slot in ((EXCEEDING, HUGE), (OUTLYING, OUTLIER), (VETOED, VETO)):
+        outcome = torch.where(flag == value, int(slot), outcome)
     numbers, places = record
     # in place, so that a CUDA graph that captured this goes on counting
     numbers[:NORM] += torch.arange(int(NORM), device=outcome.device) == outcome
-    clean = torch.stack([norm, largest]).double()
-    numbers[NORM:SCALE] = torch.where(outcome == CLEAN, clean, numbers[NORM:SCALE])
+    numbers[NORM:SCALE] = torch.where(outcome == CLEAN, of_clean, numbers[NORM:SCALE])
     numbers[SCALE].copy_(used_scale)
     found = torch.cat([amax, amax.new_zeros(1)])[places]  # place -1: the zero
     last = torch.stack([outcome.float(), used_scale]).double()
@@ -342,6 +371,7 @@ def decide(
     max_norm: float | None,
     state: ScaleState | None,
     rule: ScaleRule,
+    squares: Squares,
     record: Record | None,
     verdict: Tensor,
     backend: str = "auto",
@@ -355,13 +385,14 @@ def decide(
             (``torch.nn.utils.clip_grad_norm_``), or None.
         state: the loss scale to move by ``rule``, or None.
         rule: how it moves.
+        squares: of the optimizers that step; the bound that a record remembers moves by it.
         record: written in place, or None.
-        verdict: float32 of shape (3,), receives found_inf (not 0: skip), the norm of the unscaled
-            gradients, and the factor that turns a scaled gradient into the one to step with:
-            1/scale, times the clip coefficient.
+        verdict: float32 of shape (4,), receives found_inf (not 0: skip), the norm of the unscaled
+            gradients, the factor that turns a scaled gradient into the one to step with (1/scale,
+            times the clip coefficient), and the flag ``evidence.loss_nonfinite``, or EXCEEDING.
         backend: "auto", "triton" or "eager".
     """
-    args = evidence, used_scale, max_norm, state, rule, record, verdict
+    args = evidence, used_scale, max_norm, state, rule, squares, record, verdict
     DECIDE.run(backend, DECIDE.uses_triton(backend, used_scale), *args)
 
 
@@ -379,13 +410,13 @@ def _decision(tensors: list[Tensor], overflow: bool) -> tuple[Any, ...]:
     numbers = amax.new_zeros(RECORD + names, dtype=torch.float64)
     record = Record(numbers, torch.arange(names, device=amax.device))
     state = _scale_state(flag)
-    verdict = amax.new_zeros(3)
-    return evidence, state.scale.clone(), 0.5, state, _RULE, record, verdict
+    verdict, squares = amax.new_zeros(4), Squares(0.75, 0.25)
+    return evidence, state.scale.clone(), 0.5, state, _RULE, squares, record, verdict
 
 
 def _decided(args: tuple[Any, ...], _: None) -> list[Tensor]:
     """Return what was written; the numbers of a record are FP32 values."""
-    return [args[-1], *args[3], args[5].numbers.float()]
+    return [args[-1], *args[3], args[6].numbers.float()]
 
 
 def _scale_state(flag: Tensor) -> ScaleState:
@@ -414,6 +445,8 @@ def shipped() -> Iterator[Shipped]:
     )
     evidence = Evidence(flag.new_zeros(8), flag.new_zeros(64), flag, flag)
     stats = evidence, flag
-    everything = *stats, 1.0, state, rule, record, flag.new_zeros(3)
+    verdict = flag.new_zeros(4)
+    everything = *stats, 1.0, state, rule, Squares(0.999, 0.001), record, verdict
     yield Shipped("decide", decide_triton, everything)
-    yield Shipped("decide only", decide_triton, (*stats, None, None, rule, None, flag.new_zeros(3)))
+    bare = *stats, None, None, rule, NO_SQUARES, None, verdict
+    yield Shipped("decide only", decide_triton, bare)

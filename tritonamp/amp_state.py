@@ -12,6 +12,7 @@ from tritonamp.scaler import GradScaler
 _OWN = {"loss_scalers", "counts", "loss_scale"}
 # a state that is written by hand may lack these
 _EXTRA = {"healed", "faults", "schedulers", "outliers", "state"}
+_COUNTED_LATER = {"outliers", "vetoes", "huge_gradients"}  # not in older states
 _SCALER = set(GradScaler("cpu").state_dict())
 _SCALER_SINCE = {"_hysteresis_tracker", "_ceiling"}  # not in those of torch
 _APEX = re.compile(r"loss_scaler(\d+)")
@@ -124,7 +125,7 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
 
 def _checked_counts(counts: Any) -> dict[str, int]:
     """Return counts by name; raise ValueError where other names, or none, are given."""
-    if not isinstance(counts, dict) or set(counts) | {"outliers", "vetoes"} != set(COUNTS):
+    if not isinstance(counts, dict) or set(counts) | _COUNTED_LATER != set(COUNTS):
         raise ValueError(f"amp.load_state_dict: expected counts of {list(COUNTS)}, got {counts!r}")
     return {name: counts.get(name, 0) for name in COUNTS}
 

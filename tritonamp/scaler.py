@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
+from tritonamp.kernels._squares import NO_SQUARES, squares_of
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.decide import OUTLYING, Evidence, ScaleRule, ScaleState, decide
 from tritonamp.kernels.device import is_capturing, refuse_capture, world_size
@@ -332,11 +333,13 @@ class GradScaler(torch.amp.GradScaler):
         elif world_size() > 1:  # no rank may act on what the others do not know
             flag = torch.zeros_like(flag)
         self._loss_nonfinite.copy_(flag)
-        verdict = self._scale.new_zeros(3)
+        verdict = self._scale.new_zeros(4)
         evidence = Evidence(amax, square_sum, flag, flag)
-        decide(evidence, self._scale, None, None, self.rule, None, verdict)
+        how = None, None, self.rule, squares_of([optimizer]), None, verdict
+        decide(evidence, self._scale, *how)
         self.note_amax(amax)
-        found_inf, _, grad_scale = verdict.unbind()
+        found_inf, _, grad_scale, flag = verdict.unbind()
+        self.note_flag(flag)
         if not allow_fp16:
             with torch.no_grad():
                 for grad in grads:
@@ -463,7 +466,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             found_inf: 0-d float32, not 0: it was a skip.
-            loss_nonfinite: 0-d float32, not 0: because of the loss; or OUTLYING, or VETOED.
+            loss_nonfinite: 0-d float32, not 0: because of the loss; or OUTLYING, EXCEEDING, or
+                VETOED.
         """
         largest, self._largest = self._largest, None
         rule, nothing, floor = self.rule, found_inf.new_zeros(0), None
@@ -475,8 +479,8 @@ class GradScaler(torch.amp.GradScaler):
             loss_nonfinite = torch.where(loss_nonfinite >= OUTLYING, loss_nonfinite, 0.0)
         amax = nothing if largest is None else largest.reshape(1)
         evidence = Evidence(amax, nothing, loss_nonfinite, found_inf)
-        unscaled, verdict = torch.ones_like(found_inf), found_inf.new_empty(3)
-        decide(evidence, unscaled, None, self.scale_state, rule, None, verdict)
+        unscaled, verdict = torch.ones_like(found_inf), found_inf.new_empty(4)
+        decide(evidence, unscaled, None, self.scale_state, rule, NO_SQUARES, None, verdict)
         # other ranks see the gradients of this loss, and not the loss: their scale knows no floor
         if floor is not None and world_size() == 1:
             scale.copy_(torch.maximum(scale, floor))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp.diagnosis.causes import Cause, Explanation, Skip, find_cause
-from tritonamp.kernels.decide import FAULT, OVERFLOW
+from tritonamp.kernels.decide import FAULT, HUGE, OVERFLOW
 
 INF, NAN = math.inf, math.nan
 FP32_MAX = torch.finfo(torch.float32).max
@@ -102,6 +102,19 @@ def test_text_of_an_overflow() -> None:
     assert not found.needs_help and found.hint == ""
 
 
+def test_text_of_a_huge_gradient() -> None:
+    """All are named whose squares leave FP32, or the largest where only a sum of squares does."""
+    how = {"outcome": HUGE, "scale": 1024.0}
+    found = explained(amax={"a": 2e33, "b": 1.0, "c": 3e34}, **how)
+    assert found.text.startswith(
+        "step 17 skipped (3 of 17): huge gradient: the gradients were finite, but so large that "
+        "FP32 does not hold their squares, which the optimizer keeps: a (2e+30), c (2.9e+31). A "
+        "step would leave inf in the state"
+    )
+    assert (found.parameters, found.needs_help, found.hint) == (("a", "c"), True, "")
+    assert explained(amax={"a": 1.0, "b": 1e21}, **how).parameters == ("b",)
+
+
 def test_a_step_that_nobody_saw_is_told_as_that_or_before() -> None:
     assert explained(exact=False).text.startswith("step <= 17 skipped (3 of 17): scale overflow: ")
 
@@ -123,6 +136,7 @@ def test_who_needs_help_and_what_tells_more(cause: Cause) -> None:
         (OVERFLOW, {0: 1.0, 1: INF}, "rank 1"),
         (OVERFLOW, {2: NAN, 5: INF}, "ranks 2, 5"),
         (OVERFLOW, {0: 1.0, 1: 2.0}, ""),
+        (HUGE, {0: 1.0, 1: 1e30, 2: 1e23}, "ranks 1, 2"),
         (FAULT, {0: 0.0, 1: 1.0, 2: 1.0}, "ranks 1, 2"),
         (FAULT, {0: INF, 1: 0.0}, "rank 0"),
         (FAULT, {0: 0.0, 1: 0.0}, ""),
@@ -136,6 +150,8 @@ def test_ranks_at_fault(outcome: int, by_rank: dict[int, float], ranks: str) -> 
     if outcome == FAULT:
         on = f" on {ranks}" if ranks else ""
         assert reason.startswith(f"the loss itself was inf or NaN (loss scale 1024){on}. A lower")
+    elif outcome == HUGE:
+        assert f"so large on {ranks} that FP32 does not hold" in reason
     else:
         assert f"the gradients of {ranks or 'some parameters'} were not. " in reason
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tritonamp.diagnosis.log import StepLog
+from tritonamp.diagnosis.log import COUNTS, StepLog
 from tritonamp.diagnosis.metrics import metrics
 from tritonamp.diagnosis.skips import Writer
 from tritonamp.kernels.decide import (
@@ -122,7 +122,7 @@ def test_a_run_with_a_gap_is_no_run(gap: tuple[int, ...], caplog: pytest.LogCapt
 
 def test_a_state_that_is_loaded_ends_a_run(caplog: pytest.LogCaptureFixture) -> None:
     noted = Noted(log_skips=True)
-    counts = {"clean": 4, "scale_overflows": 2, "forward_faults": 1, "outliers": 0, "vetoes": 0}
+    counts = {**dict.fromkeys(COUNTS, 0), "clean": 4, "scale_overflows": 2, "forward_faults": 1}
     with caplog.at_level(logging.INFO, "tritonamp"):
         for _ in range(7):
             noted.decide(OVERFLOW)
@@ -151,6 +151,7 @@ def test_steps_and_skips_are_kept_one_by_one() -> None:
         "forward_faults": 0,
         "outliers": 0,
         "vetoes": 0,
+        "huge_gradients": 0,
         "last_skip_reason": "scale overflow",
         "grad_norm": 3.0,
     }

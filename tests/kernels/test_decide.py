@@ -13,8 +13,12 @@ from torch import Tensor
 
 from tests.kernels.conftest import numpy_warns
 from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._squares import LARGEST_SQUARE, NO_SQUARES, Squares
 from tritonamp.kernels.decide import (
+    EXCEEDING,
+    HUGE,
     RECORD,
+    SQUARES,
     VETOED,
     Evidence,
     Record,
@@ -274,6 +278,7 @@ def judge(
     rule: ScaleRule = RULE,
     record: Record | None = None,
     *,
+    squares: Squares = NO_SQUARES,
     device: torch.device,
     backend: str,
 ) -> tuple[float, float, float]:
@@ -284,10 +289,11 @@ def judge(
     stats = (
         torch.as_tensor(values, dtype=torch.float32, device=device) for values in (amax, square_sum)
     )
-    verdict = torch.full((3,), -7.0, device=device)
+    verdict = torch.full((4,), -7.0, device=device)
     evidence = Evidence(*stats, nonfinite, earlier)
-    decide(evidence, used_scale, max_norm, state, rule, record, verdict, backend)
-    found_inf, norm, factor = verdict.tolist()
+    decide(evidence, used_scale, max_norm, state, rule, squares, record, verdict, backend)
+    found_inf, norm, factor, flag = verdict.tolist()
+    assert flag in (loss_nonfinite, EXCEEDING) or loss_nonfinite != loss_nonfinite
     return found_inf, norm, factor
 
 
@@ -467,20 +473,18 @@ def test_the_scale_that_the_backward_used_may_be_the_one_that_moves(
     device: torch.device, backend: str
 ) -> None:
     """The gradients are unscaled by what it was."""
-    state, verdict = scale_state(device, 8.0, 1, 1), torch.zeros(3, device=device)
+    state, verdict = scale_state(device, 8.0, 1, 1), torch.zeros(4, device=device)
     stats, zero = torch.ones(1, device=device), torch.zeros((), device=device)
     numbers = torch.zeros(RECORD, dtype=torch.float64, device=device)
     record = Record(numbers, torch.zeros(0, dtype=torch.int64, device=device))
-    decide(
-        Evidence(stats, stats, zero, zero), state.scale, None, state, RULE, record, verdict, backend
-    )
-    assert (state.scale.item(), verdict.tolist()) == (16.0, [0.0, 0.125, 0.125])
+    how = None, state, RULE, NO_SQUARES, record, verdict, backend
+    decide(Evidence(stats, stats, zero, zero), state.scale, *how)
+    assert (state.scale.item(), verdict.tolist()) == (16.0, [0.0, 0.125, 0.125, 0.0])
     stats = stats * INF
-    decide(
-        Evidence(stats, stats, zero, zero), state.scale, None, state, RULE, record, verdict, backend
-    )
+    decide(Evidence(stats, stats, zero, zero), state.scale, *how)
     assert state.scale.item() == 8.0
-    assert numbers.tolist() == [1.0, 1.0, *[0.0] * 3, 0.125, 0.125, 16.0, 1.0, 16.0, *[0.0] * 7]
+    numbers = numbers.tolist()
+    assert numbers == [1.0, 1.0, *[0.0] * 4, 0.125, 0.125, 0.0, 16.0, 1.0, 16.0, *[0.0] * 7]
 
 
 def record_of(device: torch.device, places: list[int]) -> Record:
@@ -489,10 +493,16 @@ def record_of(device: torch.device, places: list[int]) -> Record:
 
 
 def known(record: Record) -> list[float]:
-    """Return the numbers that a decision writes; the count of outliers and their numbers stay."""
-    clean, overflow, fault, outlier, *others = record.numbers.tolist()
-    assert outlier == 103 and others[6:13] == list(range(110, 117))
-    return [clean, overflow, fault, *others[:6], *others[13:]]
+    """Return the numbers that a decision writes; the count of outliers and their numbers stay.
+
+    No optimizer squares here, so that the bound of squares is 0 from the first clean one on.
+    """
+    clean, overflow, fault, outlier, veto, huge, norm, amax, bound, *others = (
+        record.numbers.tolist()
+    )
+    assert (outlier, huge, others[3:10]) == (103, 105, list(range(112, 119)))
+    assert bound == (0.0 if clean > 100 else 108)
+    return [clean, overflow, fault, veto, norm, amax, *others[:3], *others[10:]]
 
 
 def test_the_record_by_hand(device: torch.device, backend: str) -> None:
@@ -502,7 +512,7 @@ def test_the_record_by_hand(device: torch.device, backend: str) -> None:
         {"record": record, "device": device, "backend": backend},
     )
     judge([1.0, 2.0, 3.0], [4.0], scale=0.5, **at)
-    assert known(record) == [101, 101, 102, 104, 4.0, 6.0, 0.5, 108, 109, *range(117, 121)]
+    assert known(record) == [101, 101, 102, 104, 4.0, 6.0, 0.5, 110, 111, *range(119, 123)]
     judge([1.0, 2.0, INF], [9.0], scale=4.0, **at)
     assert known(record) == [101, 102, 102, 104, 4, 6, 4.0, 1.0, 4.0, INF, 0.0, 1.0, INF]
     judge([5.0, 2.0, 3.0], [9.0], scale=8.0, loss_nonfinite=1.0, **at)
@@ -528,9 +538,9 @@ def test_the_record_of_many(device: torch.device, backend: str, names: int) -> N
     torch.testing.assert_close(
         record.numbers[RECORD:].cpu(), expected, rtol=0, atol=0, equal_nan=True
     )
-    counts = [100, 102, 102, 103, 104]
+    counts = [100, 102, 102, 103, 104, 105]
     found = record.numbers[:RECORD].tolist()
-    assert found == [*counts, 105, 106, 1, 1, 1, *range(110, 117)]
+    assert found == [*counts, 106, 107, 108, 1, 1, 1, *range(112, 119)]
 
 
 def test_a_record_of_nothing(device: torch.device, backend: str) -> None:
@@ -540,6 +550,34 @@ def test_a_record_of_nothing(device: torch.device, backend: str) -> None:
     assert judge([], **at) == (0.0, 0.0, 1.0)
     judge([], loss_nonfinite=1.0, scale=2.0, **at)
     assert known(record) == [101, 101, 103, 104, 0.0, 0.0, 2.0, 2.0, 2.0, 0.0, 0.0]
+
+
+EDGE = LARGEST_SQUARE**0.5  # the largest gradient whose square is within the bound
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-10, 2.0**30])
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.75])
+def test_a_gradient_whose_square_leaves_fp32(
+    device: torch.device, backend: str, decay: float, scale: float
+) -> None:
+    """Just below the edge it is clean, just above a skip of its own, after which nothing moves."""
+    edge = EDGE / (1 - decay) ** 0.5
+    for largest, is_huge in ((0.999 * edge, False), (1.001 * edge, True), (INF, False)):
+        record, state = record_of(device, [0]), scale_state(device, 4.0, 1, 0)
+        record.numbers[SQUARES] = 0.0
+        at = {"state": state, "record": record, "device": device, "backend": backend}
+        squares = Squares(decay, 1 - decay)
+        amax = [1.0, largest * scale]
+        skips, _, factor = judge(amax, scale=scale, squares=squares, **at)
+        numbers = record.numbers.tolist()
+        assert (numbers[HUGE], skips) == (105 + is_huge, is_huge or largest == INF)
+        assert factor == 1 / scale
+        assert not is_huge or (state == scale_state(device, 4.0, 1, 0) and numbers[SQUARES] == 0.0)
+        assert (
+            is_huge
+            or largest == INF
+            or numbers[SQUARES] == pytest.approx(0.998 * LARGEST_SQUARE, 1e-3)
+        )
 
 
 MAGNITUDES = st.one_of(
@@ -563,6 +601,7 @@ FLAGS = st.sampled_from([0.0, 0.0, 1.0, 2.0, VETOED, INF])
     st.sampled_from([None, 0.0, 1e-6, 1.0, 3.0, 1e30, INF]),
     st.sampled_from([None, (1.0, 0, 1), (2.0**-24, 1, 0), (2.0**24, 1, 3), (3.0, 0, 2)]),
     st.one_of(st.none(), st.lists(st.integers(-1, 2), max_size=3)),
+    st.sampled_from([NO_SQUARES, Squares(0.75, 0.25), Squares(1.0, 1.0), Squares(0.0, 2.0**20)]),
 )
 def test_the_kernel_decides_like_its_twin(
     amax: list[float],
@@ -573,6 +612,7 @@ def test_the_kernel_decides_like_its_twin(
     max_norm: float | None,
     state: tuple[float, int, int] | None,
     places: list[int] | None,
+    squares: Squares,
 ) -> None:
     """Bit by bit, but for the norm in FP64: summed in another order it may round to the FP32 number
     beside it, and the clip coefficient adds two roundings of its own.
@@ -596,6 +636,7 @@ def test_the_kernel_decides_like_its_twin(
             moved,
             rule,
             record,
+            squares=squares,
             device=AT,
             backend=backend,
         )
@@ -607,7 +648,7 @@ def test_the_kernel_decides_like_its_twin(
     torch.testing.assert_close(torch.tensor(verdict), torch.tensor(other[0]), **close)
     assert moved == other[1]
     torch.testing.assert_close(torch.tensor(numbers), torch.tensor(other[2]), **close)
-    assert numbers[:5] + numbers[6:RECORD] == other[2][:5] + other[2][6:RECORD]
+    assert numbers[:6] + numbers[7:RECORD] == other[2][:6] + other[2][7:RECORD]
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
@@ -616,4 +657,4 @@ def test_what_a_decision_reads_and_writes(
 ) -> None:
     """Gradients' numbers once, and the three flags."""
     judge([1.0] * 1500, [1.0] * 1100, max_norm=max_norm, device=triton_device, backend="triton")
-    assert (traffic.read, traffic.written) == (4 * (1500 + 1100 + 3), 12)
+    assert (traffic.read, traffic.written) == (4 * (1500 + 1100 + 3), 16)

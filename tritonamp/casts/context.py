@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tritonamp.casts import active, dispatch
+from tritonamp.casts.compiled_backward import begins, compilations, leave_autocast
 from tritonamp.casts.tree import from_half, to_half
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.policy import Policy
@@ -84,6 +86,7 @@ class EnabledContext:
         fp32_values: of the model's half tensors.
         observer: whom forwards are reported to; None in copies.
         ranks: the ranks that decide together; None in copies, which decide alone.
+        holdings: what ``sharing`` notes of an enabled model; None in copies.
         casts: whether anything is computed in half.
         device_type: where the parameters are.
         autocast: whether forwards run under torch's autocast, at whose keys the op table is.
@@ -107,6 +110,7 @@ class EnabledContext:
         self.fp32_values = fp32_values
         self.observer = observer
         self.ranks = ranks
+        self.holdings: Any = None
         self.move(device_type)
 
     @contextlib.contextmanager
@@ -170,6 +174,7 @@ class EnabledContext:
     def _traced(self) -> Iterator[None]:
         """Do what ``_enter`` and ``_restore`` do by what torch.compile has graph nodes for."""
         active.tell_dynamo()
+        leave_autocast()
         self._have_rules()
         entry = self._entry
         active.enter(entry.number)
@@ -255,6 +260,9 @@ def _enter(entry: Entry) -> None:
         return
     if not dispatch.registration.libraries:
         context()._have_rules()  # type: ignore[union-attr]
+    # torch.compile may have been imported since, or reset
+    if begins not in compilations.observers and "torch._dynamo" in sys.modules:
+        compilations.observe()
     torch.set_autocast_enabled(device_type, True)
     torch.set_autocast_dtype(device_type, dtype)
     torch.set_autocast_cache_enabled(cache)

@@ -16,6 +16,7 @@ from torch.utils import checkpoint
 
 from tritonamp.casts import batched_norms
 from tritonamp.casts.active import active, checkpointed, enter, leave, process, thread
+from tritonamp.casts.compiled_backward import compilations
 from tritonamp.casts.fused_ops import FUSED
 from tritonamp.casts.linear_losses import LINEAR_LOSSES
 from tritonamp.casts.op_rules import ALSO_WITHOUT_OP_POLICY, Rule
@@ -91,6 +92,7 @@ def release() -> None:
     registration.owners -= 1
     if registration.owners == 0:
         registered.restore_originals()
+        compilations.release()
         for library in registration.libraries:
             # private (torch 2.11 to 2.15): else the kernels stay until the library is collected
             library._destroy()

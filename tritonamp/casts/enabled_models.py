@@ -1,9 +1,10 @@
 """The models of one ``enable``: the dtypes and classes that they get, and how they go back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
+from tritonamp.casts import sharing
 from tritonamp.casts.context import EnabledContext
 from tritonamp.casts.enabled_module import EnabledModule, Fp32Module, NormModule
 from tritonamp.casts.fused_norms import FusedRMSNorm, recipe_of
@@ -40,20 +41,24 @@ class EnabledModels:
         gathered: bool,
     ) -> None:
         self._models = models
+        self._context = context
         self.dtypes = ModelDtypes(context.policy, context.fp32_values, gathered)
         self.fused: list[str] = []
-        for model in models:
-            _make_plain(model)  # a copy of an enabled one has classes of ours
+        for model in models:  # a copy of an enabled one has classes of ours
+            _make_plain(model, lambda context: context.handle is None)
         for front, model in zip(prefixes(models), models, strict=True):
             saved = SavedDtypes(model, context.policy)
             self.dtypes.cast(model, stepped if context.policy.master_weights else ())
             for inner in fp32_modules(model, context.policy):
+                if is_installed(inner):  # an earlier model shares it
+                    continue
                 if is_written_norm(inner) and not context.policy.op_policy:
                     install(inner, NormModule, context, {}, new_number(inner))
                 else:
                     install(inner, Fp32Module, context)
             self._install_norms(model, context, front)
             install(model, EnabledModule, context, saved, signature_of(model.forward), False)
+        sharing.note(context, models, self.dtypes, stepped)
 
     def _install_norms(self, model: nn.Module, context: EnabledContext, front: str) -> None:
         """Have norms that are not torch's give what they get, as one kernel where that is same."""
@@ -74,15 +79,18 @@ class EnabledModels:
         Returns:
             each tensor that is half afterwards, to its FP32 value from before.
         """
+        sharing.forget(self._context)
         fp32_values = self.dtypes.restore()
         for model in self._models:
             flatten_rnns(model)
-            _make_plain(model)
+            # another Amp's models may share frozen modules with these
+            _make_plain(model, lambda context: context is self._context)
         return fp32_values
 
 
-def _make_plain(model: nn.Module) -> None:
-    """Give modules the class that they came with."""
+def _make_plain(model: nn.Module, is_left: Callable[[EnabledContext], bool]) -> None:
+    """Give modules whose context ``is_left`` the class that they came with."""
     for module in model.modules():
-        if "_tritonamp_context" in vars(module):
+        context = vars(module).get("_tritonamp_context")
+        if context is not None and is_left(context):
             uninstall(module)

@@ -139,6 +139,10 @@ class ModelDtypes:
         """Whether any tensor, or its gradient, is of another dtype than it came in."""
         return bool(self._came or self._wide_gradients)
 
+    def changes(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is of another dtype than it came in."""
+        return tensor in self._came
+
     def cast(self, model: nn.Module, stepped: Collection[Tensor]) -> None:
         """Cast the tensors of ``model``.
 

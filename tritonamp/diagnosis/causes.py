@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tritonamp.diagnosis.divergence import Growth
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.skips import NO_STEPS, Cause, Explanation, Skip, Steps, Writer
-from tritonamp.kernels.decide import FAULT, OUTLIER, VETO
+from tritonamp.kernels.decide import FAULT, HUGE, OUTLIER, VETO
 from tritonamp.watched.ops import nonfinite_samples
 
 # times the gradients of the step before: more than a scale that is looking for its level runs into
@@ -41,6 +41,8 @@ def find_cause(
         where = f" on {skip.ranks}" if skip.ranks else ""
         why = f"amp.veto was called with True{where}. {Cause.VETO.advice}"
         return Explanation(skip, Cause.VETO, why)
+    if skip.outcome == HUGE:
+        return _of_squares(skip)
     if skip.outcome == FAULT:
         fault = (
             _in_data(skip, batches)
@@ -64,6 +66,20 @@ def _why_outlier(numbers: Sequence[float]) -> str:
         if value > limit
     ]
     return "; ".join(beyond)
+
+
+def _of_squares(skip: Skip) -> Explanation:
+    """Return the explanation of a skip because squares of gradients would leave FP32."""
+    names = tuple(name for name, amax in skip.amax.items() if skip.is_huge(amax))
+    # where squares of several steps, or of a whole parameter, are added up: the largest
+    names = names or tuple(sorted(skip.amax, key=skip.amax.__getitem__)[-1:])
+    shown = listed([f"{name} ({skip.amax[name] / skip.scale:.2g})" for name in names])
+    where = f" on {skip.ranks}" if skip.ranks else ""
+    reason = (
+        f"the gradients were finite, but so large{where} that FP32 does not hold their squares, "
+        f"which the optimizer keeps: {shown}. {Cause.HUGE.advice}"
+    )
+    return Explanation(skip, Cause.HUGE, reason, names)
 
 
 def _in_steps(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Explanation | None:

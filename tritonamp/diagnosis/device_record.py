@@ -9,7 +9,17 @@ from torch import Tensor
 
 from tritonamp.diagnosis.records import Attached
 from tritonamp.kernels._transfer import upload
-from tritonamp.kernels.decide import AMAX, CLEAN, FAULT, OUTLIER, OVERFLOW, RECORD, VETO, Record
+from tritonamp.kernels.decide import (
+    AMAX,
+    CLEAN,
+    FAULT,
+    HUGE,
+    OUTLIER,
+    OVERFLOW,
+    RECORD,
+    VETO,
+    Record,
+)
 from tritonamp.kernels.device import is_capturing, refuse_capture
 from tritonamp.readback import Readback, Reading
 
@@ -19,6 +29,7 @@ COUNTS = {
     "forward_faults": FAULT,
     "outliers": OUTLIER,
     "vetoes": VETO,
+    "huge_gradients": HUGE,
 }
 """Outcomes of decisions, as states name them, to where they are counted: in front, CLEAN first."""
 _KEPT = AMAX + 1  # numbers in front that a checkpoint holds: counts, norm, largest magnitude

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tritonamp.diagnosis.records import StepRecord
 from tritonamp.diagnosis.skips import Explanation
-from tritonamp.kernels.decide import CLEAN, VETO
+from tritonamp.kernels.decide import CLEAN, NORM
 
 MOST = 1000  # steps
 
@@ -16,7 +16,7 @@ class History:
     def __init__(self) -> None:
         self.records: deque[StepRecord] = deque(maxlen=MOST)  # oldest first
         self.causes: Counter[str] = Counter()  # how many skips had which cause
-        self.counts = [0.0] * (VETO + 1)  # of decisions by outcome, at the last reading
+        self.counts = [0.0] * NORM  # of decisions by outcome, at the last reading
         self.in_a_row = 0  # skips since the last step, as far as each of them was read
         # number of the first of the last steps that a lasting cause skipped; 0: the last was not
         self.since = 0
@@ -52,17 +52,17 @@ class History:
     def update_counts(self, counts: Sequence[float]) -> tuple[int, int]:
         """Take the counts of a reading; return how many are new of steps taken, and skipped."""
         clean, *skips = (int(now - then) for now, then in zip(counts, self.counts, strict=True))
-        if min(clean, *skips) < 0:  # a decision was read, vetoed, and made again
-            self._forget_last()
+        if min(clean, *skips) < 0:  # a decision was read, then vetoed and made again, or given up
+            self._forget_after(min(self.step - 1, int(sum(counts))))
             clean, *skips = (max(n, 0) for n in (clean, *skips))
         self.counts = list(counts)
-        if clean or sum(skips) != 1:  # decisions between were not read
+        if clean or sum(skips) > 1:  # decisions between were not read
             self.in_a_row = 0
         self.in_a_row += sum(skips) > 0
         return clean, sum(skips)
 
-    def _forget_last(self) -> None:
-        if self.records and self.records[-1].step == self.step:
+    def _forget_after(self, step: int) -> None:
+        while self.records and self.records[-1].step > step:
             cause = self.records.pop().cause
             if cause is not None:
                 self.causes[cause] -= 1

@@ -104,7 +104,7 @@ class StepLog:
         self._device_record.cancel_last_reading()
 
     def decided_again(self, rule: ScaleRule) -> None:
-        """Copy the results of the last decision anew: it was undone, and made again."""
+        """Copy the results of the last decision again: it was undone, and perhaps made again."""
         if not self._device_record.is_captured:
             self._device_record.start_reading(Attached(rule, ()), again=True)
 

@@ -9,7 +9,8 @@ import torch
 
 from tritonamp.diagnosis.divergence import Fp32Run, Growth
 from tritonamp.diagnosis.replay.faults import listed
-from tritonamp.kernels.decide import OVERFLOW
+from tritonamp.kernels._squares import LARGEST_SQUARE
+from tritonamp.kernels.decide import HUGE, OVERFLOW
 from tritonamp.names import short
 
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -31,6 +32,7 @@ class Cause(enum.Enum):
     EXHAUSTED = "scale exhausted"
     OUTLIER = "outlier"
     VETO = "veto"
+    HUGE = "huge gradient"
 
     @property
     def advice(self) -> str:
@@ -83,6 +85,11 @@ _ADVICE = {
         "skip_outliers=None takes every step."
     ),
     Cause.VETO: "The loss scale, parameters and optimizer state are as they were.",
+    Cause.HUGE: (
+        "A step would leave inf in the state for ever, and these weights would never move again. A "
+        "lower scale cannot help: look at the batch, and in the backward of the last module named "
+        "for a division by nearly 0."
+    ),
 }
 
 
@@ -126,7 +133,7 @@ NO_STEPS = Steps()
 class Skip(NamedTuple):
     """A skipped step as the device saw it."""
 
-    outcome: int  # FAULT, OVERFLOW, OUTLIER or VETO
+    outcome: int  # FAULT, OVERFLOW, OUTLIER, VETO or HUGE
     step: int  # its number, from 1
     exact: bool  # False: it was that step or one before it, whose numbers were not read
     skipped: int  # how many steps were skipped so far, this one included
@@ -150,6 +157,8 @@ class Skip(NamedTuple):
     @property
     def at_fault(self) -> list[int]:
         """The ranks at fault; none where there is only one rank."""
+        if self.outcome == HUGE:
+            return [rank for rank, largest in self.by_rank.items() if self.is_huge(largest)]
         if self.outcome != OVERFLOW:
             return [rank for rank, nonfinite in self.by_rank.items() if nonfinite]
         return [rank for rank, largest in self.by_rank.items() if not self.is_good(largest)]
@@ -162,6 +171,10 @@ class Skip(NamedTuple):
     def is_good(self, magnitude: float) -> bool:
         """Return whether a scaled gradient of that magnitude is finite, and stays so unscaled."""
         return math.isfinite(magnitude) and magnitude / self.scale <= _FP32_MAX
+
+    def is_huge(self, magnitude: float) -> bool:
+        """Return whether FP32 does not hold the square of that scaled gradient, unscaled."""
+        return (magnitude / self.scale) ** 2 > LARGEST_SQUARE
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

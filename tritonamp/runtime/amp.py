@@ -406,6 +406,7 @@ class Amp:
             - forward_faults: skips because a loss was inf or NaN.
             - outliers: skips by ``skip_outliers``.
             - vetoes: skips by ``veto``.
+            - huge_gradients: skips of finite gradients whose squares FP32 does not hold.
             - last_skip_reason: the cause of the last skip, or None.
             - grad_norm: of the last step that was not skipped.
             - healed: names of modules that compute in FP32 since a fault.

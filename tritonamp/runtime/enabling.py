@@ -20,6 +20,7 @@ from tritonamp.casts.loaded import (
     loaded_dtype,
 )
 from tritonamp.casts.model import fp32_modules
+from tritonamp.casts.sharing import check_shared_tensors
 from tritonamp.checks import (
     check_cast_inputs,
     check_gradients,
@@ -104,6 +105,7 @@ def enable(
     chosen = choose_backend(backend, device)
     for m in models:
         fp32_modules(m, resolved)  # raises for names that match nothing
+    check_shared_tensors(models, resolved, optimizers)
     check_cast_inputs(models, resolved)
     check_half_dtypes(half, resolved)
     check_own_memory(half, resolved)

@@ -63,6 +63,7 @@ class Decider:
         self._forwards = forwards
         self._ranks = ranks
         self._turns = itertools.count()
+        pending.on_given_up = self._give_up
 
     def judge(
         self, w: MasterWeights, decisions: Sequence[Decision], undoable: bool = False
@@ -108,6 +109,17 @@ class Decider:
         for decision in reversed(decisions):
             if decision.undo():
                 self._log.undo()
+
+    def _give_up(self, decisions: Sequence[Decision]) -> None:
+        """Take back early decisions to step, whose gradients the user has cleared.
+
+        Those to skip stay: what they say of the loss scale is true, and a loop that drops batches
+        with a norm that is not finite would never see a lower one.
+        """
+        skip = found_inf_of(decisions)
+        for decision in sorted(decisions, key=lambda decision: decision.turn, reverse=True):
+            decision.give_up(skip)
+        self._log.decided_again(decisions[-1].scaler.rule)
 
     def veto(self, flag: bool | Tensor) -> None:
         """Have all optimizers that a loss feeds skip where ``flag``, a bool or 0-d, is True.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.distributed.ranks import Ranks
+from tritonamp.kernels._squares import NO_SQUARES, OF_ANY_MEAN, squares_of
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.decide import CLEAN, DECIDE, VETOED, Evidence, Record, decide
 from tritonamp.kernels.grad_stats import grad_stats
@@ -27,6 +28,8 @@ class Phase(Enum):
         OPEN     --decide--> DECIDED --answer--> ANSWERED
         DECIDED  --the step raised, or a veto: undo--> REOPENED --decide--> DECIDED
         any      --the last optimizer that waited has stepped, or was cleared--> over
+
+    One that is over without a step or skip was given up: a decision to step is taken back.
     """
 
     OPEN = "further micro-batches may join it"
@@ -44,10 +47,10 @@ class Undo:
     def __bool__(self) -> bool:
         return len(self._before) > 0
 
-    def __call__(self) -> None:
-        """Put the tensors back, once."""
+    def __call__(self, unless: Tensor | None = None) -> None:
+        """Put the tensors back, once; not where the flag ``unless``, 0-d, is not 0."""
         for tensor, value in self._before:
-            tensor.copy_(value)
+            tensor.copy_(value if unless is None else torch.where(unless != 0, tensor, value))
         self._before.clear()
 
 
@@ -94,8 +97,8 @@ class Decision:
         self.blocks = 0
         self.zeroed: set[MasterWeights] = set()
         self.max_norm: float | None = None
-        self._verdict = scale.new_empty(3)  # what ``decide`` writes, in one piece
-        self.found_inf, self.norm, self.grad_scale = self._verdict.unbind()
+        self._verdict = scale.new_empty(4)  # what ``decide`` writes, in one piece
+        self.found_inf, self.norm, self.grad_scale, self._flag = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
         # valid until the next grad_stats of the same optimizer
         self._stats: dict[MasterWeights, Stats] = {}
@@ -135,9 +138,10 @@ class Decision:
         verdict = torch.zeros_like(self._verdict)
         flag, rule = self.loss_nonfinite, self.scaler.rule
         stats = self._stats_of(weights, None)
-        decide(
-            Evidence(*stats, flag, flag), self.scale, None, None, rule, None, verdict, self._backend
-        )
+        evidence = Evidence(*stats, flag, flag)
+        # squares are judged with the gradients of all optimizers, later
+        how = None, None, rule, NO_SQUARES, None, verdict, self._backend
+        decide(evidence, self.scale, *how)
         self._keep_stats(weights, stats)
         earlier = self._found_earlier
         found = verdict[0]
@@ -194,12 +198,15 @@ class Decision:
         state = self.scaler.scale_state if self.moves_scale and not apart else None
         evidence = Evidence(amax, square_sum, flag, earlier)
         rule = self.scaler.rule
-        decide(evidence, self.scale, max_norm, state, rule, record, self._verdict, self._backend)
+        # stages of a pipeline do not know the optimizers of others, and decide alike
+        squares = OF_ANY_MEAN if ranks.staged else squares_of(w.optimizer for w in self.waiting)
+        how = max_norm, state, rule, squares, record, self._verdict, self._backend
+        decide(evidence, self.scale, *how)
         if apart:
             self.scaler.note_amax(amax)
-            self.scaler.move_scale(self.found_inf, flag)
+            self.scaler.move_scale(self.found_inf, self._flag)
         if not self.moves_scale:
-            self.scaler.note_flag(flag)
+            self.scaler.note_flag(self._flag)
             for weights in self.waiting:
                 self.scaler.record_decision(weights.optimizer, self.found_inf, amax)
         self.phase = Phase.DECIDED
@@ -221,6 +228,10 @@ class Decision:
         if moved:
             self.phase = Phase.REOPENED
         return moved
+
+    def give_up(self, skip: Tensor) -> None:
+        """Put scale and record back, since no step follows; not after a ``skip``, 0-d, not 0."""
+        self._undo(unless=skip)
 
     def drop_copies(self) -> None:
         """Drop the copies: an optimizer has stepped or skipped."""

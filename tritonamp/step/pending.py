@@ -1,7 +1,7 @@
 """Pending decisions: a loss opens one, and it ends when all its optimizers have stepped."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,12 @@ class PendingDecisions:
         scaler: the scaler that the user may drive himself, in a ``torch.amp`` loop.
         weights: optimizer to its master weights.
         ranks: the processes that train together; sharded ones may hold back gradients.
+
+    Attributes:
+        on_given_up: called with decisions that are over though no optimizer has stepped or skipped.
     """
+
+    on_given_up: Callable[[Sequence[Decision]], None]
 
     def __init__(
         self,
@@ -124,14 +129,15 @@ class PendingDecisions:
 
     def _end_zeroed(self, weights: list[MasterWeights]) -> None:
         """End decisions whose gradients the user has cleared, by the optimizer or by the model."""
-        for decision in [d for d in self._decisions if d.blocks == 0]:
-            for w in weights:
-                # FSDP2 hides gradients of micro-batches that it does not synchronise, and some
-                # schedules of pipelines make those of weights later
-                hidden = self._ranks.gathered or self._ranks.staged
-                gone = not (hidden or w.has_gradients())
-                if w in decision.waiting and (w in decision.zeroed or gone):
-                    self.leave_decisions(w, [decision])
+        for w in weights:
+            waited = [d for d in self._decisions if d.blocks == 0 and w in d.waiting]
+            # FSDP2 hides gradients of micro-batches that it does not synchronise, and some
+            # schedules of pipelines make those of weights later
+            hidden = self._ranks.gathered or self._ranks.staged
+            if waited and (hidden or w.has_gradients()):
+                waited = [d for d in waited if w in d.zeroed]
+            if waited:
+                self.leave_decisions(w, waited)
 
     def zeroed(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clear the gradients of the model's half parameters: the user clears the optimizer's.
@@ -141,11 +147,14 @@ class PendingDecisions:
         w = self._weights[optimizer]
         w.zero_grad(set_to_none)
         self._vetoes.pop(w, None)
+        over = []
         for decision in [d for d in self._decisions if w in d.waiting]:
             if decision.moves_scale and not decision.is_decided:
                 decision.zeroed.add(w)  # its backward may still come
             else:
-                self.leave_decisions(w, [decision])
+                over.append(decision)
+        if over:
+            self.leave_decisions(w, over)
 
     @property
     def is_in_backward(self) -> bool:
@@ -252,6 +261,9 @@ class PendingDecisions:
 
     def leave_decisions(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Remove ``w``, whose gradients are used, from its decisions; end those without others."""
+        given_up = [d for d in decisions if d.can_be_undone and d.waiting == [w]]
+        if given_up:
+            self.on_given_up(given_up)
         w.clear()
         self._vetoes.pop(w, None)
         self._remove(w, decisions)

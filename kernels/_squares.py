@@ -1,0 +1,78 @@
+"""How large the squares of gradients may become in an optimizer's FP32 state."""
+
+import ctypes
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+# below bfloat16's largest number, which is below FP32's: state="bf16" may round up
+LARGEST_SQUARE = 3.37e38
+
+_SUM, _NORM = "sum", "norm"
+# Name of an optimizer's class: the key of a group's decay of squares. _SUM: the squares are added
+# up. _NORM: those of a whole parameter are, before they decay.
+_DECAYS = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "SparseAdam", "FusedLAMB"), "betas"),
+    **dict.fromkeys(("Adagrad", "FusedAdagrad"), _SUM),
+    **dict.fromkeys(("Adafactor", "FusedNovoGrad"), _NORM),
+    "RMSprop": "alpha",
+    "Adadelta": "rho",
+}
+
+
+class Squares(NamedTuple):
+    """How a bound of all squares in an optimizer's state moves: ``keep * bound + gain * amax^2``.
+
+    Both are FP32 values. A ``gain`` of 0: the optimizer does not square its gradients.
+    """
+
+    keep: float
+    gain: float
+
+
+NO_SQUARES = Squares(0.0, 0.0)
+OF_ANY_MEAN = Squares(0.0, 1.0)  # a mean is not above the largest square, whatever its decay
+
+
+def squares_of(optimizers: Iterable[Optimizer]) -> Squares:
+    """Return the numbers of a bound that holds for all ``optimizers``.
+
+    They are known by the name of their class, or of a class that it is derived from. Others are
+    taken for optimizers that do not square their gradients.
+    """
+    found = NO_SQUARES
+    for optimizer in optimizers:
+        key = _key_of(type(optimizer))
+        if key is None:
+            continue
+        for group in optimizer.param_groups:
+            squares = _of_group(key, group)
+            if found is NO_SQUARES:
+                found = squares
+            elif squares != found:
+                found = Squares(max(found.keep, squares.keep), max(found.gain, squares.gain))
+    return found
+
+
+@functools.cache
+def _key_of(kind: type) -> str | None:
+    names = (base.__name__ for base in kind.__mro__)
+    return next((_DECAYS[name] for name in names if name in _DECAYS), None)
+
+
+def _of_group(key: str, group: dict[str, Any]) -> Squares:
+    if key == _SUM:
+        return Squares(1.0, 1.0)
+    if key == _NORM:
+        return Squares(0.0, float(max((p.numel() for p in group["params"]), default=1)))
+    decay = group["betas"][1] if key == "betas" else group[key]
+    # a tensor on a device is not read: the host would wait
+    return OF_ANY_MEAN if isinstance(decay, Tensor) else _of_decay(decay)
+
+
+@functools.cache
+def _of_decay(decay: float) -> Squares:
+    return Squares(ctypes.c_float(decay).value, ctypes.c_float(1.0 - decay).value)

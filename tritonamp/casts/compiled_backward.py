@@ -1,0 +1,82 @@
+"""Backwards that torch.compile makes run without autocast, as those of eager forwards do.
+
+By itself torch takes the autocast state around the call that compiles. Inside of an enabled
+forward, or of ``with amp.autocast():``, the backward of what is FP32 on purpose would be half then.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tritonamp.casts.active import thread
+
+_STOCK = "same_as_forward"
+
+
+class _Compilations:
+    """The compilations of this process, which torch makes one at a time.
+
+    Attributes:
+        observers: torch's list of what it calls as one begins; ``torch.compiler.reset`` empties
+            this very list.
+    """
+
+    def __init__(self) -> None:
+        self.observers: list[Callable[[Any], None]] = []
+        self._changed: Any = None  # torch's settings, while a compilation runs with another one
+
+    def observe(self) -> None:
+        """Have torch call ``begins`` and ``_ends``, once torch._dynamo is imported."""
+        handler: Any = getattr(sys.modules["torch._dynamo"], "callback_handler", None)
+        if handler is not None:  # else another thread is importing it
+            handler.register_start_callback(begins)
+            handler.register_end_callback(_ends)
+            self.observers = handler.start_callbacks
+
+    def release(self) -> None:
+        """Leave torch as it was."""
+        if begins in self.observers:
+            handler: Any = sys.modules["torch._dynamo"].callback_handler
+            handler.remove_start_callback(begins)
+            handler.remove_end_callback(_ends)
+
+    def leave_autocast(self) -> None:
+        """Have the present one make a backward without autocast."""
+        # private, and the same from torch 2.11 to 2.15: nothing public says it
+        config: Any = sys.modules["torch._functorch.config"]
+        if config.backward_pass_autocast == _STOCK:  # else it is a setting of the user's
+            config.backward_pass_autocast = "off"
+            self._changed = config
+
+    def restore(self) -> None:
+        """Put torch's setting back."""
+        if self._changed is not None:
+            self._changed.backward_pass_autocast = _STOCK
+            self._changed = None
+
+
+compilations = _Compilations()
+
+
+def begins(_: Any) -> None:
+    """Note that a compilation begins, in the thread that has called the function."""
+    if thread.live():
+        compilations.leave_autocast()
+
+
+def _ends(_: Any) -> None:
+    compilations.restore()
+
+
+def leave_autocast() -> None:
+    """Do so for a forward that torch.compile traces, wherever it was called.
+
+    To torch.compile a constant, which it asks for while it traces.
+    """
+    if begins not in compilations.observers:
+        compilations.observe()
+    compilations.leave_autocast()
+
+
+# see active.tell_dynamo
+leave_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
