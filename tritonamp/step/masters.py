@@ -199,6 +199,15 @@ class Masters:
                     f"{master.device}: move the model to its device before tritonamp.enable"
                 )
 
+    def unlike(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the half parameters, and in how many elements each is not its rounded master.
+
+        Those with writes that ``refresh`` takes over are left out.
+        """
+        found = {p: self._fp32_values.unlike(p) for p in self.copies().values()}
+        known = {p: count for p, count in found.items() if count is not None}
+        return list(known), list(known.values())
+
     # after the step
 
     def write_back(self, backend: str) -> None:

@@ -23,6 +23,7 @@ from tritonamp.scaler import GradScaler
 from tritonamp.step.decider import Decider, found_inf_of
 from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.fused import FusedStep
+from tritonamp.step.idle import IdleSteps
 from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload
 from tritonamp.step.outcomes import StepOutcomes
@@ -80,6 +81,7 @@ class Stepper:
         self._ranks = ranks
         self._respond = respond
         self._fused: dict[Optimizer, FusedStep | None] = {}
+        self._idle = IdleSteps()
 
     # between backward and step
 
@@ -173,6 +175,8 @@ class Stepper:
         w = self.weights[optimizer]
         decisions = self.pending.decisions_of(optimizer, moves_scale=not by_scaler)
         if not decisions:
+            tried = sum(outcomes.tried for outcomes in self.outcomes.values())
+            self._idle.note(w, tried)
             return None
         # early decisions stay as they are where the step raises: the user has their norm, or flag
         undecided = [d for d in decisions if not d.is_decided]
