@@ -135,7 +135,7 @@ class ClippedGradients:
         totals.append((total, largest))
         del totals[:-3]
         norms, sizes = zip(*totals, strict=True)
-        same = _common(norms, 5e-4, at_least=2)
+        same = _common(norms, 1e-3, at_least=2)
         if same is None or not _TINY <= same <= scale * _FAR_BELOW:
             return "", []
         changes = len(sizes) == 3 and max(sizes) > 1.01 * min(sizes)

@@ -1,4 +1,4 @@
-"""Half weights that are not their rounded FP32 masters: somebody wrote to one side through ``.data``.
+"""Half weights that are unlike their rounded FP32 masters: one side was written through ``.data``.
 
 torch counts no writes through ``.data``, so that the other side does not follow. What was written
 into a half weight is gone after the next step, which rounds the master into it.
