@@ -102,7 +102,11 @@ class ClippedGradients:
             grads: dense gradient of each.
             scale: 0-d, the loss scale that the gradients carry.
         """
-        pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g.numel()]
+        pairs = [
+            (p, g)
+            for p, g in zip(params, grads, strict=True)
+            if g.numel() and g.is_floating_point()
+        ]
         numbers = [_numbers(p.detach(), g.detach()).to(scale.device) for p, g in pairs]
         self._looks.start(
             torch.cat([scale.double().reshape(1), *numbers]), (key, [p for p, _ in pairs])
@@ -174,12 +178,15 @@ def _numbers(param: Tensor, grad: Tensor) -> Tensor:
         (part == high).sum(),
         (part == low).sum(),
         (part != 0).sum(),
-        torch.linalg.vector_norm(grad, dtype=torch.float32),
-        torch.linalg.vector_norm(param, dtype=torch.float32),
+        *(torch.linalg.vector_norm(x, dtype=_wide(x.dtype)) for x in (grad, param)),
     )
     rows = ratios if grad.dim() > 1 else ratios[:0]
     filled = torch.nn.functional.pad(rows, (0, _ROWS - len(rows)), value=math.nan)
     return torch.cat([torch.stack([x.double() for x in numbers]), filled.double()])
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _mark(found: Mapping[Tensor, _Gradient], most: float) -> tuple[str, list[Tensor]] | None:

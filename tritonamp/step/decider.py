@@ -78,6 +78,7 @@ class Decider:
         """Decide on the gradients of one optimizer, and of all others that its losses feed."""
         w.refresh()
         if self._unseen.is_due(w, decisions[0].scale.device):
+            w.check_dtypes()
             self._unseen.look(*w.unlike())
         gradients = w.gradients()
         for decision in decisions:

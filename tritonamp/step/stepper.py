@@ -234,11 +234,14 @@ class Stepper:
         self._finish_step(w, decisions)
 
     def _step_by_itself(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
-        """Run the own step of an optimizer that cannot skip on the device: one host read."""
+        """Run the own step of an optimizer that cannot skip on the device: one host read.
+
+        The user's hooks run at a skip, too, as those of optimizers that skip on the device.
+        """
         # ranks would have to decide again together, and the others may not have failed
         judged = self.decider.judge(w, decisions, undoable=not self._ranks.several)
         if bool(judged.found_inf):
-            self._finish_step(w, decisions)
+            _as_torch_runs_it(lambda _: self._finish_step(w, decisions), w.optimizer)
             return
         if judged.grad_scale is not None:
             decisions[0].unscale(w)
