@@ -28,6 +28,7 @@ from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload
 from tritonamp.step.outcomes import StepOutcomes
 from tritonamp.step.pending import PendingDecisions
+from tritonamp.step.plain_backwards import PlainBackwards
 from tritonamp.step.rules import rule_of
 from tritonamp.step.small_state import state_format
 
@@ -52,6 +53,7 @@ class Stepper:
     Attributes:
         weights, pending, decider, asleep, offload, around_step: as above.
         outcomes: step outcomes by optimizer.
+        plain_backwards: notes backwards of losses that were not scaled.
     """
 
     def __init__(
@@ -82,6 +84,8 @@ class Stepper:
         self._respond = respond
         self._fused: dict[Optimizer, FusedStep | None] = {}
         self._idle = IdleSteps()
+        watched = (p for w in weights.values() if policy.scales_loss for p in w.parameters())
+        self.plain_backwards = PlainBackwards(watched, pending.is_scaled)
 
     # between backward and step
 
@@ -178,6 +182,7 @@ class Stepper:
             tried = sum(outcomes.tried for outcomes in self.outcomes.values())
             self._idle.note(w, tried)
             return None
+        self.plain_backwards.check()
         # early decisions stay as they are where the step raises: the user has their norm, or flag
         undecided = [d for d in decisions if not d.is_decided]
         fused = self._fused_step_of(optimizer)
