@@ -309,7 +309,7 @@ class GradScaler(torch.amp.GradScaler):
         Private: GradScaler of torch 2.11 to 2.15 calls it from ``unscale_`` and, to check only,
         with ``allow_fp16``, from ``step``.
         """
-        if not allow_fp16 and _can_widen(optimizer):
+        if not allow_fp16 and keeps_masters(optimizer):
             optimizer._widen_gradients()  # type: ignore[attr-defined]
         grads = _grads(optimizer)
         if not allow_fp16 and any(g.dtype is torch.float16 for g in grads):
@@ -442,7 +442,7 @@ class GradScaler(torch.amp.GradScaler):
         """Move the scale after the steps of this iteration, or set it to ``new_scale``."""
         if not self._enabled:
             return
-        for optimizer in filter(_can_widen, self._memories):
+        for optimizer in filter(keeps_masters, self._memories):
             optimizer._narrow_gradients()  # type: ignore[attr-defined]  # where nothing has stepped
         if new_scale is not None:
             super().update(new_scale)
@@ -550,8 +550,11 @@ def _memories_of_gradients() -> "weakref.WeakKeyDictionary[Optimizer, Memory]":
     return weakref.WeakKeyDictionary()
 
 
-def _can_widen(optimizer: Any) -> bool:
-    """Return whether half gradients can become FP32 ones: the optimizer keeps FP32 masters."""
+def keeps_masters(optimizer: Any) -> bool:
+    """Tell whether the optimizer keeps FP32 masters of half parameters, as ``optim``'s do.
+
+    Half gradients can become FP32 ones then.
+    """
     return hasattr(optimizer, "_widen_gradients")
 
 

@@ -27,6 +27,12 @@ OWN = (
     "step 17 skipped",
     "is enabled already",
     "gradients of a plain",
+    "gradients while they still carry",
+    "steps on bare half weights",
+    "found no gradient",
+    "half values are not those",
+    "a plain loss.backward() has added",
+    "expected a call that keeps the dtypes",
 )  # no programs: their README has
 PROGRAMS = [page for page in SECTIONS if not page.title.startswith(OWN)]
 
@@ -300,6 +306,69 @@ def test_each_cause_of_a_skip_is_found(cause: Cause) -> None:
 def anchor(title: str) -> str:
     """The fragment that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def clamp(amp: tritonamp.Amp, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    amp.backward(model(torch.randn(8, 8)).square().mean())
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.clamp_(-1, 1)
+    optimizer.step()
+
+
+def step_on_halves(amp: tritonamp.Amp, model: nn.Module, optimizer: Any) -> None:
+    amp.disable()
+    with tritonamp.enable(model, level="O2"):
+        model(torch.randn(8, 8)).square().mean().backward()
+        optimizer.step()
+
+
+def step_without_gradients(amp: tritonamp.Amp, model: nn.Module, optimizer: Any) -> None:
+    for _ in range(3):
+        optimizer.step()
+
+
+def write_data(amp: tritonamp.Amp, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        param.data.clamp_(-0.01, 0.01)
+    amp.backward(model(torch.randn(8, 8)).square().mean())
+    optimizer.step()
+
+
+def mix_backwards(amp: tritonamp.Amp, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(8, 8)).square().mean().backward()
+    amp.backward(model(torch.randn(8, 8)).square().mean())
+    optimizer.step()
+
+
+def cast(amp: tritonamp.Amp, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.double()
+
+
+@pytest.mark.parametrize(
+    ("program", "title"),
+    [
+        (clamp, "gradients while they still carry the loss scale"),
+        (step_on_halves, "steps on bare half weights"),
+        (step_without_gradients, "found no gradient 3 times"),
+        (write_data, "half values are not those"),
+        (mix_backwards, "a plain loss.backward() has added"),
+        (cast, "expected a call that keeps the dtypes"),
+    ],
+)
+def test_what_is_warned_of_leads_to_its_section(
+    program: Callable[..., None], title: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    said = ""
+    with tritonamp.enable(model, optimizer, level="O2") as amp:
+        try:
+            program(amp, model, optimizer)
+        except RuntimeError as error:
+            said = str(error)
+    (page, *_) = find(said or caplog.messages[-1], SECTIONS)
+    assert page.title.startswith(title)
 
 
 def test_links_lead_to_files_and_headings() -> None:

@@ -321,3 +321,55 @@ def test_the_watch_costs_an_enabled_step_no_wrapper(
         loop.backward()
         loop.optimizer.step()
     assert len(wrapped) == 1
+
+
+LATE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": torch.optim.SGD,
+    "RMSprop": torch.optim.RMSprop,
+}
+
+
+@pytest.mark.parametrize("optimizer", LATE)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_an_optimizer_on_bare_half_weights(
+    level: str, dtype: torch.dtype, optimizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 4)
+    with tritonamp.enable(model, level=level, dtype=dtype):
+        later = LATE[optimizer](model.parameters(), lr=1e-3)
+        for _ in range(2):
+            model(X).square().mean().backward()
+            later.step()
+    (message,) = (m for m in caplog.messages if "half weights" in m)
+    line = f"{optimizer}.step() at {os.path.abspath(__file__)}:"
+    assert message.startswith(line) and "the optimizer was not given" in message
+    # the advice, as it is printed
+    model = nn.Linear(4, 4)
+    given = LATE[optimizer](model.parameters(), lr=1e-3)
+    with tritonamp.enable(model, given, level="O2") as amp:
+        before = [p.clone() for p in amp.master_params()]
+        amp.backward(model(X).square().mean())
+        given.step()
+        assert not any(map(torch.equal, before, amp.master_params()))
+    assert len([m for m in caplog.messages if "half weights" in m]) == 1
+
+
+def ours(params: Any) -> torch.optim.Optimizer:
+    return tritonamp.optim.AdamW(params, lr=1e-3)  # keeps masters in its state
+
+
+@pytest.mark.parametrize(
+    ("level", "make_optimizer"),
+    [("O0", torch.optim.AdamW), ("O1", torch.optim.AdamW), ("O2", ours), ("O3", ours)],
+)
+def test_an_optimizer_that_has_fp32_values(
+    level: str, make_optimizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 4)
+    with tritonamp.enable(model, level=level):
+        later = make_optimizer(model.parameters())
+        model(X).square().mean().backward()
+        later.step()
+    assert [m for m in caplog.messages if ".step()" in m] == []

@@ -338,7 +338,10 @@ def test_bytes_over_the_bus(
     state: str,
     expected: Callable[[int, int], int],
 ) -> None:
-    """Masters and moments once in each direction, in a step that is skipped, too."""
+    """Masters and moments once in each direction, in a step that is skipped, too.
+
+    After the first four steps, in which numbers for warnings are copied to the host.
+    """
     moved = {"send": 0, "fetch": 0}
     for name in moved:
         original = getattr(fake_cuda, name)
@@ -360,7 +363,7 @@ def test_bytes_over_the_bus(
         return found
 
     nbytes = expected(72 + 12 + 36 + 3, 24)
-    runs = [Run("cuda", on, kind, state=state, backend="eager").steps(2) for on in (False, True)]
+    runs = [Run("cuda", on, kind, state=state, backend="eager").steps(4) for on in (False, True)]
     assert sum(x.nbytes for x in host_tensors(runs[1])) == nbytes
     for bad in (False, True):
         plain, offloaded = (of_a_step(run, bad) for run in runs)

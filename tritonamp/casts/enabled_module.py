@@ -13,6 +13,7 @@ from tritonamp.casts.context import EnabledContext, restored
 from tritonamp.casts.gathered import wide_weights
 from tritonamp.casts.inputs import Signature, cast_arguments, signature_of, wanted_names
 from tritonamp.casts.methods import entered_methods
+from tritonamp.casts.model import refuse_cast
 from tritonamp.casts.norm_results import Followers, like_given
 from tritonamp.casts.pickled import with_values
 from tritonamp.casts.saved import SavedDtypes, changed_values, named_tensors, pretrained_members
@@ -239,9 +240,14 @@ class EnabledModule(_WithForward):
     # private, but what subclasses in torch itself override (RNNBase): ``to``, ``cuda`` and the like
     # all end here, from torch 2.11 to 2.15
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Follow ``to``, ``cuda``, ``cpu`` of the module, or of modules around it."""
+        """Follow ``to``, ``cuda``, ``cpu`` of the module, or of modules around it.
+
+        Raises:
+            RuntimeError: ``fn`` would change dtypes, as ``half``, ``float`` and ``double`` do.
+        """
         context = self._tritonamp
         context.fp32_values.asleep.check_training()  # gradients would come along
+        refuse_cast(self, fn)
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         for param in self.parameters():  # type: ignore[attr-defined]
             context.move(param.device.type)

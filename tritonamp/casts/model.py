@@ -1,10 +1,14 @@
 """Which modules of a model stay FP32, and how its tensors change their dtype in place."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from tritonamp.casts.norm_layers import is_norm, kept_modules
 from tritonamp.kernels._shards import is_sharded, set_local
+from tritonamp.names import short
 from tritonamp.policy import Policy
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
@@ -79,3 +83,17 @@ def flatten_rnns(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
+
+
+def refuse_cast(module: Any, fn: Callable[[Tensor], Any]) -> None:
+    """Raise RuntimeError if ``fn`` changes a dtype that tensors of an enabled module have."""
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    for dtype, device in dict.fromkeys((t.dtype, t.device) for t in tensors):
+        to = getattr(fn(torch.empty(0, dtype=dtype, device=device)), "dtype", dtype)
+        if to is not dtype:
+            raise RuntimeError(
+                f"{type(module).__name__} is enabled: expected a call that keeps the dtypes of its "
+                f"weights, got one that makes {short(dtype)} ones {short(to)}, as half(), float(), "
+                "double(), bfloat16() and to(dtype) do. The level decides on dtypes: call "
+                "tritonamp.enable with another level or dtype, or amp.disable() before the cast"
+            )

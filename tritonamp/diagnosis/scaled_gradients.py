@@ -2,7 +2,7 @@
 
 Of gradients that are 65536 times too large a clip to norm 1 leaves a 65536th of what was meant, and
 training stands still without an error. An optimizer that was not handed over steps 65536 times too
-far.
+far, or, where no optimizer was, on half weights without masters.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritonamp.class_swap import is_installed
-from tritonamp.watched.frames import Role, outwards
+from tritonamp.scaler import keeps_masters
+from tritonamp.watched.frames import outwards, user_line
 
 logger = logging.getLogger("tritonamp")
 
@@ -34,14 +35,18 @@ class ScaledGradients:
 
     ``params`` gives the tensors whose gradients carry the loss scale now, and their masters;
     ``left_out`` the models' parameters with gradients that no enabled optimizer holds: what
-    ``amp.backward`` has added there is never unscaled.
+    ``amp.backward`` has added there is never unscaled; ``halves`` the models' half parameters.
     """
 
     def __init__(
-        self, params: Callable[[], Iterable[Tensor]], left_out: Callable[[], Iterable[Tensor]]
+        self,
+        params: Callable[[], Iterable[Tensor]],
+        left_out: Callable[[], Iterable[Tensor]],
+        halves: Callable[[], Iterable[Tensor]],
     ) -> None:
         self._params = params
         self._left_out = left_out
+        self._halves = halves
         self._has_warned = False
         self._has_warned_of_step = False
 
@@ -49,40 +54,50 @@ class ScaledGradients:
         """Warn, once, where torch's ``function`` is to clip some of them, by ids of tensors."""
         if self._has_warned or not any(id(param) in given for param in self._params()):
             return
-        self._has_warned = True
+        self.is_news()
         logger.warning(
             "torch.nn.utils.%s%s is given gradients that still carry the loss scale, so it leaves "
             "next to nothing of them: call amp.clip_grad_norm_(max_norm) in its place, or "
             "amp.unscale_() before it",
             function.__name__,
-            _user_line(),
+            user_line(),
         )
 
+    def is_news(self) -> bool:
+        """Tell whether nothing was said of clipping yet; from now on something was."""
+        was_silent, self._has_warned = not self._has_warned, True
+        return was_silent
+
     def warn_if_stepped(self, optimizer: Optimizer) -> None:
-        """Warn, once, where an optimizer that is not enabled is about to step on some of them."""
+        """Warn, once, where an optimizer that is not enabled is about to step on some of them.
+
+        A step on half weights is warned of with any gradients, unless the optimizer keeps masters.
+        """
         if self._has_warned_of_step:
             return
         given = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        scaled = (*self._params(), *self._left_out())
-        if not any(id(param) in given for param in scaled):
+        if any(id(param) in given for param in (*self._params(), *self._left_out())):
+            text = _SCALED
+        elif not keeps_masters(optimizer) and any(id(p) in given for p in self._halves()):
+            text = _BARE
+        else:
             return
         self._has_warned_of_step = True
-        logger.warning(
-            "%s.step()%s is given gradients that carry the loss scale, but the optimizer is not "
-            "one of those given to tritonamp.enable: nothing unscales them, nor skips. Hand over "
-            "every optimizer of the model, tritonamp.enable(model, [optimizer, other]), and do not "
-            "make another one later",
-            type(optimizer).__name__,
-            _user_line(),
-        )
+        logger.warning(text, type(optimizer).__name__, user_line())
 
 
-def _user_line() -> str:
-    """Return " at FILE:LINE" of the user's innermost frame."""
-    for frame, role in outwards(sys._getframe(1)):
-        if role is Role.USER:
-            return f" at {frame.f_code.co_filename}:{frame.f_lineno}"
-    return ""
+_SCALED = (
+    "%s.step()%s is given gradients that carry the loss scale, but the optimizer is not one of "
+    "those given to tritonamp.enable: nothing unscales them, nor skips. Hand over every optimizer "
+    "of the model, tritonamp.enable(model, [optimizer, other]), and do not make another one later"
+)
+_BARE = (
+    "%s.step()%s steps on bare half weights, since the optimizer was not given to "
+    "tritonamp.enable: small updates are rounded away, and an eps of 1e-8 is 0 in float16, which "
+    "makes weights NaN. Make the optimizer before enable and hand it over, amp = "
+    'tritonamp.enable(model, optimizer, level="O2"), and call amp.backward(loss) in the place of '
+    "loss.backward()"
+)
 
 
 class _Watched:
@@ -138,7 +153,7 @@ def _warning_first(
 
 
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Look at the gradients of an optimizer that is not enabled; torch's hook on all steps.
+    """Look at what an optimizer that is not enabled steps on; torch's hook on all steps.
 
     A GradScaler that steps for it has unscaled them.
     """

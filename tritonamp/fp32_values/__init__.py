@@ -14,6 +14,7 @@ from tritonamp.fp32_values.packed import PackedValue
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._facts import addresses, versions
 from tritonamp.kernels._inference import leaves_inference_mode
+from tritonamp.kernels._shards import to_local
 from tritonamp.kernels.cast import fp32_value, rounds_to
 
 
@@ -152,6 +153,23 @@ class Fp32Values:
         for half in halves if changed else ():
             self.get(half)
         return changed
+
+    def unlike(self, half: Tensor) -> Tensor | None:
+        """Return how many elements of a half tensor are not its rounded FP32 value, 0-d.
+
+        That happens where somebody has written to either side through ``.data``.
+
+        Returns:
+            None where a write that torch has counted is to be taken over, or the value is lent.
+        """
+        i = self._index[half]
+        value = self._values[i]
+        counted = half._version != self._versions[i] or value._version != self._value_versions[i]
+        if counted or half in self._lent or value.device != half.device:
+            return None
+        rounded, half = to_local(value.detach()).to(half.dtype), to_local(half.detach())
+        # a NaN is unlike itself
+        return ((rounded != half) & ((rounded == rounded) | (half == half))).sum()
 
     def _update(self, i: int) -> None:
         """Give value number i what its half tensor holds, where it rounds to anything else."""

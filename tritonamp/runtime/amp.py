@@ -708,6 +708,7 @@ class Amp:
             weights.restore_groups()
             if self._parts.stepper.offload is not None:
                 self._parts.stepper.offload.return_state(optimizer)
+        self._parts.stepper.plain_backwards.remove()
         self._parts.ranks.detach()
         changed = self._parts.enabled_models.dtypes.has_changed
         fp32_values = self._parts.enabled_models.disable()

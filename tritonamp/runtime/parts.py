@@ -18,11 +18,13 @@ from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.past_forward import FirstLoss
 from tritonamp.class_swap import install
 from tritonamp.diagnosis.batches import Forwards
+from tritonamp.diagnosis.clipping import ClippedGradients
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.response import Response
 from tritonamp.diagnosis.scaled_gradients import ScaledGradients
 from tritonamp.diagnosis.skips import Writer
+from tritonamp.diagnosis.unseen_writes import UnseenWrites
 from tritonamp.distributed.fsdp import assumed_policies
 from tritonamp.distributed.ranks import Ranks, Resumable
 from tritonamp.distributed.replay_ranks import ReplayRanks
@@ -154,7 +156,15 @@ def build_parts(request: Request, step_state: Resumable) -> Parts:
     healing = Healing(models, policy, context, enabled_models.dtypes, ranks.rebuild)
     log, replays, response = _build_diagnosis(request, weights, healing, forwards, ranks)
     pending = PendingDecisions(policy, backend, request.scaler, weights, ranks)
-    decider = Decider(weights, pending, log, forwards, ranks, policy.skip_outliers)
+    scaled_gradients = ScaledGradients(
+        partial(_scaled_params, policy, pending, weights),
+        partial(_params_without_optimizer, policy, models, weights),
+        partial(_half_params, models),
+    )
+    names = _Names(models, weights).tensors
+    clipped = ClippedGradients(names, scaled_gradients) if policy.scales_loss else None
+    looks = UnseenWrites(names), clipped
+    decider = Decider(weights, pending, log, forwards, ranks, policy.skip_outliers, *looks)
     stepper = Stepper(
         policy,
         backend,
@@ -190,10 +200,7 @@ def build_parts(request: Request, step_state: Resumable) -> Parts:
         schedulers=schedulers,
         sleep=Sleep(models, weights, pending, stepper, fp32_values.asleep),
         first_loss=FirstLoss(models, watches=context.autocast),
-        scaled_gradients=ScaledGradients(
-            partial(_scaled_params, policy, pending, weights),
-            partial(_params_without_optimizer, policy, models, weights),
-        ),
+        scaled_gradients=scaled_gradients,
     )
 
 
@@ -311,3 +318,9 @@ def _params_without_optimizer(
     held = {param for of_one in weights.values() for param in of_one.parameters()}
     for model in models:
         yield from (p for p in model.parameters() if p.grad is not None and p not in held)
+
+
+def _half_params(models: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Yield the models' half parameters that require gradients."""
+    for model in models:
+        yield from (p for p in model.parameters() if p.dtype in HALF_DTYPES and p.requires_grad)

@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.diagnosis.batches import Forwards
+from tritonamp.diagnosis.clipping import ClippedGradients
 from tritonamp.diagnosis.log import StepLog
+from tritonamp.diagnosis.unseen_writes import UnseenWrites
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.step.decision import Decision
 from tritonamp.step.gradients import Gradients
@@ -42,6 +44,8 @@ class Decider:
         forwards: the batches of the forwards that led to a decision.
         ranks: the processes that decide together.
         skip_outliers: of the policy.
+        unseen: looks for writes to weights that torch has not counted.
+        clipped: looks for gradients that were clipped with their loss scale; None: there is none.
 
     Attributes:
         outlier_windows: by which outliers are told, where the policy skips them.
@@ -55,6 +59,8 @@ class Decider:
         forwards: Forwards,
         ranks: Ranks,
         skip_outliers: float | None,
+        unseen: UnseenWrites,
+        clipped: ClippedGradients | None,
     ) -> None:
         self.outlier_windows = OutlierWindows(skip_outliers)
         self._weights = weights
@@ -62,6 +68,8 @@ class Decider:
         self._log = log
         self._forwards = forwards
         self._ranks = ranks
+        self._unseen = unseen
+        self._clipped = clipped
         self._turns = itertools.count()
         pending.on_given_up = self._give_up
 
@@ -70,6 +78,9 @@ class Decider:
     ) -> Judged:
         """Decide on the gradients of one optimizer, and of all others that its losses feed."""
         w.refresh()
+        if self._unseen.is_due(w, decisions[0].scale.device):
+            w.check_dtypes()
+            self._unseen.look(*w.unlike())
         gradients = w.gradients()
         for decision in decisions:
             self.decide(decision, undoable=undoable, known={w: gradients})
@@ -99,10 +110,22 @@ class Decider:
     def _make_decision(self, decision: Decision, max_norm: float | None, **how: Any) -> None:
         """Make the decision on the present gradients."""
         decision.turn = next(self._turns)
+        self._look(decision)
         params = [w.parameters() for w in decision.waiting]
         record = self._log.record(params, decision.scale.device, self._ranks.members)
         outlying = self.outlier_windows.limit(decision.scaler, decision.scale.device)
         decision.decide(record, self._ranks, max_norm, outlying=outlying, **how)
+
+    def _look(self, decision: Decision) -> None:
+        """Look at the gradients of a decision as the user has left them, in a few steps."""
+        waiting = tuple(decision.waiting)
+        if self._clipped is None or not self._clipped.is_due(waiting, decision.scale.device):
+            return
+        scaled = [w.gradients().lists for w in waiting if w.decision is decision]
+        params, grads = (
+            [x for lists in scaled for x in lists[name]] for name in ("copies", "grads")
+        )
+        self._clipped.look(waiting, params, grads, decision.scale)
 
     def undo(self, decisions: Sequence[Decision]) -> None:
         """Take back decisions that a failed step has made, so that it can be repeated."""

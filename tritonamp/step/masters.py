@@ -198,6 +198,31 @@ class Masters:
                     f"{master.device}: move the model to its device before tritonamp.enable"
                 )
 
+    def check_dtypes(self) -> None:
+        """Refuse parameters that a cast of their module has made half since ``enable``.
+
+        Raises:
+            RuntimeError: says what to do instead.
+        """
+        trained = (m for m in self._masters if m.dtype in HALF_DTYPES and m.requires_grad)
+        bare = [m for m in trained if self._trains_fp32_values and m not in self._fp32_values]
+        if bare:
+            raise RuntimeError(
+                f"{len(bare)} parameter(s) have become half since tritonamp.enable, as by half() "
+                f"of a submodule: expected {type(self.optimizer).__name__} to step on "
+                "FP32 values. The level decides on dtypes: leave the cast out, or call "
+                "amp.disable() before it and tritonamp.enable after it"
+            )
+
+    def unlike(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the half parameters, and in how many elements each is not its rounded master.
+
+        Those with writes that ``refresh`` takes over are left out.
+        """
+        found = {p: self._fp32_values.unlike(p) for p in self.copies().values()}
+        known = {p: count for p, count in found.items() if count is not None}
+        return list(known), list(known.values())
+
     # after the step
 
     def write_back(self, backend: str) -> None:

@@ -161,6 +161,11 @@ class PendingDecisions:
         """Whether a ``with`` block of ``open_decision`` has not ended."""
         return any(decision.blocks for decision in self._decisions)
 
+    def is_scaled(self) -> bool:
+        """Tell whether a backward that runs now may be that of a scaled loss."""
+        by_hand = self._scaler.loss_nonfinite is not None
+        return self.is_in_backward or by_hand or self._ranks.staged
+
     def fed_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that a loss since their last step feeds."""
         by_hand = self._scaler.loss_nonfinite is not None

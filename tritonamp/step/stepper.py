@@ -24,10 +24,12 @@ from tritonamp.scaler import GradScaler
 from tritonamp.step.decider import Decider, found_inf_of
 from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.fused import FusedStep
+from tritonamp.step.idle import IdleSteps
 from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload
 from tritonamp.step.outcomes import StepOutcomes
 from tritonamp.step.pending import PendingDecisions
+from tritonamp.step.plain_backwards import PlainBackwards
 from tritonamp.step.rules import rule_of
 from tritonamp.step.small_state import state_format
 
@@ -52,6 +54,7 @@ class Stepper:
     Attributes:
         weights, pending, decider, asleep, offload, around_step: as above.
         outcomes: step outcomes by optimizer.
+        plain_backwards: notes backwards of losses that were not scaled.
     """
 
     def __init__(
@@ -81,6 +84,9 @@ class Stepper:
         self._ranks = ranks
         self._respond = respond
         self._fused: dict[Optimizer, FusedStep | None] = {}
+        self._idle = IdleSteps()
+        watched = (p for w in weights.values() if policy.scales_loss for p in w.parameters())
+        self.plain_backwards = PlainBackwards(watched, pending.is_scaled)
 
     # between backward and step
 
@@ -177,7 +183,10 @@ class Stepper:
         w = self.weights[optimizer]
         decisions = self.pending.decisions_of(optimizer, moves_scale=not by_scaler)
         if not decisions:
+            tried = sum(outcomes.tried for outcomes in self.outcomes.values())
+            self._idle.note(w, tried)
             return None
+        self.plain_backwards.check()
         # early decisions stay as they are where the step raises: the user has their norm, or flag
         undecided = [d for d in decisions if not d.is_decided]
         fused = self._fused_step_of(optimizer)
@@ -234,11 +243,14 @@ class Stepper:
         self._finish_step(w, decisions)
 
     def _step_by_itself(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
-        """Run the own step of an optimizer that cannot skip on the device: one host read."""
+        """Run the own step of an optimizer that cannot skip on the device: one host read.
+
+        The user's hooks run at a skip, too, as those of optimizers that skip on the device.
+        """
         # ranks would have to decide again together, and the others may not have failed
         judged = self.decider.judge(w, decisions, undoable=not self._ranks.several)
         if bool(judged.found_inf):
-            self._finish_step(w, decisions)
+            _as_torch_runs_it(lambda _: self._finish_step(w, decisions), w.optimizer)
             return
         if judged.grad_scale is not None:
             decisions[0].unscale(w)

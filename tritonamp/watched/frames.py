@@ -3,6 +3,7 @@
 import enum
 import functools
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -58,6 +59,14 @@ def _is_library(file: str) -> bool:
     if file.startswith(_LIBRARIES):
         return not file.startswith(_DEMO)
     return file.startswith(_GENERATED) or (file.startswith(_STDLIB) and _PACKAGES not in file)
+
+
+def user_line() -> str:
+    """Return " at FILE:LINE" of the user's innermost frame, "" where there is none."""
+    for frame, role in outwards(sys._getframe(1)):
+        if role is Role.USER:
+            return f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+    return ""
 
 
 def outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, Role]]:

@@ -1,0 +1,248 @@
+"""Gradients that were clipped while they carried the loss scale, known by what they look like.
+
+Clipping leaves a mark: many elements of one tensor are exactly its largest, or the norms of rows,
+of tensors, or of all gradients are the same number, or the same share of the weights'. If that
+number is far below the loss scale, then it was meant for gradients without the scale, and training
+stands still. Factors, masks, averages and noise leave no such mark. So it does not matter how the
+clipping was done: in place, through ``.data``, by hooks, in a library.
+"""
+
+import logging
+import math
+import statistics
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonamp.diagnosis.looks import Looks
+from tritonamp.diagnosis.scaled_gradients import ScaledGradients
+from tritonamp.watched.frames import Role, role_of
+
+logger = logging.getLogger("tritonamp")
+
+_ROWS = 8  # of each tensor
+_COLUMNS = 4096  # of a tensor with one row
+_TIES = 4  # elements that are the largest one
+_AT_LEAST = 4  # numbers that must be the same, where one alone would prove nothing
+_SHARE = 0.05  # of the elements that are not zero
+_FAR_BELOW = 2.0**-10  # as a share of the loss scale
+_TINY = 2.0**-10  # smaller half gradients are multiples of the smallest number, and often equal
+_ROUND = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 7.5, 8, 9, 10)  # digits that people choose
+
+
+class _Gradient(NamedTuple):
+    """Numbers of one gradient.
+
+    Attributes:
+        high, low: largest and smallest element of the sample.
+        at_high, at_low: number of elements that are equal to it.
+        nonzero: number of elements that are not zero.
+        norm: 2-norm of the whole gradient.
+        weight_norm: 2-norm of the parameter.
+        ratios: 2-norm of each row of the gradient, divided by that of the parameter's row.
+    """
+
+    high: float
+    low: float
+    at_high: float
+    at_low: float
+    nonzero: float
+    norm: float
+    weight_norm: float
+    ratios: Sequence[float]
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all elements that are not zero are equal, as those of a sum's gradient."""
+        return self.nonzero in (self.at_high, self.at_low)
+
+    def limits(self) -> Iterator[float]:
+        """Yield magnitudes at which elements were cut off."""
+        for value, ties in ((self.high, self.at_high), (self.low, self.at_low)):
+            if ties >= _TIES and ties >= _SHARE * self.nonzero and value:
+                yield abs(value)
+
+    def rows(self) -> list[float]:
+        """Return the ratios of rows in which neither gradient nor weights are 0."""
+        return [ratio for ratio in self.ratios if 0 < ratio < math.inf]
+
+
+_SIZE = len(_Gradient._fields) - 1 + _ROWS
+
+
+class ClippedGradients:
+    """Looks for clipped gradients in the first steps of a run, and warns once.
+
+    Args:
+        names: returns parameter to its name.
+        scaled: the gradients of the same run, of which only one such warning is given.
+    """
+
+    def __init__(self, names: Callable[[], Mapping[Tensor, str]], scaled: ScaledGradients) -> None:
+        self._names = names
+        self._scaled = scaled
+        self._looks = Looks(self._read)
+        self._totals: dict[Hashable, list[tuple[float, float]]] = {}
+
+    def is_due(self, key: Hashable, device: torch.device) -> bool:
+        """Tell whether the gradients of this step, on a device, are to be given to ``look``."""
+        return self._looks.is_due(key, device)
+
+    @torch.no_grad()
+    def look(
+        self, key: Hashable, params: Sequence[Tensor], grads: Sequence[Tensor], scale: Tensor
+    ) -> None:
+        """Measure gradients on the device.
+
+        Args:
+            key: as for ``is_due``.
+            params: parameters of the model.
+            grads: dense gradient of each.
+            scale: 0-d, the loss scale that the gradients carry.
+        """
+        pairs = [
+            (p, g)
+            for p, g in zip(params, grads, strict=True)
+            if g.numel() and g.is_floating_point()
+        ]
+        numbers = [_numbers(p.detach(), g.detach()).to(scale.device) for p, g in pairs]
+        self._looks.start(
+            torch.cat([scale.double().reshape(1), *numbers]), (key, [p for p, _ in pairs])
+        )
+
+    def _read(self, values: Sequence[float], attached: Any) -> None:
+        key, params = attached
+        scale, *rest = values
+        parts = [rest[i : i + _SIZE] for i in range(0, len(rest), _SIZE)]
+        found = [_Gradient(*part[:-_ROWS], part[-_ROWS:]) for part in parts]
+        if not found or not all(map(math.isfinite, (scale, *(g.norm for g in found)))):
+            return
+        seen = dict(zip(params, found, strict=True))
+        what, clipped = _mark(seen, scale * _FAR_BELOW) or self._mark_of_total(key, seen, scale)
+        if what:
+            self._looks.end()
+            if self._scaled.is_news():
+                self._warn(what, clipped, scale)
+
+    def _mark_of_total(
+        self, key: Hashable, found: Mapping[Tensor, _Gradient], scale: float
+    ) -> tuple[str, list[Tensor]]:
+        """Tell whether the norm of all gradients is the same in one look after another.
+
+        That is a mark if the norm is a round number, or if the gradients have changed otherwise.
+        """
+        total = math.hypot(*(gradient.norm for gradient in found.values()))
+        largest = max(max(g.high, -g.low) for g in found.values())
+        totals = self._totals.setdefault(key, [])
+        totals.append((total, largest))
+        del totals[:-3]
+        norms, sizes = zip(*totals, strict=True)
+        same = _common(norms, 1e-3, at_least=2)
+        if same is None or not _TINY <= same <= scale * _FAR_BELOW:
+            return "", []
+        changes = len(sizes) == 3 and max(sizes) > 1.01 * min(sizes)
+        if not (changes or _is_round(same)):
+            return "", []
+        return f"have the norm {same:.3g} in each step", list(found)
+
+    def _warn(self, what: str, params: Sequence[Tensor], scale: float) -> None:
+        names = self._names()
+        known = [names[p] for p in params if p in names]
+        listed = ", ".join(known[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")
+        hook = next(filter(None, map(_line_of_hook, params)), "")
+        logger.warning(
+            "gradients%s %s while they still carry the loss scale (%g), as if clipped%s: next to "
+            "nothing of them is left, and training stands still. Call amp.unscale_() after "
+            "amp.backward(loss), and clip then, the work of hooks included, or call "
+            "amp.clip_grad_norm_(max_norm) in the place of your own clipping",
+            f" of {listed}" if known else "",
+            what,
+            scale,
+            hook,
+        )
+
+
+def _numbers(param: Tensor, grad: Tensor) -> Tensor:
+    """Return the numbers of a ``_Gradient``, float64."""
+    part, weights = (
+        (x[:_ROWS].flatten(1) if x.dim() > 1 else x.reshape(1, -1)[:, :_COLUMNS]).float()
+        for x in (grad, param)
+    )
+    high, low = part.amax(), part.amin()
+    ratios = torch.linalg.vector_norm(part, dim=1) / torch.linalg.vector_norm(weights, dim=1)
+    numbers = (
+        high,
+        low,
+        (part == high).sum(),
+        (part == low).sum(),
+        (part != 0).sum(),
+        *(torch.linalg.vector_norm(x, dtype=_wide(x.dtype)) for x in (grad, param)),
+    )
+    rows = ratios if grad.dim() > 1 else ratios[:0]
+    filled = torch.nn.functional.pad(rows, (0, _ROWS - len(rows)), value=math.nan)
+    return torch.cat([torch.stack([x.double() for x in numbers]), filled.double()])
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _mark(found: Mapping[Tensor, _Gradient], most: float) -> tuple[str, list[Tensor]] | None:
+    """Return what a clipping has left in these gradients, in words, and where; None: nothing.
+
+    Args:
+        found: gradient of each parameter.
+        most: a mark is at most as large.
+    """
+    limits = {p: x for p, g in found.items() for x in g.limits() if _TINY <= x <= most}
+    cut = [p for p, x in limits.items() if _is_round(x)]
+    varied = [p for p in limits if not found[p].is_constant]
+    same = _common([limits[p] for p in varied], 1e-3, at_least=2)
+    if not cut and same is not None and 2 * len(varied) >= len(found):
+        cut = varied
+    if cut:
+        return f"end at exactly {limits[cut[0]]:.3g}", cut
+    rows = {p: g.rows() for p, g in found.items() if len(g.rows()) >= _AT_LEAST}
+    shares = {p: _common(ratios, 1e-2) for p, ratios in rows.items()}
+    alike = {p: share for p, share in shares.items() if share is not None and share <= most}
+    share = _common(list(alike.values()), 2e-2, at_least=1)
+    if share is not None and 2 * len(alike) >= len(rows):
+        return f"have rows of {share:.3g} times the norm of the weights", list(alike)
+    norms = {p: g.norm for p, g in found.items() if g.norm}
+    ratios = {p: g.norm / g.weight_norm for p, g in found.items() if g.rows() and g.weight_norm}
+    for of_each, words in (
+        (norms, "have the norm {:.3g} each"),
+        (ratios, "have {:.3g} times the norm of their weights each"),
+    ):
+        value = _common(list(of_each.values()), 5e-3)
+        if value is not None and value <= most:
+            return words.format(value), list(of_each)
+    return None
+
+
+def _common(values: Sequence[float], tolerance: float, at_least: int = _AT_LEAST) -> float | None:
+    """Return what nine in ten of the values are, up to the relative tolerance, if they are."""
+    if len(values) < at_least:
+        return None
+    middle = statistics.median(values)
+    near = sum(abs(x - middle) <= tolerance * abs(middle) for x in values)
+    return middle if near >= 0.9 * len(values) else None
+
+
+def _is_round(value: float) -> bool:
+    """Tell whether a number has few digits."""
+    digits = value / 10.0 ** math.floor(math.log10(value))
+    return any(abs(digits - x) <= 5e-4 * x for x in _ROUND)
+
+
+def _line_of_hook(param: Any) -> str:
+    """Return " by the hook at FILE:LINE" of the user's first hook on a gradient, or ""."""
+    # private (torch 2.11 to 2.15): where a tensor keeps its hooks
+    for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
+        for hook in (hooks or {}).values():
+            code = getattr(hook, "__code__", None)
+            if code is not None and role_of(code) is Role.USER:
+                return f" by the hook at {code.co_filename}:{code.co_firstlineno}"
+    return ""

@@ -1,0 +1,72 @@
+"""Numbers that are measured in a few steps of a run, and read when they have arrived."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.diagnosis.fault_counts import is_power_of_two
+from tritonamp.kernels.device import is_capturing
+from tritonamp.readback import Readback
+
+_FIRST = 4  # each of the first steps is looked at, then steps 8, 16, 32...
+
+
+class Looks:
+    """A look at the first four steps, then at the 8th, 16th, 32nd...: in the long run at no cost.
+
+    The device is not waited for: the numbers of a look are read at a later step.
+
+    Args:
+        read: called with the numbers of a look, and what was attached to it.
+    """
+
+    def __init__(self, read: Callable[[Sequence[float], Any], None]) -> None:
+        self._read = read
+        self._steps: dict[Hashable, int] = {}
+        self._readbacks: dict[Hashable, Readback] = {}
+        self._under_way = 0
+        self.has_ended = False
+
+    def is_due(self, key: Hashable, device: torch.device) -> bool:
+        """Tell whether this step is to be looked at. Call it once in each step.
+
+        Args:
+            key: name of a sequence of steps, which are counted by themselves.
+            device: where the step is made; one that a CUDA graph captures is not looked at.
+        """
+        if self.has_ended:
+            return False
+        step = self._steps[key] = self._steps.get(key, 0) + 1
+        is_due = step <= _FIRST or is_power_of_two(step)
+        if not (is_due or self._under_way) or is_capturing(device):
+            return False
+        self._collect()
+        return is_due
+
+    def start(self, numbers: Tensor, attached: Any) -> None:
+        """Start copying the numbers of a look to the host.
+
+        Args:
+            numbers: float64 of shape (n,).
+            attached: for ``read``.
+        """
+        kind = len(numbers), numbers.device
+        if kind not in self._readbacks:
+            self._readbacks[kind] = Readback(numbers)
+        self._readbacks[kind].start(numbers, attached)
+        self._under_way += 1
+        if numbers.device.type == "cpu":
+            self._collect()
+
+    def end(self) -> None:
+        """Look at no later step: there is nothing more to say."""
+        self.has_ended = True
+
+    def _collect(self) -> None:
+        for readback in self._readbacks.values():
+            for values, attached in readback.ready():
+                self._under_way -= 1
+                if not self.has_ended:
+                    self._read(values, attached)

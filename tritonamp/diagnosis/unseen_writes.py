@@ -1,0 +1,64 @@
+"""Half weights that are unlike their rounded FP32 masters: one side was written through ``.data``.
+
+torch counts no writes through ``.data``, so that the other side does not follow. What was written
+into a half weight is gone after the next step, which rounds the master into it.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.diagnosis.looks import Looks
+
+logger = logging.getLogger("tritonamp")
+
+
+class UnseenWrites:
+    """Looks for half weights that are unlike their masters before a few steps; warns once.
+
+    Args:
+        names: returns parameter to its name.
+    """
+
+    def __init__(self, names: Callable[[], Mapping[Tensor, str]]) -> None:
+        self._names = names
+        self._looks = Looks(self._read)
+
+    def is_due(self, key: Hashable, device: torch.device) -> bool:
+        """Tell whether the weights are to be given to ``look`` before this step, on a device."""
+        return self._looks.is_due(key, device)
+
+    def look(self, params: Sequence[Tensor], unlike: Sequence[Tensor]) -> None:
+        """Read some numbers when they have arrived.
+
+        Args:
+            params: half parameters.
+            unlike: number of elements of each that are not the rounded master, 0-d on the device.
+        """
+        if unlike:
+            counts = [count.to(unlike[0].device, torch.float64) for count in unlike]
+            self._looks.start(torch.stack(counts), params)
+
+    def _read(self, values: Sequence[float], params: Any) -> None:
+        found = {p: int(count) for p, count in zip(params, values, strict=True) if count}
+        if not found:
+            return
+        self._looks.end()
+        names = self._names()
+        param, count = next(iter(found.items()))
+        others = f" and in {len(found) - 1} more" if len(found) > 1 else ""
+        logger.warning(
+            "in parameter %s%s, %d of %d half values are not those of the FP32 master that the "
+            "optimizer steps on: one of the two was written through .data, which torch does not "
+            "count, so that the other does not follow, and the next step overwrites the half "
+            "values. Write inside of `with torch.no_grad():` without .data, as in "
+            "param.clamp_(-1, 1): that counts, in a parameter of the model as in one of "
+            "amp.master_params()",
+            repr(names[param]) if param in names else f"of shape {tuple(param.shape)}",
+            others,
+            count,
+            param.numel(),
+        )

@@ -1,0 +1,63 @@
+"""A plain ``loss.backward()`` in addition to ``amp.backward(loss)``: one warning.
+
+Its gradients carry no loss scale, so that they count 1 / scale as much as the others.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from tritonamp.watched.frames import user_line
+
+logger = logging.getLogger("tritonamp")
+
+_STEPS = 4  # that are watched
+
+
+class PlainBackwards:
+    """Notes gradients of backwards that run outside of ``amp.backward``, by hooks on parameters.
+
+    The hooks are removed after the first steps, since they cost a call for each parameter.
+
+    Args:
+        params: the parameters that optimizers step on.
+        is_scaled: tells whether the backward that is running is that of a scaled loss.
+    """
+
+    def __init__(self, params: Iterable[Tensor], is_scaled: Callable[[], bool]) -> None:
+        self._is_scaled = is_scaled
+        self._steps = 0
+        self._found: list[tuple[Tensor, Tensor, str]] = []  # parameter, gradient, line
+        trained: Iterable[Any] = (p for p in params if p.is_leaf and p.requires_grad)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in trained]
+
+    def _note(self, param: Tensor) -> None:
+        if not self._is_scaled() and param.grad is not None and not self._found:
+            self._found = [(param, param.grad, user_line())]
+
+    def check(self) -> None:
+        """Warn, before a step on scaled gradients, if others were added to them."""
+        if not self._hooks:
+            return
+        found, self._found = self._found, []
+        self._steps += 1
+        # gradients that were cleared since are others
+        mixed = [line for param, grad, line in found if param.grad is grad]
+        if mixed:
+            logger.warning(
+                "a plain loss.backward()%s has added gradients to those of amp.backward(loss), "
+                "without the loss scale: they count next to nothing. Call amp.backward(loss) for "
+                "each loss, or clear gradients that are not to count by zero_grad() before it",
+                mixed[0],
+            )
+        if mixed or self._steps >= _STEPS:
+            self.remove()
+
+    def remove(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._found = []
