@@ -77,7 +77,7 @@ def _entry_of(context: "EnabledContext") -> Entry:
 class EnabledContext:
     """What an enabled module knows: its policy and backend, and the FP32 values of half tensors.
 
-    Copies keep the policy, and hold FP32 values themselves, in the place of half tensors.
+    Copies keep the policy. Their tensors hold the FP32 values themselves.
 
     Attributes:
         handle: the ``Amp``; None in copies, and while it is built.

@@ -82,8 +82,8 @@ class _Readers:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "AveragedModel holds %s parameters, because it was made of a half model before "
-                "tritonamp.enable: small steps of the average are rounded away. Make it after "
+                "AveragedModel holds %s parameters, as one made from a half model before "
+                "tritonamp.enable does: small steps of the average are rounded away. Make it after "
                 "tritonamp.enable, then it is FP32",
                 short(averaged.dtype),
             )

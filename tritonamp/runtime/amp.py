@@ -730,7 +730,7 @@ class Amp:
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copies and pickles, whose models and optimizers would be nobody's.
+        """Refuse copies and pickles, because an Amp works on the objects that were enabled.
 
         Raises:
             TypeError: always.
