@@ -123,6 +123,7 @@ MORE_SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "index_copy_": lambda: (R(3, 4), 0, torch.tensor([2, 0]), R(2, 4)),
     "index_put_": lambda: (R(3, 4), [torch.tensor([2, 0])], R(2, 4)),
     "index_reduce_": lambda: (R(3, 4), 0, torch.tensor([2, 0]), R(2, 4), "mean"),
+    "masked_scatter": lambda: (R(3, 4), torch.eye(3, 4) > 0, R(2, 4)),
     "masked_scatter_": lambda: (R(3, 4), torch.eye(3, 4) > 0, R(2, 4)),
     "put_": lambda: (R(3, 4), torch.tensor([2, 0]), R(2)),
     "scatter_.src": lambda: (R(3, 4), 0, torch.tensor([[2, 0, 1, 1]]), R(1, 4)),

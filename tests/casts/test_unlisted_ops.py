@@ -27,7 +27,7 @@ DECIDED: dict[str, str] = {
         special_xlog1py special_xlogy sub subtract trapezoid trapz true_divide xlogy
     """,
     "what is written takes the dtype of what it is written into": """
-        as_strided_scatter copy copy_sparse_to_sparse diagonal_scatter masked_scatter select_scatter
+        as_strided_scatter copy copy_sparse_to_sparse diagonal_scatter select_scatter
         slice_inverse slice_scatter set unflatten_dense_tensors
     """,
     "one floating tensor; the others are indices, masks, counts or a shape": """

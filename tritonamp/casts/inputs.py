@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -93,41 +93,33 @@ def wanted_names(wanted: tuple[str | int, ...], signature: Signature) -> list[st
     ]
 
 
-class InputTensor(NamedTuple):
-    """A tensor that was given to a forward."""
-
-    argument: str | int  # that it is in: the name, or the position where ``*args`` takes it
-    path: str  # to the tensor, "targets[0]['boxes']"
-    tensor: Tensor
-
-
 def input_tensors(
     args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
-) -> Iterator[InputTensor]:
-    """Yield the tensors in the arguments of a forward, in the containers that casts look into."""
+) -> Iterator[tuple[str | int, Tensor]]:
+    """Yield the tensors in the arguments of a forward, in the containers that casts look into.
+
+    Each with its argument: the name, or the position where ``*args`` takes it.
+    """
     known = len(signature.positional)
     given: dict[str | int, Any] = {
         signature.positional[i] if i < known else i: value for i, value in enumerate(args)
     }
     for argument, value in (given | kwargs).items():
-        path = argument if isinstance(argument, str) else f"{signature.rest or 'args'}[{argument}]"
-        for inner, tensor in _tensors(value):
-            yield InputTensor(argument, path + inner, tensor)
+        for tensor in _tensors(value):
+            yield argument, tensor
 
 
-def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
-    inside: Any = ()
+def _tensors(value: Any) -> Iterator[Tensor]:
+    inside: Iterable[Any] = ()
     if isinstance(value, Tensor):
-        yield "", value
+        yield value
     elif isinstance(value, PackedSequence):
-        yield ".data", value.data
+        yield value.data
     elif isinstance(value, (list, tuple)):
-        inside = ((f"[{i}]", item) for i, item in enumerate(value))
+        inside = value
     elif isinstance(value, Mapping):
-        inside = ((f"[{key!r}]", item) for key, item in value.items())
+        inside = value.values()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        inside = ((f".{name}", getattr(value, name, None)) for name in names)
-    for path, item in inside:
-        for inner, tensor in _tensors(item):
-            yield path + inner, tensor
+        inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    for item in inside:
+        yield from _tensors(item)

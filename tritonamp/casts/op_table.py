@@ -82,7 +82,8 @@ meet FP32 inputs, or weights that train, in FP32, the result in the input's dtyp
 """
 
 PROMOTE_EVERYWHERE = """
-    _weight_norm heaviside index_add index_reduce lerp linalg_cross put scatter.src scatter_reduce
+    _weight_norm heaviside index_add index_copy index_reduce lerp linalg_cross put scatter.src
+    scatter_reduce
 """.split()
 """As PROMOTE, on CUDA too: they refuse half and FP32 together, as parameters that are frozen and
 such that train.
@@ -90,7 +91,8 @@ such that train.
 
 WRITTEN_INTO = """
     index_put_ index_copy_ index_add_ index_reduce_ scatter_.src scatter_add_ scatter_reduce_.two
-    masked_scatter_ put_ lerp_.Scalar lerp_.Tensor embedding_bag embedding_bag.padding_idx
+    masked_scatter masked_scatter_ put_ lerp_.Scalar lerp_.Tensor
+    embedding_bag embedding_bag.padding_idx
 """.split()
 """What they write takes the dtype of the tensor that it is written into, which stays in place: they
 refuse half and FP32 together. torch lists only the variants of some that return a new tensor. So do

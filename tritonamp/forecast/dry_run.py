@@ -29,7 +29,7 @@ class DryRun(Recorder):
     ) -> None:
         super().__init__(policy.dtype)
         self._model = model
-        # the floating inputs, and the arguments that they came in, see ``InputTensor``
+        # the floating inputs, and the arguments that they came in, see ``input_tensors``
         self.inputs: list[tuple[TensorRecord, str | int]] = []
         loss = run_copy(model, batch, loss_fn, policy, self)
         self.loss = float(values_of(loss.detach()))
@@ -44,7 +44,7 @@ class DryRun(Recorder):
 
     def given(self, batch: Batch) -> Batch:
         batch = super().given(batch)
-        for argument, _, tensor in input_tensors(*batch, signature_of(self._model.forward)):
+        for argument, tensor in input_tensors(*batch, signature_of(self._model.forward)):
             record = record_of(tensor)
             if record is not None:
                 self.inputs.append((record, argument))
