@@ -1,6 +1,7 @@
 """What modules named like norms return: which results are half, and that none got worse."""
 
 import copy
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -402,13 +403,32 @@ def test_fp32_that_came_in_makes_a_result_fp32(handles: Any, device: torch.devic
         assert model.found[0].dtype is dtype
 
 
-def test_a_forward_of_the_instance_is_asked(handles: Any, device: torch.device) -> None:
+def as_method(norm: Any) -> Any:
+    return AddNorm.forward.__get__(norm)
+
+
+def as_partial(norm: Any) -> Any:
+    """As accelerate does."""
+    norm._old = AddNorm.forward.__get__(norm)
+    return functools.partial(lambda module, x: module._old(x), norm)
+
+
+def as_closure(norm: Any) -> Any:
+    return lambda x: AddNorm.forward(norm, x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "normed"), [(as_method, FP16), (as_partial, FP16), (as_closure, FP32)]
+)
+def test_a_forward_of_the_instance_is_asked(
+    handles: Any, device: torch.device, forward: Callable[[Any], Any], normed: torch.dtype
+) -> None:
+    """But for a closure: it would run on the module itself, which may change."""
     model = Around(LlamaNorm()).to(device)
-    norm: Any = model.inner
-    norm.forward = AddNorm.forward.__get__(norm)
+    model.inner.forward = forward(model.inner)  # type: ignore[method-assign]
     handles(model, level="O2")
     model(batch(FP16, device))
-    assert [leaf.dtype for leaf in model.found] == [FP16, FP32]
+    assert [leaf.dtype for leaf in model.found] == [normed, FP32]
 
 
 @pytest.mark.parametrize("name", ["Llama", "add + norm", "dict", "ActNorm, eval", "prior"])

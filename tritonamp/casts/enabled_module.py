@@ -300,7 +300,7 @@ def _norm_forward(
     module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run the forward of a written norm layer; arguments as for ``enabled_forward``."""
-    if module._tritonamp.policy.op_policy:
+    if module._tritonamp_context.policy.op_policy:
         output = forward(*bound, *args, **kwargs)
     else:
         output = _in_fp32(module, forward, *bound, *args, **kwargs)

@@ -5,6 +5,7 @@ FP32 weights make a half result FP32. One that is FP32 with half weights, too, w
 
 import contextlib
 import copy
+import functools
 import itertools
 import weakref
 from collections import OrderedDict
@@ -20,13 +21,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from tritonamp.ambient import Generators
+from tritonamp.casts.tree import TO
 from tritonamp.class_swap import is_installed, uninstall
 from tritonamp.policy import HALF_DTYPES
 
 _CASTABLE = (torch.float32, *HALF_DTYPES)
 
-Followers = dict[tuple[Any, ...], tuple[bool, ...] | None]
-"""By kinds of arguments: which results are half where weights are; None: that cannot be told."""
+Followers = dict[tuple[Any, ...], tuple[bool, ...]]
+"""By mode, number of results and kinds of arguments: which results follow the input."""
 
 _numbered: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -59,9 +61,14 @@ def like_given(module: Any, output: Any, args: tuple[Any, ...], kwargs: dict[str
     given = given_to(args, kwargs)
     if given is None or given.dtype not in HALF_DTYPES:
         return output
-    if type(output) is Tensor and output.dtype is not torch.float32:
-        return output
-    leaves, structure = tree_flatten(output)
+    is_compiling = torch.compiler.is_compiling()
+    if type(output) is Tensor and not is_compiling:  # most norms: as few calls as possible
+        if output.dtype is not torch.float32 or output.shape != given.shape:
+            return output
+        follows = _followers(module, given, 1, args, kwargs)
+        return TO[given.dtype](output) if follows[0] else output
+    is_flat = type(output) is tuple and all(type(leaf) is Tensor for leaf in output)
+    leaves, structure = ([*output], None) if is_flat else tree_flatten(output)
     wide = [
         i
         for i, leaf in enumerate(leaves)
@@ -70,41 +77,58 @@ def like_given(module: Any, output: Any, args: tuple[Any, ...], kwargs: dict[str
     if not wide:
         return output
     results = [leaves[i] for i in wide]
-    if not torch.compiler.is_compiling():
-        results = _cast(module, len(leaves), wide, results, args, kwargs)
+    if not is_compiling:
+        results = _cast(module, given, len(leaves), wide, results, args, kwargs)
     elif _fits_into_graph(args, kwargs):
         _tell_dynamo()
         number = module._tritonamp_number
-        results = _cast_in_graph(number, len(leaves), wide, results, args, kwargs)
+        results = _cast_in_graph(number, given, len(leaves), wide, results, args, kwargs)
     for i, result in zip(wide, results, strict=True):
         leaves[i] = result
-    return tree_unflatten(leaves, structure)
+    return tuple(leaves) if structure is None else tree_unflatten(leaves, structure)
 
 
 def _cast(
-    module: Any, count: int, wide: list[int], results: list[Tensor], args: Any, kwargs: Any
+    module: Any,
+    given: Tensor,
+    count: int,
+    wide: list[int],
+    results: list[Tensor],
+    args: Any,
+    kwargs: Any,
 ) -> list[Tensor]:
-    """Return FP32 results of a norm's forward, in its input's dtype where they follow it.
+    """Return FP32 results of a norm's forward, in the dtype of ``given`` where they follow it.
 
     ``wide`` are their positions among ``count`` results.
     """
-    given: Any = given_to(args, kwargs)
-    known: Followers = module._tritonamp_followers
-    kinds = module.training, *[getattr(a, "dtype", a is None) for a in (*args, *kwargs.values())]
-    if kinds not in known:
-        known[kinds] = half_results(module, given.dtype, args, kwargs)
-    follows = known[kinds] or (False,) * count
-    if not module._tritonamp.policy.op_policy:  # the half layers that follow would refuse FP32
-        follows = (True, *follows[1:])
-    if len(follows) != count:
-        return results
+    follows = _followers(module, given, count, args, kwargs)
     return [r.to(given.dtype) if follows[i] else r for i, r in zip(wide, results, strict=True)]
+
+
+def _followers(module: Any, given: Tensor, count: int, args: Any, kwargs: Any) -> tuple[bool, ...]:
+    """Return which of ``count`` results follow the dtype of ``given``."""
+    known: Followers = module._tritonamp_followers
+    kinds = module.training, count, *map(_kind, args), *map(_kind, kwargs.values())
+    follows = known.get(kinds)
+    if follows is None:
+        follows = half_results(module, given.dtype, args, kwargs)
+        if follows is None or len(follows) != count:
+            follows = (False,) * count
+        if not module._tritonamp.policy.op_policy:  # half layers that follow would refuse FP32
+            follows = (True, *follows[1:])
+        known[kinds] = follows
+    return follows
+
+
+def _kind(argument: Any) -> Any:
+    """Return what may decide which results are half: a tensor's dtype, or whether it is None."""
+    return getattr(argument, "dtype", argument is None)
 
 
 def _cast_in_graph(number: int, *args: Any) -> list[Tensor]:
     """Do what ``_cast`` does for the norm of that number: a leaf call to torch.compile."""
     module = _numbered.get(number)
-    results: list[Tensor] = args[2]
+    results: list[Tensor] = args[3]
     return results if module is None else _cast(module, *args)
 
 
@@ -175,6 +199,8 @@ def _without_data(module: nn.Module, dtype: torch.dtype, buffers: torch.dtype | 
     own = vars(twin)
     for name, value in own.items():
         own[name] = _of_twin(twin, module, name, value)
+        if name == "forward" and own[name] is value:
+            raise TypeError("a forward that may use the module itself, and change it")
     for tensors, wanted in ((own["_parameters"], dtype), (own["_buffers"], buffers)):
         for name, tensor in tensors.items():
             if tensor is not None:
@@ -195,4 +221,7 @@ def _of_twin(twin: nn.Module, module: nn.Module, name: str, value: Any) -> Any:
         return copy.copy(value)
     if isinstance(value, MethodType) and value.__self__ is module:
         return MethodType(value.__func__, twin)
+    if isinstance(value, functools.partial) and any(a is module for a in value.args):
+        args = [twin if a is module else a for a in value.args]
+        return functools.partial(value.func, *args, **value.keywords)
     return value
