@@ -3,7 +3,9 @@
 Its gradients carry no loss scale, so that they count 1 / scale as much as the others.
 """
 
+import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,9 +33,12 @@ class PlainBackwards:
         self._steps = 0
         self._found: list[tuple[Tensor, Tensor, str]] = []  # parameter, gradient, line
         trained: Iterable[Any] = (p for p in params if p.is_leaf and p.requires_grad)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in trained]
+        # weak: parameters would keep all that steps on them
+        hook = functools.partial(_note, weakref.ref(self))
+        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in trained]
 
-    def _note(self, param: Tensor) -> None:
+    def note(self, param: Tensor) -> None:
+        """Note that a backward has added to the gradient of a parameter."""
         if not self._is_scaled() and param.grad is not None and not self._found:
             self._found = [(param, param.grad, user_line())]
 
@@ -61,3 +66,9 @@ class PlainBackwards:
             hook.remove()
         self._hooks = []
         self._found = []
+
+
+def _note(watch: "weakref.ref[PlainBackwards]", param: Tensor) -> None:
+    watching = watch()
+    if watching is not None:
+        watching.note(param)

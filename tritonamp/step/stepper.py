@@ -250,7 +250,8 @@ class Stepper:
         # ranks would have to decide again together, and the others may not have failed
         judged = self.decider.judge(w, decisions, undoable=not self._ranks.several)
         if bool(judged.found_inf):
-            _as_torch_runs_it(lambda _: self._finish_step(w, decisions), w.optimizer)
+            optimizer = _with_hooks(w.optimizer)
+            _as_torch_runs_it(lambda _: self._finish_step(w, decisions), optimizer)
             return
         if judged.grad_scale is not None:
             decisions[0].unscale(w)
@@ -308,6 +309,13 @@ def _as_torch_runs_it(step: Callable[[Optimizer], None], optimizer: Optimizer) -
     if any(seen):
         step = Optimizer.profile_hook_step(step)
     step(optimizer)
+
+
+def _with_hooks(optimizer: Any) -> Any:
+    """Return the optimizer whose step runs hooks: of one around another, the other."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _versions(optimizer: Optimizer) -> list[int]:
