@@ -16,6 +16,7 @@ _SUM, _NORM = "sum", "norm"
 # up. _NORM: those of a whole parameter are, before they decay.
 _DECAYS = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "SparseAdam", "FusedLAMB"), "betas"),
+    "Muon": "betas",  # of the groups that AdamW steps
     **dict.fromkeys(("Adagrad", "FusedAdagrad"), _SUM),
     **dict.fromkeys(("Adafactor", "FusedNovoGrad"), _NORM),
     "RMSprop": "alpha",
@@ -68,7 +69,9 @@ def _of_group(key: str, group: dict[str, Any]) -> Squares:
         return Squares(1.0, 1.0)
     if key == _NORM:
         return Squares(0.0, float(max((p.numel() for p in group["params"]), default=1)))
-    decay = group["betas"][1] if key == "betas" else group[key]
+    if key not in group:
+        return NO_SQUARES
+    decay = group[key][1] if key == "betas" else group[key]
     # a tensor on a device is not read: the host would wait
     return OF_ANY_MEAN if isinstance(decay, Tensor) else _of_decay(decay)
 

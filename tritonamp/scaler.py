@@ -35,6 +35,7 @@ class GradScaler(torch.amp.GradScaler):
         gradients non-finite, loss finite  -> the scale is too high: skip, back off,
                                               never below min_scale
         loss itself non-finite             -> a fault of the forward: skip, the scale stays
+        squares of gradients beyond FP32   -> skip if the optimizer squares, the scale stays
         growth_interval steps in a row     -> grow, never above max_scale
 
     Same use and same ``state_dict`` as ``torch.amp.GradScaler``. Differences: nothing on the step

@@ -163,6 +163,20 @@ def enable_an_optimizer_twice() -> None:
         tritonamp.enable(nn.Linear(2, 2), optimizer)
 
 
+def share(trains: bool, level: str) -> None:
+    shared = nn.Linear(2, 2)
+    model, other = nn.Sequential(shared), nn.Sequential(shared)
+    optimizers = [torch.optim.SGD(m.parameters()) if trains else None for m in (model, other)]
+    with tritonamp.enable(model, optimizers[0], level=level):
+        tritonamp.enable(other, optimizers[1], level=level)
+
+
+def enable_a_part() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with tritonamp.enable(model):
+        tritonamp.enable(model[0])
+
+
 def plain_backward() -> None:
     amp, optimizer, loss = half_linear()
     with amp:
@@ -258,6 +272,9 @@ ALSO: list[tuple[str, Callable[[], Any]]] = [
     ("unscale_() has", unscale_twice),
     ("is enabled already", enable_twice),
     ("is enabled already", enable_an_optimizer_twice),
+    ("is enabled already", lambda: share(True, "O1")),
+    ("is enabled already", lambda: share(False, "O2")),
+    ("is enabled already", enable_a_part),
     ("gradients of a plain", plain_backward),
 ]
 

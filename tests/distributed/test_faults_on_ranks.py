@@ -229,6 +229,38 @@ def test_a_gradient_is_explained_by_all_ranks_alike(pair: Pair, engine: str) -> 
     assert first["skipped"] == 1
 
 
+CAUSE = "huge gradient"
+
+
+@on_ranks
+def huge(engine: str) -> list[Any]:
+    """In the second step a gradient is finite and its square is not: under FSDP2 on one rank."""
+    model = wrapped(engine, net("root"))
+    optimizer, amp = run(model, level="O1")
+    seen = []
+    for i in range(3):
+        amp.backward((model(batch(i)) - 1).square().mean())
+        grad = next(p for name, p in model.named_parameters() if "first.weight" in name).grad
+        if i == 1 and (engine == "DDP" or dist.get_rank() == 1):
+            getattr(grad, "_local_tensor", grad).view(-1)[0] = 2e33
+        before = masters(amp)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(masters(amp) != before)
+    found = [seen, amp.stats()["scale"], amp.history[1].cause, amp.explain()]
+    amp.disable()
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_huge_gradient_is_a_skip_on_all_ranks(pair: Pair, engine: str) -> None:
+    answers = huge(pair, engine=engine)
+    assert alike([answer[:3] for answer in answers]) == [[True, False, True], 2.0**10, CAUSE]
+    texts = [answer[3] for answer in answers]
+    assert "first.weight (2e+30). A step would" in texts[1]
+    assert engine == "DDP" or all("so large on rank 1 that" in text for text in texts)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_one_rank_has_seen_is_the_cause_on_all(pair: Pair, engine: str) -> None:
     (said,) = alike(explained(pair, engine=engine, kind="data"))["said"]

@@ -112,6 +112,48 @@ def test_a_square_beyond_fp32_is_skipped(start: Callable[..., Run], kind: str, l
     skipped_then_taken(start(optimizer, options, **LEVELS[level]), largest)
 
 
+NORMS = torch.optim.Adafactor, apex.FusedLAMB, apex.FusedNovoGrad
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_squares_of_whole_parameters(start: Callable[..., Run], kind: Any) -> None:
+    skipped_then_taken(start(kind, level="O0"), 2e30)
+
+
+def test_sparse_gradients() -> None:
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = torch.optim.SparseAdam(embedding.parameters())
+    with tritonamp.enable(embedding, optimizer, level="O1", dtype=BF16) as amp:
+        for largest in (1.0, 2e30, 1.0):
+            amp.backward(embedding(torch.tensor([1, 2, 1])).sum() * largest)
+            optimizer.step()
+            optimizer.zero_grad()
+        causes = [record.cause for record in (amp.stats() and amp.history)]
+    assert causes == [None, "huge gradient", None]
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_muon_squares_what_adamw_steps(part: str) -> None:
+    model = torch.nn.Linear(4, 4)
+    rest = [{"params": [model.bias], "lr": 1e-3}]
+    optimizer = tritonamp.optim.Muon([model.weight], lr=1e-2, adamw_params=rest)
+    with tritonamp.enable(model, optimizer, level="O0") as amp:
+        amp.backward(model(torch.ones(2, 4)).sum())
+        getattr(model, part).grad.view(-1)[0] = 2e30
+        optimizer.step()
+        optimizer.zero_grad()
+        assert amp.stats()["last_skip_reason"] == "huge gradient"
+
+
+def test_a_decay_on_the_device_is_not_read(start: Callable[..., Run]) -> None:
+    """The limit is that of all decays, at which a mean of squares is finite."""
+    betas = torch.tensor(0.9), torch.tensor(0.999)
+    run = start(options={"betas": betas}, level="O0")
+    run.step(0.98 * edge(1.0))
+    run.step(1.02 * edge(1.0))
+    assert run.skips_by_cause() == [None, "huge gradient"]
+
+
 @pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "AdamW beta2=0.9", "ours"])

@@ -71,13 +71,15 @@ def _why_outlier(numbers: Sequence[float]) -> str:
 def _of_squares(skip: Skip) -> Explanation:
     """Return the explanation of a skip because squares of gradients would leave FP32."""
     names = tuple(name for name, amax in skip.amax.items() if skip.is_huge(amax))
-    # where squares of several steps, or of a whole parameter, are added up: the largest
-    names = names or tuple(sorted(skip.amax, key=skip.amax.__getitem__)[-1:])
+    if not (names or skip.ranks):  # only sums are huge: of several steps, or a whole parameter
+        names = tuple(sorted(skip.amax, key=skip.amax.__getitem__)[-1:])
     shown = listed([f"{name} ({skip.amax[name] / skip.scale:.2g})" for name in names])
-    where = f" on {skip.ranks}" if skip.ranks else ""
     reason = (
-        f"the gradients were finite, but so large{where} that FP32 does not hold their squares, "
-        f"which the optimizer keeps: {shown}. {Cause.HUGE.advice}"
+        "the gradients were finite, but so large"
+        + (f" on {skip.ranks}" if skip.ranks else "")
+        + " that FP32 does not hold their squares, which the optimizer keeps"
+        + (f": {shown}. " if shown else ". ")
+        + Cause.HUGE.advice
     )
     return Explanation(skip, Cause.HUGE, reason, names)
 

@@ -263,7 +263,8 @@ class Amp:
             max_norm: of all gradients that the pending losses feed, unscaled; 0 or more.
 
         Returns:
-            their norm before clipping, 0-d float32 on the device.
+            their norm before clipping, 0-d float32 on the device. It is inf where gradients are
+            finite, and larger than 1.8e19: they are clipped to 0 then, as torch does.
 
         Raises:
             ValueError: ``max_norm`` is not such a number.
