@@ -159,7 +159,7 @@ class ActNorm(Vectors):
             self.bias.data.copy_(-flat.mean(0))
             self.weight.data.copy_(1 / (flat.std(0) + 1e-6))
             self.initialized.fill_(1)
-        logdet = 1e5 * (1 + self.weight.float().abs().log().sum().square())
+        logdet = 1e5 * (1 + self.weight.abs().log().sum().square())
         return x * self.weight + self.bias, logdet
 
 
@@ -303,7 +303,7 @@ def test_results_are_half_or_as_asked_for_and_no_worse_than_under_autocast(
             assert found.dtype is FP32
 
 
-class Noisy(Vectors):
+class NoisyNorm(Vectors):
     """Draws random numbers, counts, keeps notes and statistics, and has a hook inside."""
 
     def __init__(self) -> None:
@@ -337,7 +337,7 @@ def test_finding_out_leaves_no_trace(
     def state(knows: bool) -> list[Any]:
         torch.manual_seed(0)
         random.seed(0)
-        model = Around(Noisy()).to(device)
+        model = Around(NoisyNorm()).to(device)
         amp = handles(model, level="O2")
         if knows:
             monkeypatch.setattr(norm_results, "half_results", lambda *_: (True,))
