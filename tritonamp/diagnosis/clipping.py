@@ -116,7 +116,7 @@ class ClippedGradients:
         key, params = attached
         scale, *rest = values
         parts = [rest[i : i + _SIZE] for i in range(0, len(rest), _SIZE)]
-        found = [_Gradient(*part[:-_ROWS], part[-_ROWS:]) for part in parts]
+        found = [_Gradient._make([*part[:-_ROWS], part[-_ROWS:]]) for part in parts]
         if not found or not all(map(math.isfinite, (scale, *(g.norm for g in found)))):
             return
         seen = dict(zip(params, found, strict=True))

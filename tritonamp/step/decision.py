@@ -184,9 +184,8 @@ class Decision:
             taken = record.numbers[CLEAN]
             evidence, loss, squares = ranks.agree(mine, self.scale, taken, self._loss())
             amax, square_sum, agreed, earlier = evidence
-            flag.copy_(
-                agreed
-            )  # in place: it is the scaler's own where the user has scaled the loss
+            # in place: it is the scaler's own where the user has scaled the loss
+            flag.copy_(agreed)
         if outlying is not None:
             if not ranks.several:
                 loss, squares = self._loss(), square_sum
@@ -199,8 +198,8 @@ class Decision:
         evidence = Evidence(amax, square_sum, flag, earlier)
         rule = self.scaler.rule
         # stages of a pipeline do not know the optimizers of others, and decide alike
-        squares = OF_ANY_MEAN if ranks.staged else squares_of(w.optimizer for w in self.waiting)
-        how = max_norm, state, rule, squares, record, self._verdict, self._backend
+        bound = OF_ANY_MEAN if ranks.staged else squares_of(w.optimizer for w in self.waiting)
+        how = max_norm, state, rule, bound, record, self._verdict, self._backend
         decide(evidence, self.scale, *how)
         if apart:
             self.scaler.note_amax(amax)
