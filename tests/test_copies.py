@@ -176,6 +176,7 @@ def test_values_are_fp32(
     assert_fp32_copy(copied, run.model, kept)
     assert copied.head.weight is copied.embed.weight
     assert len(copied._forward_hooks) == 1
+    assert not any(p.is_inference() for p in copied.parameters())
     assert tritonamp.handle(copied) is None and tritonamp.handle(run.model) is run.amp
     for tensor in copied.state_dict().values():
         tensor.zero_()

@@ -42,11 +42,10 @@ class _Readers:
     def acquire(self, values: Fp32Values) -> None:
         """Serve the half tensors of one more ``Amp``."""
         if not self.values:
-            self._undo.callback(
-                setattr, AveragedModel, "update_parameters", AveragedModel.update_parameters
-            )
-            update: Any = _reading_fp32(AveragedModel.update_parameters)
-            AveragedModel.update_parameters = update
+            averaged: Any = AveragedModel
+            stock = averaged.update_parameters
+            self._undo.callback(setattr, averaged, "update_parameters", stock)
+            averaged.update_parameters = _reading_fp32(stock)
         self.values.add(values)
         for kind in {nn.Parameter, *map(type, values)} - _copiers.keys():
             _copiers[kind] = _copied
@@ -98,7 +97,7 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     """Return the deep copy of a tensor: FP32 where it is an enabled half one."""
     with torch.inference_mode(False):  # else the copy could not be trained
         value = _readers.fp32_value(tensor)
-        copied: Tensor = tensor.__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        copied: Tensor = tensor.__deepcopy__(memo)
         if value is not None:
             set_data(copied, value.to(tensor.device, copy=True))
     return copied
@@ -108,7 +107,7 @@ class _Averaged:
     """A model as ``AveragedModel.update_parameters`` reads it: with FP32 values.
 
     Args:
-        average: the AveragedModel.
+        average: the module inside of the AveragedModel.
         model: the model that it is updated with.
     """
 
@@ -120,18 +119,16 @@ class _Averaged:
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield what each parameter of the average is averaged with."""
-        return map(
-            _readers.as_averaged, self._average.module.parameters(), self._model.parameters()
-        )
+        return map(_readers.as_averaged, self._average.parameters(), self._model.parameters())
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield what each buffer of the average is averaged with."""
-        return map(_readers.as_averaged, self._average.module.buffers(), self._model.buffers())
+        return map(_readers.as_averaged, self._average.buffers(), self._model.buffers())
 
 
 def _reading_fp32(update: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(update)
-    def update_parameters(self: nn.Module, model: nn.Module) -> None:
-        update(self, _Averaged(self, model))
+    def update_parameters(self: Any, model: nn.Module) -> None:
+        update(self, _Averaged(self.module, model))
 
     return update_parameters
