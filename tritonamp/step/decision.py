@@ -199,8 +199,8 @@ class Decision:
         evidence = Evidence(amax, square_sum, flag, earlier)
         rule = self.scaler.rule
         # stages of a pipeline do not know the optimizers of others, and decide alike
-        squares = OF_ANY_MEAN if ranks.staged else squares_of(w.optimizer for w in self.waiting)
-        how = max_norm, state, rule, squares, record, self._verdict, self._backend
+        kept = OF_ANY_MEAN if ranks.staged else squares_of(w.optimizer for w in self.waiting)
+        how = max_norm, state, rule, kept, record, self._verdict, self._backend
         decide(evidence, self.scale, *how)
         if apart:
             self.scaler.note_amax(amax)
