@@ -147,12 +147,11 @@ class PendingDecisions:
         w = self._weights[optimizer]
         w.zero_grad(set_to_none)
         self._vetoes.pop(w, None)
-        over = []
-        for decision in [d for d in self._decisions if w in d.waiting]:
-            if decision.moves_scale and not decision.is_decided:
+        pending = [d for d in self._decisions if w in d.waiting]
+        over = [d for d in pending if d.is_decided or not d.moves_scale]
+        for decision in pending:
+            if decision not in over:
                 decision.zeroed.add(w)  # its backward may still come
-            else:
-                over.append(decision)
         if over:
             self.leave_decisions(w, over)
 
