@@ -46,7 +46,8 @@ def squares_of(optimizers: Iterable[Optimizer]) -> Squares:
     """
     found = NO_SQUARES
     for optimizer in optimizers:
-        key = _key_of(type(optimizer))
+        kind: Any = type(optimizer)  # Optimizer's own __hash__ confuses mypy
+        key = _key_of(kind)
         if key is None:
             continue
         for group in optimizer.param_groups:

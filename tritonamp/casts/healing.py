@@ -184,19 +184,19 @@ class Healing:
                 for inner in inside:
                     undo.callback(_taken_off(inner))
                 return undo.pop_all().close
-            for inner in with_forward(module):
+            for part in with_forward(module):
                 # without an op table written norms compute in FP32 already
-                if isinstance(inner, NormModule) and self._context.policy.op_policy:
-                    undo.callback(_taken_off(inner))
-                if not is_installed(inner):
-                    install(inner, Fp32Module, self._context)
-                    undo.callback(uninstall, inner)
+                if isinstance(part, NormModule) and self._context.policy.op_policy:
+                    undo.callback(_taken_off(part))
+                if not is_installed(part):
+                    install(part, Fp32Module, self._context)
+                    undo.callback(uninstall, part)
             return undo.pop_all().close
 
 
 def _taken_off(module: Any) -> Callable[[], None]:
     """Take the class of ours off a module; return what puts it back."""
-    kind = type(module).__bases__[0]
+    kind: Any = type(module).__bases__[0]
     belongings = [vars(module)[name] for name in kind._belongings]
     uninstall(module)
     return functools.partial(install, module, kind, *belongings)

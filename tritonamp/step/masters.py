@@ -155,7 +155,7 @@ class Masters:
                 continue
             held = self._fp32_values.get(param) if param in self._fp32_values else param
             with torch.no_grad():
-                held.copy_(take_master(state, held))
+                held.copy_(take_master(state, held))  # type: ignore[arg-type]  # it has one
                 if held is not param:
                     param.copy_(held)
                     self._fp32_values.mark_rounded(self._fp32_values.indices([param]))
