@@ -362,6 +362,12 @@ def _saved(run: "Enabled") -> None:
     tritonamp.save(run.folder / "x.pt", model=run.model, optimizer=run.optimizer, amp=run.amp)
 
 
+def _saved_and_loaded(run: "Enabled") -> None:
+    _saved(run)
+    objects: dict[str, Any] = {"model": run.model, "optimizer": run.optimizer, "amp": run.amp}
+    tritonamp.load(run.folder / "x.pt", **objects)
+
+
 def _healed(run: "Enabled") -> None:
     name = next(name for name, m in run.model.named_modules() if isinstance(m, nn.Linear))
     run.amp.heal(name)
@@ -391,6 +397,7 @@ CALLS: dict[str, Callable[["Enabled"], Any]] = {
     "stats": lambda run: (run.amp.stats(), run.amp.metrics(), run.amp.explain()),
     "ema": _average,
     "save": _saved,
+    "save, load": _saved_and_loaded,
     "heal": _healed,
     "watch": _watched,
     "step_schedulers": _scheduled,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tritonamp.class_swap import is_installed
+from tritonamp.nested import map_leaves
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.fused import FusedRule
 from tritonamp.step.offload import Offload, host_keys, on_device
@@ -55,6 +56,7 @@ def load_state(
     # as a hook: it runs behind the user's own hooks, and sees the state that they return
     def check(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         check_loadable(optimizer, given, rule)
+        given = {**given, "state": map_leaves(_written_outside, given["state"])}
         counts_steps = rule is not None and rule.counts_steps
         checked.append(_with_step_counts(given) if counts_steps else given)
         return _without(checked[0], pinned_keys)  # which torch would bring to the device
@@ -80,6 +82,11 @@ def _is_cast_by_torch(key: str, value: Tensor, param: Tensor) -> bool:
     """
     is_wide = value.dtype in (torch.float32, torch.bfloat16) and param.dtype in HALF_DTYPES
     return is_wide or key in (PACKED, REMAINDER)
+
+
+def _written_outside(value: Any) -> Any:
+    """Return what a step can write to: a file that is read in inference mode has none of it."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def _without(state_dict: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
