@@ -34,11 +34,14 @@ _numbered: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictio
 _numbers = itertools.count()
 
 
-def new_number(module: nn.Module) -> int:
-    """Return a number that stands for a norm in graphs of torch.compile."""
+def unknown_followers(module: nn.Module) -> tuple[Followers, int]:
+    """Return the followers of a norm that has not run, and its number.
+
+    The number stands for the norm in graphs of torch.compile.
+    """
     number = next(_numbers)
     _numbered[number] = module
-    return number
+    return {}, number
 
 
 def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
