@@ -195,7 +195,7 @@ def test_clipping(
     assert message.startswith(
         "gradients of 0.weight" if model == "mlp" else "gradients of 1.weight"
     )
-    assert "call amp.clip_grad_norm_(max_norm) in the place of your own clipping" in message
+    assert "call amp.clip_grad_norm_(max_norm) instead of your own clipping" in message
 
 
 @pytest.mark.parametrize("one_batch", [False, True], ids=["batches", "one batch"])

@@ -89,7 +89,7 @@ class EnabledModels:
 
 
 def _make_plain(model: nn.Module, is_left: Callable[[EnabledContext], bool]) -> None:
-    """Give modules whose context ``is_left`` the class that they came with."""
+    """Give the modules for whose context ``is_left`` is True the class that they came with."""
     for module in model.modules():
         context = vars(module).get("_tritonamp_context")
         if context is not None and is_left(context):
