@@ -9,6 +9,7 @@ import torch
 from torch._guards import TracingContext
 
 from tritonamp.casts.scripted import ScriptedAutocast, scripted
+from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.policy import Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -120,17 +121,6 @@ def inlined_by_dynamo(function: F) -> F:
     would lack it.
     """
     process.inlined.append(function)
-    return function
-
-
-def constant_to_dynamo(function: F) -> F:
-    """Have torch.compile run ``function`` while it traces, and take the result as a constant.
-
-    It is what torch.compiler.assume_constant_result does (in all supported versions), without the
-    import of dynamo, which takes seconds.
-    """
-    marked: Any = function
-    marked._dynamo_marked_constant = True
     return function
 
 

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tritonamp.casts.active import constant_to_dynamo, thread
+from tritonamp.casts.active import thread
+from tritonamp.kernels._dynamo import constant_to_dynamo
 
 _STOCK = "same_as_forward"
 

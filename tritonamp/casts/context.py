@@ -14,6 +14,7 @@ from tritonamp.casts import active, dispatch
 from tritonamp.casts.compiled_backward import begins, compilations, leave_autocast
 from tritonamp.casts.tree import from_half, to_half
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.policy import Policy
 
 RunForward = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -189,7 +190,7 @@ class EnabledContext:
         finally:
             active.leave()
 
-    @active.constant_to_dynamo
+    @constant_to_dynamo
     def _have_rules(self) -> None:
         """Register the op table for a copy that outlived its original."""
         if not dispatch.is_registered():

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from tritonamp.ambient import Generators
-from tritonamp.casts.active import constant_to_dynamo
 from tritonamp.casts.tree import TO
 from tritonamp.class_swap import is_installed, uninstall
+from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.policy import HALF_DTYPES
 
 _CASTABLE = (torch.float32, *HALF_DTYPES)
