@@ -1,14 +1,13 @@
 """Three steps in a row without gradients are worth one warning, unless that is by design."""
 
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers import disabled_after
+from helpers import disabled_after, warnings_with
 from torch import Tensor, nn
 
 import tritonamp
@@ -44,10 +43,7 @@ def make() -> Iterator[Callable[..., Pair]]:
     yield from disabled_after(Pair)
 
 
-@pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.WARNING, "tritonamp")
-    return lambda: [m for m in caplog.messages if "found no gradient" in m]
+warned = warnings_with("found no gradient")
 
 
 def no_backward(pair: Pair) -> None:

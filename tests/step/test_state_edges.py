@@ -419,7 +419,7 @@ class Enabled:
         self.folder = folder
 
     def trained(self, call: str, at: int, mode: Any) -> list[Tensor]:
-        """Return all that training goes on from."""
+        """Return all state that training continues with."""
         for seed in range(4):
             if call in CALLS and seed == at:
                 with mode():

@@ -14,7 +14,7 @@ from tritonamp.casts.gathered import wide_weights
 from tritonamp.casts.inputs import Signature, cast_arguments, signature_of, wanted_names
 from tritonamp.casts.methods import entered_methods
 from tritonamp.casts.model import refuse_cast
-from tritonamp.casts.norm_results import Followers, like_given
+from tritonamp.casts.norm_results import Followers, like_given, unknown_followers
 from tritonamp.casts.pickled import with_values
 from tritonamp.casts.saved import SavedDtypes, changed_values, named_tensors, pretrained_members
 from tritonamp.casts.tree import cast_tree, from_half, to_half
@@ -318,3 +318,9 @@ class NormModule(_WithForward):
     _tritonamp_followers: Followers
     _tritonamp_number: int
     _run = staticmethod(_norm_forward)
+
+    def _copied(self, memo: dict[int, Any] | None) -> Any:
+        """Return a copy that finds out by itself which results follow: its policy may differ."""
+        copied = super()._copied(memo)
+        copied._tritonamp_followers, copied._tritonamp_number = unknown_followers(copied)
+        return copied

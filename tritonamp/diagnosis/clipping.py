@@ -156,7 +156,7 @@ class ClippedGradients:
             "gradients%s %s while they still carry the loss scale (%g), as if clipped%s: next to "
             "nothing of them is left, and training stands still. Call amp.unscale_() after "
             "amp.backward(loss), and clip then, the work of hooks included, or call "
-            "amp.clip_grad_norm_(max_norm) in the place of your own clipping",
+            "amp.clip_grad_norm_(max_norm) instead of your own clipping",
             f" of {listed}" if known else "",
             what,
             scale,
@@ -190,11 +190,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _mark(found: Mapping[Tensor, _Gradient], most: float) -> tuple[str, list[Tensor]] | None:
-    """Return what a clipping has left in these gradients, in words, and where; None: nothing.
+    """Return the mark of a clipping in words, and the parameters that have it; None: there is none.
 
     Args:
         found: gradient of each parameter.
-        most: a mark is at most as large.
+        most: largest number that counts as a mark.
     """
     limits = {p: x for p, g in found.items() for x in g.limits() if _TINY <= x <= most}
     cut = [p for p, x in limits.items() if _is_round(x)]
@@ -223,7 +223,7 @@ def _mark(found: Mapping[Tensor, _Gradient], most: float) -> tuple[str, list[Ten
 
 
 def _common(values: Sequence[float], tolerance: float, at_least: int = _AT_LEAST) -> float | None:
-    """Return what nine in ten of the values are, up to the relative tolerance, if they are."""
+    """Return the median, if nine in ten values are equal to it up to a relative tolerance."""
     if len(values) < at_least:
         return None
     middle = statistics.median(values)

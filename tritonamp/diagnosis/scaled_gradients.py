@@ -54,7 +54,7 @@ class ScaledGradients:
         """Warn, once, where torch's ``function`` is to clip some of them, by ids of tensors."""
         if self._has_warned or not any(id(param) in given for param in self._params()):
             return
-        self.is_news()
+        self._has_warned = True
         logger.warning(
             "torch.nn.utils.%s%s is given gradients that still carry the loss scale, so it leaves "
             "next to nothing of them: call amp.clip_grad_norm_(max_norm) in its place, or "
@@ -95,7 +95,7 @@ _BARE = (
     "%s.step()%s steps on bare half weights, since the optimizer was not given to "
     "tritonamp.enable: small updates are rounded away, and an eps of 1e-8 is 0 in float16, which "
     "makes weights NaN. Make the optimizer before enable and hand it over, amp = "
-    'tritonamp.enable(model, optimizer, level="O2"), and call amp.backward(loss) in the place of '
+    'tritonamp.enable(model, optimizer, level="O2"), and call amp.backward(loss) instead of '
     "loss.backward()"
 )
 

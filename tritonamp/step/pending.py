@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.distributed.sharding import full_tensor
 from tritonamp.kernels._dynamo import between_graphs
-from tritonamp.kernels._transfer import transfer
-from tritonamp.policy import HALF_DTYPES, Policy
+from tritonamp.policy import Policy
 from tritonamp.scaler import GradScaler, scale_loss
 from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.master_weights import MasterWeights
@@ -91,7 +90,7 @@ class PendingDecisions:
         before = decision.loss_nonfinite, decision.loss
         if joined is not None:
             decision.loss_nonfinite = torch.maximum(decision.loss_nonfinite, nonfinite)
-        decision.loss = _sum(decision.loss, transfer(loss, scale.device))
+        decision.add_loss(loss)
         decision.blocks += 1
         try:
             yield scaled
@@ -286,16 +285,6 @@ _ALONE = (
     "would decide alone, without the gradients and losses of other stages: on every rank give the "
     "schedule loss_fn=amp.pipeline_loss(loss_fn)"
 )
-
-
-def _sum(earlier: Tensor | None, loss: Tensor) -> Tensor:
-    """Return the sum of a loss and of earlier micro-batches' losses, 0-d, on the device."""
-    loss = loss.detach()
-    if loss.dtype in HALF_DTYPES:  # a sum in half may be inf
-        loss = loss.float()
-    if loss.dim():
-        loss = loss.sum()
-    return loss if earlier is None else earlier + loss
 
 
 def _no_backward(with_grad: int) -> str:
