@@ -395,7 +395,7 @@ CALLS: dict[str, Callable[["Enabled"], Any]] = {
     "watch": _watched,
     "step_schedulers": _scheduled,
     "sleep": lambda run: (run.amp.sleep(), run.amp.wake()),
-    "scale": lambda run: run.amp.scaler.scale(batch(0)),
+    "scale": lambda run: run.amp.scaler.scale(run.model(batch(0, 4, 6)).float().mean()),
 }
 BETWEEN: dict[str, Callable[["Enabled"], Any]] = {
     "unscale_": lambda run: run.amp.unscale_(),
