@@ -139,6 +139,11 @@ class EnabledContext:
         cast_outputs = self.policy.cast_outputs
         self.output_cast = None if cast_outputs is None else from_half(cast_outputs)
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is that of a copy, which belongs to no ``Amp``."""
+        return self.handle is None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "EnabledContext":
         policy = self.policy
         has_wide = next(iter(self.fp32_values), None) is not None

@@ -45,7 +45,7 @@ class EnabledModels:
         self.dtypes = ModelDtypes(context.policy, context.fp32_values, gathered)
         self.fused: list[str] = []
         for model in models:  # a copy of an enabled one has classes of ours
-            _make_plain(model, lambda context: context.handle is None)
+            _make_plain(model, lambda context: context.is_copy)
         for front, model in zip(prefixes(models), models, strict=True):
             saved = SavedDtypes(model, context.policy)
             self.dtypes.cast(model, stepped if context.policy.master_weights else ())

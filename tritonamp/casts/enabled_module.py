@@ -247,7 +247,8 @@ class EnabledModule(_WithForward):
         """
         context = self._tritonamp
         context.fp32_values.asleep.check_training()  # gradients would come along
-        refuse_cast(self, fn)
+        if not context.is_copy:
+            refuse_cast(self, fn)
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         for param in self.parameters():  # type: ignore[attr-defined]
             context.move(param.device.type)
@@ -274,8 +275,8 @@ class EnabledModule(_WithForward):
 
         torch calls it for the root before its children, with the whole state.
         """
-        is_copy = self._tritonamp.handle is None
-        if local_metadata.get("assign_to_params_buffers", False) and not is_copy:
+        assigns = local_metadata.get("assign_to_params_buffers", False)
+        if assigns and not self._tritonamp.is_copy:
             raise RuntimeError(
                 "load_state_dict(assign=True) would replace the parameters that the enabled "
                 "optimizer steps on: load without assign, or before tritonamp.enable"
