@@ -29,6 +29,12 @@ _AT_LEAST = 4  # numbers that must be the same, where one alone would prove noth
 _SHARE = 0.05  # of the elements that are not zero
 _FAR_BELOW = 2.0**-10  # as a share of the loss scale
 _TINY = 2.0**-10  # smaller half gradients are multiples of the smallest number, and often equal
+_IN_A_ROW = 3  # looks
+_ALL_ZERO = (
+    "all gradients of a step were 0, %d times in a row, so that it trained nothing: call "
+    "zero_grad() after the step or before amp.backward(loss), not between the two. If they are 0 "
+    "without it, they may be too small for the format: amp.watch() and amp.ranges() show where"
+)
 _ROUND = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 7.5, 8, 9, 10)  # digits that people choose
 
 
@@ -85,6 +91,7 @@ class ClippedGradients:
         self._scaled = scaled
         self._looks = Looks(self._read)
         self._totals: dict[Hashable, list[tuple[float, float]]] = {}
+        self._zeros: dict[Hashable, int] = {}  # looks in a row that found nothing else
 
     def is_due(self, key: Hashable, device: torch.device) -> bool:
         """Tell whether the gradients of this step, on a device, are to be given to ``look``."""
@@ -119,6 +126,10 @@ class ClippedGradients:
         found = [_Gradient._make([*part[:-_ROWS], part[-_ROWS:]]) for part in parts]
         if not found or not all(map(math.isfinite, (scale, *(g.norm for g in found)))):
             return
+        zeros = self._zeros[key] = 0 if any(g.norm for g in found) else self._zeros.get(key, 0) + 1
+        if zeros == _IN_A_ROW:
+            self._looks.end()
+            logger.warning(_ALL_ZERO, zeros)
         seen = dict(zip(params, found, strict=True))
         what, clipped = _mark(seen, scale * _FAR_BELOW) or self._mark_of_total(key, seen, scale)
         if what:

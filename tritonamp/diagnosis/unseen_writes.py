@@ -54,9 +54,10 @@ class UnseenWrites:
             "in parameter %s%s, %d of %d half values are not those of the FP32 master that the "
             "optimizer steps on: one of the two was written through .data, which torch does not "
             "count, so that the other does not follow, and the next step overwrites the half "
-            "values. Write inside of `with torch.no_grad():` without .data, as in "
-            "param.clamp_(-1, 1): that counts, in a parameter of the model as in one of "
-            "amp.master_params()",
+            "values. Inside of `with torch.no_grad():`, write to amp.master_params() or "
+            "amp.named_master_params() (half parameters follow), or cut values off in the model's "
+            "own parameters without .data, as in param.clamp_(-1, 1): small changes, as of "
+            "param.mul_(0.9999), are rounded away there",
             repr(names[param]) if param in names else f"of shape {tuple(param.shape)}",
             others,
             count,

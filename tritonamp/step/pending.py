@@ -291,8 +291,9 @@ def _no_backward(with_grad: int) -> str:
     return (
         f"optimizer.step(): {with_grad} parameter(s) have gradients, but no amp.backward(loss) fed "
         "this optimizer since its last step. This level scales the loss, so gradients of a plain "
-        "loss.backward() are wrong: call amp.backward(loss), or scaled.backward() in `with "
-        "amp.scale_loss(loss, optimizer) as scaled:`, or amp.scaler.scale(loss).backward(); call "
-        "step() once per backward. Replays of a CUDA graph that has captured amp.backward(loss) go "
+        "loss.backward() are wrong: clear them, optimizer.zero_grad(), and call "
+        "amp.backward(loss), or scaled.backward() in `with amp.scale_loss(loss, optimizer) as "
+        "scaled:`, or amp.scaler.scale(loss).backward(); call step() once per backward. Replays of "
+        "a CUDA graph that has captured amp.backward(loss) go "
         "unseen: capture step() with it, or capture amp.scaler.scale(loss).backward() in its place"
     )
