@@ -84,18 +84,18 @@ class ClippedGradients:
     Args:
         names: returns parameter to its name.
         scaled: the gradients of the same run, of which only one such warning is given.
+
+    Attributes:
+        is_due: tells whether the gradients of this step are to be given to ``look``.
     """
 
     def __init__(self, names: Callable[[], Mapping[Tensor, str]], scaled: ScaledGradients) -> None:
         self._names = names
         self._scaled = scaled
         self._looks = Looks(self._read)
+        self.is_due = self._looks.is_due
         self._totals: dict[Hashable, list[tuple[float, float]]] = {}
         self._zeros: dict[Hashable, int] = {}  # looks in a row that found nothing else
-
-    def is_due(self, key: Hashable, device: torch.device) -> bool:
-        """Tell whether the gradients of this step, on a device, are to be given to ``look``."""
-        return self._looks.is_due(key, device)
 
     @torch.no_grad()
     def look(
@@ -104,7 +104,7 @@ class ClippedGradients:
         """Measure gradients on the device.
 
         Args:
-            key: as for ``is_due``.
+            key: name of the sequence of steps, as for ``is_due``.
             params: parameters of the model.
             grads: dense gradient of each.
             scale: 0-d, the loss scale that the gradients carry.

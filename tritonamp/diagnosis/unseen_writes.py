@@ -5,7 +5,7 @@ into a half weight is gone after the next step, which rounds the master into it.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ class UnseenWrites:
 
     Args:
         names: returns parameter to its name.
+
+    Attributes:
+        is_due: tells whether the weights are to be given to ``look`` before this step.
     """
 
     def __init__(self, names: Callable[[], Mapping[Tensor, str]]) -> None:
         self._names = names
         self._looks = Looks(self._read)
-
-    def is_due(self, key: Hashable, device: torch.device) -> bool:
-        """Tell whether the weights are to be given to ``look`` before this step, on a device."""
-        return self._looks.is_due(key, device)
+        self.is_due = self._looks.is_due
 
     def look(self, params: Sequence[Tensor], unlike: Sequence[Tensor]) -> None:
         """Read some numbers when they have arrived.
