@@ -25,4 +25,5 @@ def leaves_inference_mode(function: F) -> F:
             return function(*args, **kwargs)
 
     never_alone(outside)
-    return functools.update_wrapper(outside, function)  # type: ignore[return-value]
+    wrapped: Any = functools.update_wrapper(outside, function)
+    return wrapped

@@ -282,22 +282,6 @@ class TensorLists:
                 count_write(self._lists[name])
 
 
-def shipped_lists(
-    aligned: bool,
-    may_repeat: Iterable[str] = ("copies",),
-    scalars: Collection[str] = (),
-    **dtypes: torch.dtype | str,
-) -> TensorLists:
-    """Return lists of one small tensor each, for ``shipped``; a name repeats that list."""
-    lists: dict[str, Any] = {}  # of tensors
-    for name, dtype in dtypes.items():
-        if isinstance(dtype, str):
-            lists[name] = lists[dtype]
-        else:
-            lists[name] = [torch.empty(4096 + 8, dtype=dtype)[0 if aligned else 1 :][:4096]]
-    return TensorLists(may_repeat=may_repeat, scalars=scalars, **lists)
-
-
 def _local(lists: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
     """Return the lists with sharded tensors (DTensor) replaced by this rank's parts."""
     return {name: list(map(to_local, tensors)) for name, tensors in lists.items()}

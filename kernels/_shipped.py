@@ -1,11 +1,11 @@
 """Calls whose kernels ``bench/static.py`` builds without a GPU, and the limits that it checks."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from tritonamp.kernels._multi_tensor import shipped_lists
+from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
 
 HALF, BF16, WIDE = torch.float16, torch.bfloat16, torch.float32
@@ -72,3 +72,19 @@ def shipped_update(
     of_lists = {"params": param, "grads": grad, **states, "copies": copy or "params", "steps": WIDE}
     tensors = shipped_lists(aligned, ("copies", *optional), ("steps",), **of_lists)
     return UpdateLists(tensors, [rule], [0], track_lost, state)
+
+
+def shipped_lists(
+    aligned: bool,
+    may_repeat: Iterable[str] = ("copies",),
+    scalars: Collection[str] = (),
+    **dtypes: torch.dtype | str,
+) -> TensorLists:
+    """Return lists of one small tensor each, for ``shipped``; a name repeats that list."""
+    lists: dict[str, Any] = {}  # of tensors
+    for name, dtype in dtypes.items():
+        if isinstance(dtype, str):
+            lists[name] = lists[dtype]
+        else:
+            lists[name] = [torch.empty(4096 + 8, dtype=dtype)[0 if aligned else 1 :][:4096]]
+    return TensorLists(may_repeat=may_repeat, scalars=scalars, **lists)

@@ -186,7 +186,9 @@ def store_moment(codes, exponents_ptr, offs, blocks, end, x, random, KIND: tl.co
 
     Magnitudes beyond the largest code are held there: a block with one inf would be lost.
     """
-    x = tl.clamp(x, -3.190147189883798e38, 3.190147189883798e38, tl.PropagateNan.ALL)
+    x = tl.where(x > 3.190147189883798e38, 3.190147189883798e38, x)  # NaN stays NaN
+    if KIND == 15:
+        x = tl.where(x < -3.190147189883798e38, -3.190147189883798e38, x)
     r = rounded(x, random, 20)
     exponent = block_exponents(r)
     code = encoded(x, r, tl.expand_dims(exponent, 1), random, KIND)

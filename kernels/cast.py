@@ -8,10 +8,10 @@ from torch import Tensor
 from tritonamp.kernels._blocks import blocks, overflows
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
-from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
+from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
-from tritonamp.kernels._shipped import Shipped, build_name
+from tritonamp.kernels._shipped import Shipped, build_name, shipped_lists
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, store_copy, tail_offsets
 from tritonamp.kernels.device import tl, triton
 

@@ -55,9 +55,9 @@ class Slot(IntEnum):
 
 CLEAN, OVERFLOW, FAULT, OUTLIER, VETO, HUGE = list(Slot)[:6]
 NORM, AMAX, SQUARES, SCALE, SKIPPED, SKIPPED_SCALE = list(Slot)[6:12]
-OUTLYING = 2.0  # in the place of the flag of a loss: the step is an outlier
-EXCEEDING = 2.5  # in the place of the flag of a loss: squares of its gradients leave FP32
-VETOED = 3.0  # in the place of the flag of a loss: its largest value, so that a maximum keeps it
+OUTLYING = 2.0  # instead of the flag of a loss: the step is an outlier
+EXCEEDING = 2.5  # instead of the flag of a loss: squares of its gradients leave FP32
+VETOED = 3.0  # instead of the flag of a loss: its largest value, so that a maximum keeps it
 LOSS = Slot.LOSS
 RECORD = len(Slot)  # numbers in front of a record's magnitudes
 _SLOTS = tuple(map(int, Slot))[:12]  # for the kernel, and quick to look up

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
+from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._sample import ListSample
-from tritonamp.kernels._shipped import Shipped, build_name
+from tritonamp.kernels._shipped import Shipped, build_name, shipped_lists
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, tail_offsets
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.device import tl, triton

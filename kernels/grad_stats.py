@@ -9,9 +9,9 @@ from tritonamp.kernels._blocks import Scratch, blocks
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._magnitudes import float_bits, magnitude
-from tritonamp.kernels._multi_tensor import TensorLists, shipped_lists
+from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._sample import ListSample
-from tritonamp.kernels._shipped import Shipped, build_name
+from tritonamp.kernels._shipped import Shipped, build_name, shipped_lists
 from tritonamp.kernels._tables import Table, chunk_bounds, element_pointer
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.device import WARP_SIZE, tl, triton

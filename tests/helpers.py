@@ -5,6 +5,7 @@ import copy
 import gc
 import importlib
 import io
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,6 +60,17 @@ def disabled_after(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     for run in made:
         if run.amp._enabled:
             run.amp.disable()
+
+
+def warnings_with(words: str) -> Any:
+    """Return a fixture: a function that returns our warnings so far in which ``words`` occur."""
+
+    @pytest.fixture
+    def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+        caplog.set_level(logging.WARNING, "tritonamp")
+        return lambda: [message for message in caplog.messages if words in message]
+
+    return warned
 
 
 class Resumable:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from covering import more
-from helpers import take_step
+from helpers import disabled_after, take_step
 from torch import Tensor, nn
 from torch.optim.swa_utils import (
     AveragedModel,
@@ -79,18 +79,12 @@ class Run:
 
 @pytest.fixture
 def runs(device: torch.device) -> Iterator[Callable[..., Run]]:
-    made: list[Run] = []
-
     def make(**fields: Any) -> Run:
         if fields.get("state") == "8bit" and fields.get("level") == "O3":
             pytest.skip("O3 has no FP32 values to pack")
-        made.append(Run(device, **fields))
-        return made[-1]
+        return Run(device, **fields)
 
-    yield make
-    for run in made:
-        if run.amp._enabled:
-            run.amp.disable()
+    yield from disabled_after(make)
 
 
 # through state_dict()
@@ -323,7 +317,7 @@ def test_torchs_averages_of_packed_values(runs: Callable[..., Run], state: str) 
 def test_torchs_averages_of_what_is_not_enabled(
     runs: Callable[..., Run], kind: str, dtype: torch.dtype
 ) -> None:
-    """They are as ever, beside an enabled model."""
+    """An enabled model changes nothing for them."""
     run, model = runs(), nn.Linear(4, 4).to(dtype)
     averages = [TORCHS[kind](model) for _ in range(2)]
     for average in averages:

@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen layer, half before ``enable``, and what trains beside it."""
+    """A frozen layer, half before ``enable``, and a trained adapter."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Adapted(nn.Module):
 
 
 class Quantised(nn.Module):
-    """Weights as integers, and half numbers beside them."""
+    """Weights as integers, and half scales."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -36,9 +36,11 @@ class Run:
             self.optimizer.step()
 
     def hooks(self) -> int:
+        """Return the number of hooks, without those of ``enable`` on the first backwards."""
         modules = [
             h for m in self.model.modules() for h in (m._forward_hooks, m._forward_pre_hooks)
         ]
+        self.amp._parts.stepper.plain_backwards.remove()
         tensors = [p._post_accumulate_grad_hooks or {} for p in self.model.parameters()]
         return sum(map(len, [*modules, *tensors, self.optimizer._optimizer_step_pre_hooks]))
 

@@ -58,7 +58,7 @@ def _check_model(model: nn.Module) -> None:
         )
     for name, module in model.named_modules():
         context = vars(module).get("_tritonamp_context")
-        if context is not None and context.handle is not None:  # else it is a copy
+        if context is not None and not context.is_copy:
             where = f"its submodule {name!r}" if name else "it"
             raise ValueError(
                 f"model: {kind} cannot be enabled, {where} is enabled already: call amp.disable() "

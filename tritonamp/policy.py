@@ -59,9 +59,10 @@ class Policy:
             arithmetic.
         fuse_norms: hand-written RMSNorms that compute the same run as ``rms_norm`` (only with
             ``op_policy``).
-        on_nonfinite: what happens beside the skip if a lower scale cannot help. "skip": a line in
-            the log; "explain": the failing batch runs again, and the operation is named; "heal":
-            also what cures such faults computes in FP32 from then on; "raise": NonFiniteError.
+        on_nonfinite: the response to a skip for which a lower scale cannot help. "skip": a line
+            in the log; "explain": the failing batch runs again, and the operation is named; "heal":
+            also, modules compute in FP32 from then on if that cures such faults; "raise":
+            NonFiniteError.
             All but "skip" read the decision on the host at every step, and keep the gradients of
             the model's outputs until then.
         raise_after: faults in a row until "raise" raises.

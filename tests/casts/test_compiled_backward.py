@@ -198,7 +198,7 @@ def test_the_users_own_compilations_stay_torchs() -> None:
     [
         ("same_as_forward", "off"),
         ("off", "off"),
-        ([{"device_type": "cpu"}], [{"device_type": "cpu"}]),  # what somebody has set stays
+        ([{"device_type": "cpu"}], [{"device_type": "cpu"}]),  # a setting of the user's stays
     ],
     ids=str,
 )

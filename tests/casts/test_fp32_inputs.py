@@ -1,5 +1,5 @@
 """FP32 inputs at O2: nothing is rounded on the way into a forward, and every operation takes them
-beside half weights.
+next to half weights.
 """
 
 import copy

@@ -445,6 +445,32 @@ def test_compiled_forwards_find_out_what_others_do(handles: Any, name: str, dyna
     assert [t.dtype for t in model.found] == [t.dtype for t in other.found]
 
 
+# torch 2.11 tracing a Function
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_copy_does_not_ask_the_original(handles: Any) -> None:
+    """Which may be healed, asleep, in another mode, or gone."""
+    model = Around(LlamaNorm())
+    amp = handles(model, level="O2")
+    copied = copy.deepcopy(model)
+    amp.heal("inner")
+    torch.compiler.reset()
+    torch.compile(copied, backend="aot_eager", fullgraph=True)(batch(FP16, torch.device("cpu")))
+    assert copied.found[0].dtype is FP16
+
+
+def test_a_copy_with_an_op_table_finds_out_for_its_own_policy(handles: Any) -> None:
+    """A copy of an O3 model has one; the first result of the original's norms is always half."""
+    model, x = Around(WideNorm()), batch(FP16, torch.device("cpu"))
+    handles(model, level="O3", keep_norms_fp32=True)
+    for runs in (False, True):
+        if runs:
+            model(x)
+            assert model.found.pop().dtype is FP16
+        copied = copy.deepcopy(model)
+        copied(x)
+        assert copied.found[0].dtype is FP32
+
+
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("name", CASES)
 def test_without_an_op_table_no_result_leaves_the_range(

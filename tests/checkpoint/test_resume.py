@@ -434,7 +434,11 @@ def test_a_loss_before_loading_does_not_count_after(device: torch.device) -> Non
 
 
 @pytest.mark.parametrize(
-    "fields", [{"level": "O3"}, {"level": "O2", "keep_norms_fp32": False, "op_policy": False}]
+    "fields",
+    [
+        {"level": "O3"},
+        {"level": "O2", "keep_norms_fp32": False, "op_policy": False, "cast_inputs": True},
+    ],
 )
 def test_running_statistics_in_half(device: torch.device, fields: dict[str, Any]) -> None:
     """batch_norm writes to them without telling anybody."""

@@ -4,14 +4,13 @@ them is not.
 
 import functools
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers import disabled_after
+from helpers import disabled_after, warnings_with
 from torch import Tensor, nn
 
 import tritonamp
@@ -91,10 +90,7 @@ def make() -> Iterator[Callable[..., Loop]]:
     yield from disabled_after(Loop)
 
 
-@pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.WARNING, "tritonamp")
-    return lambda: [m for m in caplog.messages if "loss scale" in m]
+warned = warnings_with("loss scale")
 
 
 def unitwise_norm(x: Tensor) -> Tensor:
@@ -195,7 +191,7 @@ def test_clipping(
     assert message.startswith(
         "gradients of 0.weight" if model == "mlp" else "gradients of 1.weight"
     )
-    assert "call amp.clip_grad_norm_(max_norm) in the place of your own clipping" in message
+    assert "call amp.clip_grad_norm_(max_norm) instead of your own clipping" in message
 
 
 @pytest.mark.parametrize("one_batch", [False, True], ids=["batches", "one batch"])

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import take_step
 from torch import Tensor, nn
 
 import tritonamp
-from tests.helpers import take_step
 
 FP16, FP32 = torch.float16, torch.float32
 

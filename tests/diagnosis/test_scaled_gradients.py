@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import disabled_after
+from helpers import disabled_after, warnings_with
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as imported_before
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
@@ -42,10 +42,7 @@ def make() -> Iterator[Callable[..., Loop]]:
     yield from disabled_after(Loop)
 
 
-@pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.WARNING, "tritonamp")
-    return lambda: [m for m in caplog.messages if m.startswith("torch.nn.utils.")]
+warned = warnings_with("torch.nn.utils.")
 
 
 CALLS: dict[str, Callable[[Loop], Any]] = {

@@ -1,12 +1,11 @@
 """Writes through ``.data`` to half weights or masters are warned of: torch counts none of them."""
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers import Net, disabled_after, take_step
+from helpers import Net, disabled_after, take_step, warnings_with
 from torch import Tensor, nn
 
 import tritonamp
@@ -33,10 +32,7 @@ def make() -> Iterator[Callable[..., Loop]]:
     yield from disabled_after(Loop)
 
 
-@pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.WARNING, "tritonamp")
-    return lambda: [m for m in caplog.messages if ".data" in m]
+warned = warnings_with(".data")
 
 
 def on_each(write: Callable[[Tensor], Any], masters: bool = False) -> Callable[[Loop], None]:

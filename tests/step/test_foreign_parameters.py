@@ -72,7 +72,7 @@ def test_they_train_as_in_fp32(
     assert skipped == 0
     eps = torch.finfo(dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16).eps
     for ours, value in zip(loop.foreign(), exact.foreign(), strict=True):
-        assert ours.dtype is dtype  # half ones stay half, beside FP32 masters
+        assert ours.dtype is dtype  # half ones stay half, and have FP32 masters
         # each step moves by lr or less times what half activations lose, and the sum is rounded
         torch.testing.assert_close(ours.double(), value, rtol=4 * eps, atol=STEPS * 2e-2 * 8 * eps)
     loop.amp.disable()

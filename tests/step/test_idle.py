@@ -1,14 +1,13 @@
 """Three steps in a row without gradients are worth one warning, unless that is by design."""
 
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers import disabled_after
+from helpers import disabled_after, warnings_with
 from torch import Tensor, nn
 
 import tritonamp
@@ -44,10 +43,7 @@ def make() -> Iterator[Callable[..., Pair]]:
     yield from disabled_after(Pair)
 
 
-@pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.WARNING, "tritonamp")
-    return lambda: [m for m in caplog.messages if "found no gradient" in m]
+warned = warnings_with("found no gradient")
 
 
 def no_backward(pair: Pair) -> None:
@@ -171,3 +167,23 @@ def test_freezing_is_an_answer(make: Callable[..., Pair], warned: Callable[[], l
     for _ in range(5):
         no_backward(pair)
     assert warned() == []
+
+
+all_zero = warnings_with("all gradients of a step were 0")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("cleared", [0, 2, 3], ids=lambda steps: f"{steps} steps")
+def test_gradients_that_are_set_to_zero_before_the_step(
+    make: Callable[..., Pair], cleared: int, level: str, all_zero: Callable[[], list[str]]
+) -> None:
+    pair = make(level)
+    for step in range(5):
+        pair.amp.backward(pair.loss())
+        if step < cleared:
+            for optimizer in pair.optimizers:
+                optimizer.zero_grad(set_to_none=False)
+        pair.step()
+        pair.zero_grad()
+    pair.amp.stats()
+    assert len(all_zero()) == (cleared == 3)

@@ -1,13 +1,12 @@
 """A plain ``loss.backward()`` in addition to ``amp.backward(loss)`` is warned of, with its line."""
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers import Net, disabled_after
+from helpers import Net, disabled_after, warnings_with
 from torch import Tensor
 
 import tritonamp
@@ -38,10 +37,7 @@ def make() -> Iterator[Callable[..., Loop]]:
     yield from disabled_after(Loop)
 
 
-@pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.WARNING, "tritonamp")
-    return lambda: [m for m in caplog.messages if "plain" in m]
+warned = warnings_with("plain")
 
 
 def behind(loop: Loop) -> None:

@@ -402,7 +402,7 @@ CALLS: dict[str, Callable[["Enabled"], Any]] = {
     "watch": _watched,
     "step_schedulers": _scheduled,
     "sleep": lambda run: (run.amp.sleep(), run.amp.wake()),
-    "scale": lambda run: run.amp.scaler.scale(batch(0)),
+    "scale": lambda run: run.amp.scaler.scale(run.model(batch(0, 4, 6)).float().mean()),
 }
 BETWEEN: dict[str, Callable[["Enabled"], Any]] = {
     "unscale_": lambda run: run.amp.unscale_(),
@@ -426,7 +426,7 @@ class Enabled:
         self.folder = folder
 
     def trained(self, call: str, at: int, mode: Any) -> list[Tensor]:
-        """Return all that training goes on from."""
+        """Return all state that training continues with."""
         for seed in range(4):
             if call in CALLS and seed == at:
                 with mode():

@@ -9,6 +9,7 @@ import torch
 from torch._guards import TracingContext
 
 from tritonamp.casts.scripted import ScriptedAutocast, scripted
+from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.policy import Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -195,11 +196,9 @@ def active() -> ActivePolicy | None:
     return None
 
 
+@constant_to_dynamo
 def is_inside() -> bool:
-    """Tell whether this thread is in an enabled forward, or recomputes a part of one.
-
-    To torch.compile a constant, read while it traces.
-    """
+    """Tell whether this thread is in an enabled forward, or recomputes a part of one."""
     return bool(thread.live()) or active() is not None
 
 
@@ -222,11 +221,9 @@ def checkpointed(stock: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
+@constant_to_dynamo
 def under_op_policy() -> bool:
-    """Tell whether functions of the user's own are cast now.
-
-    To torch.compile a constant, read while it traces.
-    """
+    """Tell whether functions of the user's own are cast now."""
     found = active()
     return found is not None and found.policy.op_policy
 
@@ -239,6 +236,7 @@ def half_dtype() -> torch.dtype | None:
     return None
 
 
+@constant_to_dynamo
 def tell_dynamo() -> None:
     """Have torch.compile put ``enter`` and ``leave`` into its graphs.
 
@@ -246,10 +244,3 @@ def tell_dynamo() -> None:
     """
     for function in (enter, leave):
         torch.compiler.allow_in_graph(function)
-
-
-# torch.compile runs these while it traces. What torch.compiler.assume_constant_result does (in all
-# supported versions), without the import of dynamo, which takes seconds.
-is_inside._dynamo_marked_constant = True  # type: ignore[attr-defined]
-under_op_policy._dynamo_marked_constant = True  # type: ignore[attr-defined]
-tell_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]

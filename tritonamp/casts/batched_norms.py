@@ -25,7 +25,7 @@ _BACKWARDS = {
 
 
 def register(library: torch.library.Library) -> None:
-    """Register all of them in a library of aten."""
+    """Register the forwards and backwards of batch_norm in a library of aten."""
     for op in _FORWARDS:
         library.impl(op, functools.partial(_forward, _kernel(op)), KEY, with_keyset=True)
     for op, places in _BACKWARDS.items():

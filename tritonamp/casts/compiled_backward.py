@@ -1,7 +1,8 @@
 """Backwards that torch.compile makes run without autocast, as those of eager forwards do.
 
-By itself torch takes the autocast state around the call that compiles. Inside of an enabled
-forward, or of ``with amp.autocast():``, the backward of what is FP32 on purpose would be half then.
+By default torch compiles a backward under the autocast state of the call that compiles. Inside of
+an enabled forward, or of ``with amp.autocast():``, operations that are FP32 on purpose would then
+have a half backward.
 """
 
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tritonamp.casts.active import thread
+from tritonamp.kernels._dynamo import constant_to_dynamo
 
 _STOCK = "same_as_forward"
 
@@ -17,8 +19,8 @@ class _Compilations:
     """The compilations of this process, which torch makes one at a time.
 
     Attributes:
-        observers: torch's list of what it calls as one begins; ``torch.compiler.reset`` empties
-            this very list.
+        observers: torch's list of functions that it calls when a compilation begins;
+            ``torch.compiler.reset`` empties this very list.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,7 @@ class _Compilations:
             handler.remove_end_callback(_ends)
 
     def leave_autocast(self) -> None:
-        """Have the present one make a backward without autocast."""
+        """Have the present compilation make a backward without autocast."""
         # private, and the same from torch 2.11 to 2.15: nothing public says it
         config: Any = sys.modules["torch._functorch.config"]
         if config.backward_pass_autocast == _STOCK:  # else it is a setting of the user's
@@ -68,15 +70,9 @@ def _ends(_: Any) -> None:
     compilations.restore()
 
 
+@constant_to_dynamo
 def leave_autocast() -> None:
-    """Do so for a forward that torch.compile traces, wherever it was called.
-
-    To torch.compile a constant, which it asks for while it traces.
-    """
+    """Have torch.compile make the backward of the forward that it traces without autocast."""
     if begins not in compilations.observers:
         compilations.observe()
     compilations.leave_autocast()
-
-
-# see active.tell_dynamo
-leave_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Containers with other items in them: of the same class, and the caller's own are not written to.
+"""Copies of containers with other items: of the same class, and the original keeps its own.
 
-A class need not allow that. Then nothing is made, and the caller's own stays as it is.
+Where a class does not allow such a copy, functions return the original.
 """
 
 import copy

@@ -14,6 +14,7 @@ from tritonamp.casts import active, dispatch
 from tritonamp.casts.compiled_backward import begins, compilations, leave_autocast
 from tritonamp.casts.tree import from_half, to_half
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.policy import Policy
 
 RunForward = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -138,6 +139,11 @@ class EnabledContext:
         cast_outputs = self.policy.cast_outputs
         self.output_cast = None if cast_outputs is None else from_half(cast_outputs)
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is that of a copy, which belongs to no ``Amp``."""
+        return self.handle is None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "EnabledContext":
         policy = self.policy
         has_wide = next(iter(self.fp32_values), None) is not None
@@ -189,14 +195,11 @@ class EnabledContext:
         finally:
             active.leave()
 
+    @constant_to_dynamo
     def _have_rules(self) -> None:
         """Register the op table for a copy that outlived its original."""
         if not dispatch.is_registered():
             dispatch.borrow(self)
-
-    # torch.compile runs it while it traces. What torch.compiler.assume_constant_result does (in all
-    # supported versions), without the import of dynamo, which takes seconds.
-    _have_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @active.inlined_by_dynamo
@@ -258,8 +261,8 @@ def _enter(entry: Entry) -> None:
     active.push_policy(followed)
     if followed is None:
         return
-    if not dispatch.registration.libraries:
-        context()._have_rules()  # type: ignore[union-attr]
+    if not dispatch.registration.libraries and (owner := context()) is not None:
+        owner._have_rules()
     # torch.compile may have been imported since, or reset
     if begins not in compilations.observers and "torch._dynamo" in sys.modules:
         compilations.observe()

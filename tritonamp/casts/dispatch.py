@@ -51,7 +51,7 @@ def acquire() -> None:
 
 
 def borrow(borrower: Any) -> None:
-    """Have the same as long as ``borrower`` is there: a copy that outlives the enabled model."""
+    """Do what ``acquire`` does for the life of ``borrower``, a copy that outlives its original."""
     acquire()
     weakref.finalize(borrower, release).atexit = False
 

@@ -12,7 +12,7 @@ from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.model import flatten_rnns, fp32_modules
 from tritonamp.casts.model_dtypes import ModelDtypes
 from tritonamp.casts.norm_layers import is_written_norm
-from tritonamp.casts.norm_results import new_number
+from tritonamp.casts.norm_results import unknown_followers
 from tritonamp.casts.saved import SavedDtypes
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.names import prefixes
@@ -45,7 +45,7 @@ class EnabledModels:
         self.dtypes = ModelDtypes(context.policy, context.fp32_values, gathered)
         self.fused: list[str] = []
         for model in models:  # a copy of an enabled one has classes of ours
-            _make_plain(model, lambda context: context.handle is None)
+            _make_plain(model, lambda context: context.is_copy)
         for front, model in zip(prefixes(models), models, strict=True):
             saved = SavedDtypes(model, context.policy)
             self.dtypes.cast(model, stepped if context.policy.master_weights else ())
@@ -53,7 +53,7 @@ class EnabledModels:
                 if is_installed(inner):  # an earlier model shares it
                     continue
                 if is_written_norm(inner) and not context.policy.op_policy:
-                    install(inner, NormModule, context, {}, new_number(inner))
+                    install(inner, NormModule, context, *unknown_followers(inner))
                 else:
                     install(inner, Fp32Module, context)
             self._install_norms(model, context, front)
@@ -68,10 +68,10 @@ class EnabledModels:
                 continue
             recipe = recipe_of(inner) if policy.op_policy and policy.fuse_norms else None
             if recipe is not None:
-                install(inner, FusedRMSNorm, context, {}, new_number(inner), recipe)
+                install(inner, FusedRMSNorm, context, *unknown_followers(inner), recipe)
                 self.fused.append(front + name)
             elif policy.keep_norms_fp32:
-                install(inner, NormModule, context, {}, new_number(inner))
+                install(inner, NormModule, context, *unknown_followers(inner))
 
     def disable(self) -> dict[Tensor, Tensor]:
         """Give tensors the dtype, and modules the class, that they came with.
@@ -89,7 +89,7 @@ class EnabledModels:
 
 
 def _make_plain(model: nn.Module, is_left: Callable[[EnabledContext], bool]) -> None:
-    """Give modules whose context ``is_left`` the class that they came with."""
+    """Give the modules for whose context ``is_left`` is True the class that they came with."""
     for module in model.modules():
         context = vars(module).get("_tritonamp_context")
         if context is not None and is_left(context):

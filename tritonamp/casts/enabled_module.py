@@ -14,7 +14,7 @@ from tritonamp.casts.gathered import wide_weights
 from tritonamp.casts.inputs import Signature, cast_arguments, signature_of, wanted_names
 from tritonamp.casts.methods import entered_methods
 from tritonamp.casts.model import refuse_cast
-from tritonamp.casts.norm_results import Followers, like_given
+from tritonamp.casts.norm_results import Followers, like_given, unknown_followers
 from tritonamp.casts.pickled import with_values
 from tritonamp.casts.saved import SavedDtypes, changed_values, named_tensors, pretrained_members
 from tritonamp.casts.tree import cast_tree, from_half, to_half
@@ -247,7 +247,8 @@ class EnabledModule(_WithForward):
         """
         context = self._tritonamp
         context.fp32_values.asleep.check_training()  # gradients would come along
-        refuse_cast(self, fn)
+        if not context.is_copy:
+            refuse_cast(self, fn)
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         for param in self.parameters():  # type: ignore[attr-defined]
             context.move(param.device.type)
@@ -274,8 +275,8 @@ class EnabledModule(_WithForward):
 
         torch calls it for the root before its children, with the whole state.
         """
-        is_copy = self._tritonamp.handle is None
-        if local_metadata.get("assign_to_params_buffers", False) and not is_copy:
+        assigns = local_metadata.get("assign_to_params_buffers", False)
+        if assigns and not self._tritonamp.is_copy:
             raise RuntimeError(
                 "load_state_dict(assign=True) would replace the parameters that the enabled "
                 "optimizer steps on: load without assign, or before tritonamp.enable"
@@ -318,3 +319,9 @@ class NormModule(_WithForward):
     _tritonamp_followers: Followers
     _tritonamp_number: int
     _run = staticmethod(_norm_forward)
+
+    def _copied(self, memo: dict[int, Any] | None) -> Any:
+        """Return a copy that finds out by itself which results follow: its policy may differ."""
+        copied = super()._copied(memo)
+        copied._tritonamp_followers, copied._tritonamp_number = unknown_followers(copied)
+        return copied

@@ -23,16 +23,16 @@ class Healing:
     """The modules that compute in FP32 since a fault, and blocks that try what would help.
 
     Args:
-        models: the enabled ones.
-        policy: of them.
-        context: of them.
-        model_dtypes: of their tensors.
-        rebuild: takes the healed modules after each change of them: gradients have other dtypes
-            then, for which ranks need other buckets.
+        models: the enabled models.
+        policy: the policy of the enabled models.
+        context: the context of the enabled models.
+        model_dtypes: the dtypes of the models' tensors.
+        rebuild: called with the healed modules after each change, because gradients of other
+            dtypes need other buckets.
 
     Attributes:
-        names: of the healed modules; "" is the model.
-        policy: the policy with them in ``fp32_modules``.
+        names: names of the healed modules; "" is the model.
+        policy: the policy with the healed modules in ``fp32_modules``.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Healing:
         self._context = context
         self._model_dtypes = model_dtypes
         self._rebuild = rebuild
-        self._undo = contextlib.ExitStack()  # has healed modules compute as before
+        self._undo = contextlib.ExitStack()  # makes healed modules compute as before
         self.names: list[str] = []
         self.policy = policy
 

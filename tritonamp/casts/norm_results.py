@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from tritonamp.ambient import Generators
 from tritonamp.casts.tree import TO
 from tritonamp.class_swap import is_installed, uninstall
+from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.policy import HALF_DTYPES
 
 _CASTABLE = (torch.float32, *HALF_DTYPES)
@@ -34,11 +35,14 @@ _numbered: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictio
 _numbers = itertools.count()
 
 
-def new_number(module: nn.Module) -> int:
-    """Return a number that stands for a norm in graphs of torch.compile."""
+def unknown_followers(module: nn.Module) -> tuple[Followers, int]:
+    """Return the followers of a norm that has not run, and its number.
+
+    The number stands for the norm in graphs of torch.compile.
+    """
     number = next(_numbers)
     _numbered[number] = module
-    return number
+    return {}, number
 
 
 def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -54,7 +58,7 @@ def like_given(module: Any, output: Any, args: tuple[Any, ...], kwargs: dict[str
 
     Args:
         module: the norm.
-        output: a tensor, or lists, tuples and dicts with tensors.
+        output: its result, a tensor, or lists, tuples and dicts with tensors.
         args: positional arguments of the forward that returned ``output``.
         kwargs: its keyword arguments.
     """
@@ -121,7 +125,7 @@ def _followers(module: Any, given: Tensor, count: int, args: Any, kwargs: Any) -
 
 
 def _kind(argument: Any) -> Any:
-    """Return what may decide which results are half: a tensor's dtype, or whether it is None."""
+    """Return what results may depend on: the dtype of an argument, or whether it is None."""
     return getattr(argument, "dtype", argument is None)
 
 
@@ -132,13 +136,10 @@ def _cast_in_graph(number: int, *args: Any) -> list[Tensor]:
     return results if module is None else _cast(module, *args)
 
 
+@constant_to_dynamo
 def _tell_dynamo() -> None:
     """Have torch.compile put ``_cast_in_graph`` into its graphs, and run it where it traces."""
     torch.compiler.allow_in_graph(_cast_in_graph)
-
-
-# as in ``active``: torch.compile runs it while it traces
-_tell_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _fits_into_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -27,7 +27,7 @@ class Holdings(NamedTuple):
     stepped: Collection[Tensor]
 
 
-# all enabled models hold their context; an Amp may be gone before them
+# an enabled model holds its context, and is forgotten with it
 _contexts: weakref.WeakSet[EnabledContext] = weakref.WeakSet()
 
 

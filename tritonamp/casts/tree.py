@@ -118,7 +118,14 @@ def _cast_inside(
     cast: Cast,
     remade: Callable[[Any, dict[Any, Any], list[Any]], Any],
 ) -> tuple[Any, bool]:
-    """Cast what is inside ``value``; ``remade`` makes one like it of all items and changed keys."""
+    """Cast the items of a container, and return it, or its copy, and whether any item has changed.
+
+    Args:
+        value: the container.
+        items: its keys and items.
+        cast: the cast.
+        remade: returns a copy of a container, given all items and the keys of those that changed.
+    """
     inside = {key: _cast(item, cast) for key, item in items}
     changed = [key for key, (_, changes) in inside.items() if changes]
     if not changed:

@@ -29,6 +29,12 @@ _AT_LEAST = 4  # numbers that must be the same, where one alone would prove noth
 _SHARE = 0.05  # of the elements that are not zero
 _FAR_BELOW = 2.0**-10  # as a share of the loss scale
 _TINY = 2.0**-10  # smaller half gradients are multiples of the smallest number, and often equal
+_IN_A_ROW = 3  # looks
+_ALL_ZERO = (
+    "all gradients of a step were 0, %d times in a row, so that it trained nothing: call "
+    "zero_grad() after the step or before amp.backward(loss), not between the two. If they are 0 "
+    "without it, they may be too small for the format: amp.watch() and amp.ranges() show where"
+)
 _ROUND = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 7.5, 8, 9, 10)  # digits that people choose
 
 
@@ -78,17 +84,18 @@ class ClippedGradients:
     Args:
         names: returns parameter to its name.
         scaled: the gradients of the same run, of which only one such warning is given.
+
+    Attributes:
+        is_due: tells whether the gradients of this step are to be given to ``look``.
     """
 
     def __init__(self, names: Callable[[], Mapping[Tensor, str]], scaled: ScaledGradients) -> None:
         self._names = names
         self._scaled = scaled
         self._looks = Looks(self._read)
+        self.is_due = self._looks.is_due
         self._totals: dict[Hashable, list[tuple[float, float]]] = {}
-
-    def is_due(self, key: Hashable, device: torch.device) -> bool:
-        """Tell whether the gradients of this step, on a device, are to be given to ``look``."""
-        return self._looks.is_due(key, device)
+        self._zeros: dict[Hashable, int] = {}  # looks in a row that found nothing else
 
     @torch.no_grad()
     def look(
@@ -97,7 +104,7 @@ class ClippedGradients:
         """Measure gradients on the device.
 
         Args:
-            key: as for ``is_due``.
+            key: name of the sequence of steps, as for ``is_due``.
             params: parameters of the model.
             grads: dense gradient of each.
             scale: 0-d, the loss scale that the gradients carry.
@@ -119,6 +126,10 @@ class ClippedGradients:
         found = [_Gradient._make([*part[:-_ROWS], part[-_ROWS:]]) for part in parts]
         if not found or not all(map(math.isfinite, (scale, *(g.norm for g in found)))):
             return
+        zeros = self._zeros[key] = 0 if any(g.norm for g in found) else self._zeros.get(key, 0) + 1
+        if zeros == _IN_A_ROW:
+            self._looks.end()
+            logger.warning(_ALL_ZERO, zeros)
         seen = dict(zip(params, found, strict=True))
         what, clipped = _mark(seen, scale * _FAR_BELOW) or self._mark_of_total(key, seen, scale)
         if what:
@@ -156,7 +167,7 @@ class ClippedGradients:
             "gradients%s %s while they still carry the loss scale (%g), as if clipped%s: next to "
             "nothing of them is left, and training stands still. Call amp.unscale_() after "
             "amp.backward(loss), and clip then, the work of hooks included, or call "
-            "amp.clip_grad_norm_(max_norm) in the place of your own clipping",
+            "amp.clip_grad_norm_(max_norm) instead of your own clipping",
             f" of {listed}" if known else "",
             what,
             scale,
@@ -190,11 +201,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _mark(found: Mapping[Tensor, _Gradient], most: float) -> tuple[str, list[Tensor]] | None:
-    """Return what a clipping has left in these gradients, in words, and where; None: nothing.
+    """Return the mark of a clipping in words, and the parameters that have it; None: there is none.
 
     Args:
         found: gradient of each parameter.
-        most: a mark is at most as large.
+        most: largest number that counts as a mark.
     """
     limits = {p: x for p, g in found.items() for x in g.limits() if _TINY <= x <= most}
     cut = [p for p, x in limits.items() if _is_round(x)]
@@ -223,7 +234,7 @@ def _mark(found: Mapping[Tensor, _Gradient], most: float) -> tuple[str, list[Ten
 
 
 def _common(values: Sequence[float], tolerance: float, at_least: int = _AT_LEAST) -> float | None:
-    """Return what nine in ten of the values are, up to the relative tolerance, if they are."""
+    """Return the median, if nine in ten values are equal to it up to a relative tolerance."""
     if len(values) < at_least:
         return None
     middle = statistics.median(values)

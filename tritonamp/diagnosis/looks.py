@@ -1,12 +1,12 @@
 """Numbers that are measured in a few steps of a run, and read when they have arrived."""
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonamp.diagnosis.fault_counts import is_power_of_two
 from tritonamp.kernels.device import is_capturing
 from tritonamp.readback import Readback
 
@@ -24,7 +24,7 @@ class Looks:
 
     def __init__(self, read: Callable[[Sequence[float], Any], None]) -> None:
         self._read = read
-        self._steps: dict[Hashable, int] = {}
+        self._steps: defaultdict[Hashable, int] = defaultdict(int)
         self._readbacks: dict[Hashable, Readback] = {}
         self._under_way = 0
         self.has_ended = False
@@ -38,8 +38,10 @@ class Looks:
         """
         if self.has_ended:
             return False
-        step = self._steps[key] = self._steps.get(key, 0) + 1
-        is_due = step <= _FIRST or is_power_of_two(step)
+        self._steps[key] += 1
+        step = self._steps[key]
+        # a power of two, without a call: this runs at every step
+        is_due = step <= _FIRST or not step & (step - 1)
         if not (is_due or self._under_way) or is_capturing(device):
             return False
         self._collect()

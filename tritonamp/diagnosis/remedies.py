@@ -27,11 +27,14 @@ class TrialBlocks(Protocol):
 def find_remedy(
     wrong: Collection[str | None], again: Callable[[Remedy], Collection[str | None]], most: int
 ) -> Remedy:
-    """Return what cures a batch: modules in FP32, with those that a fault moves on to, or bfloat16.
+    """Find a remedy under which the batch is finite: FP32 for the faulty modules, else bfloat16.
 
-    Where neither helps, a remedy that does not. ``wrong`` are full names of the modules in which
-    something is wrong, None for one without a name; ``again`` runs the batch with a remedy, at most
-    ``most`` times with modules in FP32, and returns what is wrong then.
+    Where neither helps, the result's ``helps`` is False.
+
+    Args:
+        wrong: full names of the faulty modules; None for a fault outside of modules.
+        again: runs the batch under a remedy, and returns the names of the modules still faulty.
+        most: number of runs with modules in FP32. A fault may move on from module to module.
     """
     modules: tuple[str, ...] = ()
     for _ in range(most):
@@ -50,10 +53,10 @@ def remedy_of(
     search: Callable[[AbstractContextManager[None]], FaultReport | None],
     trials: TrialBlocks,
 ) -> Remedy | None:
-    """Return what cures the fault of a batch; None: nothing is there to try.
+    """Return the remedy for the fault of a batch; None: there is none to try.
 
-    Where no few modules in FP32 are enough, it says whether the whole model in FP32 is.
-    ``search`` runs the batch again inside of a block, and returns the fault of that.
+    If more than a few modules would have to be FP32, the whole model in FP32 is tried.
+    ``search`` runs the batch again inside of a block, and returns the fault of that run.
     """
     if fault.module is None or fault.kind not in CURED_BY_FP32 | {"domain_error", "unknown"}:
         return None

@@ -54,7 +54,7 @@ class ScaledGradients:
         """Warn, once, where torch's ``function`` is to clip some of them, by ids of tensors."""
         if self._has_warned or not any(id(param) in given for param in self._params()):
             return
-        self.is_news()
+        self._has_warned = True
         logger.warning(
             "torch.nn.utils.%s%s is given gradients that still carry the loss scale, so it leaves "
             "next to nothing of them: call amp.clip_grad_norm_(max_norm) in its place, or "
@@ -89,14 +89,15 @@ class ScaledGradients:
 _SCALED = (
     "%s.step()%s is given gradients that carry the loss scale, but the optimizer is not one of "
     "those given to tritonamp.enable: nothing unscales them, nor skips. Hand over every optimizer "
-    "of the model, tritonamp.enable(model, [optimizer, other]), and do not make another one later"
+    "with what it trains, tritonamp.enable(model, [optimizer, other]); after amp.disable(), if it "
+    "was made later"
 )
 _BARE = (
     "%s.step()%s steps on bare half weights, since the optimizer was not given to "
     "tritonamp.enable: small updates are rounded away, and an eps of 1e-8 is 0 in float16, which "
-    "makes weights NaN. Make the optimizer before enable and hand it over, amp = "
-    'tritonamp.enable(model, optimizer, level="O2"), and call amp.backward(loss) in the place of '
-    "loss.backward()"
+    "makes weights NaN. Call amp.disable(), make the optimizer then, hand it "
+    'over, amp = tritonamp.enable(model, optimizer, level="O2"), and call amp.backward(loss) '
+    "instead of loss.backward()"
 )
 
 

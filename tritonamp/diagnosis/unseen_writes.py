@@ -5,7 +5,7 @@ into a half weight is gone after the next step, which rounds the master into it.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ class UnseenWrites:
 
     Args:
         names: returns parameter to its name.
+
+    Attributes:
+        is_due: tells whether the weights are to be given to ``look`` before this step.
     """
 
     def __init__(self, names: Callable[[], Mapping[Tensor, str]]) -> None:
         self._names = names
         self._looks = Looks(self._read)
-
-    def is_due(self, key: Hashable, device: torch.device) -> bool:
-        """Tell whether the weights are to be given to ``look`` before this step, on a device."""
-        return self._looks.is_due(key, device)
+        self.is_due = self._looks.is_due
 
     def look(self, params: Sequence[Tensor], unlike: Sequence[Tensor]) -> None:
         """Read some numbers when they have arrived.
@@ -54,9 +54,10 @@ class UnseenWrites:
             "in parameter %s%s, %d of %d half values are not those of the FP32 master that the "
             "optimizer steps on: one of the two was written through .data, which torch does not "
             "count, so that the other does not follow, and the next step overwrites the half "
-            "values. Write inside of `with torch.no_grad():` without .data, as in "
-            "param.clamp_(-1, 1): that counts, in a parameter of the model as in one of "
-            "amp.master_params()",
+            "values. Inside of `with torch.no_grad():`, write to amp.master_params() or "
+            "amp.named_master_params() (half parameters follow), or cut values off in the model's "
+            "own parameters without .data, as in param.clamp_(-1, 1): small changes, as of "
+            "param.mul_(0.9999), are rounded away there",
             repr(names[param]) if param in names else f"of shape {tuple(param.shape)}",
             others,
             count,

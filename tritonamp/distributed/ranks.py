@@ -17,6 +17,7 @@ from tritonamp.distributed.parted import PartedCheck
 from tritonamp.distributed.pipeline import Work, pipeline_work
 from tritonamp.distributed.sharding import Sharding, find_sharding
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels.decide import Evidence
 from tritonamp.kernels.device import rank
@@ -81,6 +82,7 @@ class Ranks:
             if isinstance(module, DistributedDataParallel) and module not in self.wrappers:
                 self._attach(module)
 
+    @constant_to_dynamo
     def on_forward(self) -> bool:
         """Note the DDP or the stage that the running forward is part of.
 
@@ -103,10 +105,6 @@ class Ranks:
             self._attach(wrapper)
             self._to_align.add(wrapper)
         return work is not Work.SHAPES
-
-    # torch.compile runs it while it traces. What torch.compiler.assume_constant_result does (in all
-    # supported versions), without the import of dynamo, which takes seconds.
-    on_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _refuse_late_sharding(self) -> None:
         """Refuse, at the first forward, parameters that were sharded since ``enable``."""

@@ -157,7 +157,7 @@ class Fp32Values:
     def unlike(self, half: Tensor) -> Tensor | None:
         """Return how many elements of a half tensor are not its rounded FP32 value, 0-d.
 
-        That happens where somebody has written to either side through ``.data``.
+        That happens where the user has written to either side through ``.data``.
 
         Returns:
             None where a write that torch has counted is to be taken over, or the value is lent.

@@ -191,8 +191,8 @@ class Amp:
         feeds = self._parts.optimizers if optimizer is None else as_list(optimizer)
         if not feeds:
             raise RuntimeError(
-                "this model was enabled without an optimizer: call tritonamp.enable(model, "
-                "optimizer, ...)"
+                "this model was enabled without an optimizer: call amp.disable(), then "
+                "tritonamp.enable(model, optimizer, ...)"
             )
         for i, o in enumerate(feeds):
             if o not in self._parts.weights:

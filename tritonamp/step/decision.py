@@ -12,6 +12,7 @@ from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.decide import CLEAN, DECIDE, VETOED, Evidence, Record, decide
 from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.kernels.outliers import Limit, outliers
+from tritonamp.policy import HALF_DTYPES
 from tritonamp.scaler import GradScaler
 from tritonamp.step.gradients import Gradients
 from tritonamp.step.master_weights import MasterWeights
@@ -115,6 +116,15 @@ class Decision:
     def is_decided(self) -> bool:
         """Whether found_inf, norm and grad_scale are there."""
         return self.phase in (Phase.DECIDED, Phase.ANSWERED)
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the elements of a micro-batch's loss to ``loss``."""
+        loss = transfer(loss, self.scale.device).detach()
+        if loss.dtype in HALF_DTYPES:  # a sum in half may be inf
+            loss = loss.float()
+        if loss.dim():
+            loss = loss.sum()
+        self.loss = loss if self.loss is None else self.loss + loss
 
     def veto(self, flag: bool | Tensor) -> None:
         """Have the optimizers skip where ``flag``, a bool or 0-d, is True; before ``decide``."""

@@ -14,9 +14,10 @@ from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.scaler import is_watched
 from tritonamp.step.interrupts import Uninterrupted
+from tritonamp.step.optimizer_copies import plain_state, replace_params
 from tritonamp.step.rules import rule_of
 from tritonamp.step.small_state import fp32_state_dict
-from tritonamp.step.state_loading import load_state, plain_state, replace_params, widen_state
+from tritonamp.step.state_loading import load_state, widen_state
 from tritonamp.step.stepper import Stepper
 
 

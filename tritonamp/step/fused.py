@@ -247,7 +247,7 @@ class FusedStep:
         """Bring the state of all parameters into shape; return the numbers with new state."""
         groups, state = self._optimizer.param_groups, vars(self._optimizer)["state"]
         rows = zip(gradients.lists.numbers, gradients.params, strict=True)
-        return {i for i, p in rows if self._shape.bring(p, state[p], groups[group_of[i]])}
+        return {i for i, p in rows if self._shape.bring(p, state, groups[group_of[i]])}
 
 
 def _is_in_shape(lists: TensorLists) -> bool:

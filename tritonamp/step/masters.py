@@ -15,7 +15,7 @@ from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._shards import any_sharded
 from tritonamp.kernels.cast import cast
 from tritonamp.policy import HALF_DTYPES
-from tritonamp.step.small_state import REMAINDER, take_master
+from tritonamp.step.small_state import has_master, take_master
 from tritonamp.step.state_loading import widen_state
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -151,11 +151,11 @@ class Masters:
             if self._trains_fp32_values and master.dtype in HALF_DTYPES and param not in lent:
                 continue
             state = self.optimizer.state.get(master, {})
-            if "master_param" not in state and REMAINDER not in state:
+            if not has_master(state):
                 continue
             held = self._fp32_values.get(param) if param in self._fp32_values else param
             with torch.no_grad():
-                held.copy_(take_master(state, held))  # type: ignore[arg-type]  # it has one
+                held.copy_(take_master(state, held))
                 if held is not param:
                     param.copy_(held)
                     self._fp32_values.mark_rounded(self._fp32_values.indices([param]))

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.distributed.sharding import full_tensor
 from tritonamp.kernels._dynamo import between_graphs
-from tritonamp.kernels._transfer import transfer
-from tritonamp.policy import HALF_DTYPES, Policy
+from tritonamp.policy import Policy
 from tritonamp.scaler import GradScaler, scale_loss
 from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.master_weights import MasterWeights
@@ -91,7 +90,7 @@ class PendingDecisions:
         before = decision.loss_nonfinite, decision.loss
         if joined is not None:
             decision.loss_nonfinite = torch.maximum(decision.loss_nonfinite, nonfinite)
-        decision.loss = _sum(decision.loss, transfer(loss, scale.device))
+        decision.add_loss(loss)
         decision.blocks += 1
         try:
             yield scaled
@@ -288,22 +287,13 @@ _ALONE = (
 )
 
 
-def _sum(earlier: Tensor | None, loss: Tensor) -> Tensor:
-    """Return the sum of a loss and of earlier micro-batches' losses, 0-d, on the device."""
-    loss = loss.detach()
-    if loss.dtype in HALF_DTYPES:  # a sum in half may be inf
-        loss = loss.float()
-    if loss.dim():
-        loss = loss.sum()
-    return loss if earlier is None else earlier + loss
-
-
 def _no_backward(with_grad: int) -> str:
     return (
         f"optimizer.step(): {with_grad} parameter(s) have gradients, but no amp.backward(loss) fed "
         "this optimizer since its last step. This level scales the loss, so gradients of a plain "
-        "loss.backward() are wrong: call amp.backward(loss), or scaled.backward() in `with "
-        "amp.scale_loss(loss, optimizer) as scaled:`, or amp.scaler.scale(loss).backward(); call "
-        "step() once per backward. Replays of a CUDA graph that has captured amp.backward(loss) go "
+        "loss.backward() are wrong: clear them, optimizer.zero_grad(), and call "
+        "amp.backward(loss), or scaled.backward() in `with amp.scale_loss(loss, optimizer) as "
+        "scaled:`, or amp.scaler.scale(loss).backward(); call step() once per backward. Replays of "
+        "a CUDA graph that has captured amp.backward(loss) go "
         "unseen: capture step() with it, or capture amp.scaler.scale(loss).backward() in its place"
     )

@@ -137,26 +137,26 @@ def joined(held: Tensor, remainder: Tensor, strides: tuple[int, ...], dtype: tor
     return torch.where(half.float() == held, in_memory_of(half, flat), held.float())
 
 
+def has_master(state: Mapping[str, Any]) -> bool:
+    """Tell whether one parameter's loaded state has an FP32 master, packed or not."""
+    return REMAINDER in state or "master_param" in state
+
+
 @torch.no_grad()
-def take_master(state: dict[str, Any], held: Tensor) -> Tensor | None:
-    """Take the FP32 master out of one parameter's loaded state.
+def take_master(state: dict[str, Any], held: Tensor) -> Tensor:
+    """Take the FP32 master out of one parameter's loaded state, and return it.
 
     Args:
-        state: the state; it loses the keys of the master.
-        held: the parameter, or its FP32 value, loaded before. It stays where the master does not
-            round to it.
-
-    Returns:
-        the FP32 values that count; None: the state has no master.
+        state: a state with a master, whose keys it loses.
+        held: the parameter, or its FP32 value, loaded before. Its values are returned where the
+            master does not round to them.
     """
     if REMAINDER in state:
         strides = state[ORDER] if PACKED in state else state.pop(ORDER)
         dtype = state.pop(HALF_DTYPE, held.dtype)
         return joined(held, state.pop(REMAINDER), strides, dtype)
-    master = state.pop("master_param", None)
-    if master is None:
-        return None
-    master, fits = master.to(held.device, torch.float32), torch.zeros_like(held, dtype=torch.bool)
+    master = state.pop("master_param").to(held.device, torch.float32)
+    fits = torch.zeros_like(held, dtype=torch.bool)
     for half in map(held.to, HALF_DTYPES):
         fits |= rounds_to(master, half) & (half == held)
     return torch.where(fits, master, held.float())

@@ -1,18 +1,17 @@
 """Loading the state of an optimizer: FP32 state stays FP32, and misfits are named."""
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.class_swap import is_installed
 from tritonamp.nested import map_leaves
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.fused import FusedRule
-from tritonamp.step.offload import Offload, host_keys, on_device
+from tritonamp.step.offload import host_keys
 from tritonamp.step.rules import has_half_state, keeps_fp32_state, rule_of
 from tritonamp.step.small_state import (
     PACKED,
@@ -241,16 +240,6 @@ def _copy_state(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
     return optimizer.state[param]
 
 
-def replace_params(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
-    """Have a plain optimizer step on other parameters of the same values, in the same order."""
-    remaining = iter(params)
-    for group in optimizer.param_groups:
-        for i, before in enumerate(group["params"]):
-            param = group["params"][i] = next(remaining)
-            if before in optimizer.state:
-                optimizer.state[param] = optimizer.state.pop(before)
-
-
 def settle_state(optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor]) -> None:
     """Put the state of a disabled optimizer into the form that its own step takes.
 
@@ -285,33 +274,3 @@ def _round_state(state: dict[str, Any], param: Tensor) -> None:
         # a 0-d number, such as NAdam's mu_product, stays FP32 in torch
         if value.dim() or not param.dim():
             state[key] = value.to(param.dtype)
-
-
-def plain_state(
-    optimizer: Optimizer,
-    plain: dict[str, Any],
-    values: Mapping[Tensor, Tensor],
-    offload: Offload | None,
-) -> dict[str, Any]:
-    """Return what a copy of an enabled optimizer is made from: state and masters in FP32.
-
-    Args:
-        optimizer: the optimizer.
-        plain: its attributes.
-        values: FP32 value of each parameter of the model.
-        offload: host memory of masters and state.
-    """
-    rule = rule_of(optimizer)
-    if rule is None or "state" not in plain:
-        return plain
-    masters = {p: p if v is p else nn.Parameter(v.detach()) for p, v in values.items()}
-    groups = [
-        {**group, "params": [masters.get(p, p) for p in group["params"]]}
-        for group in plain["param_groups"]
-    ]
-    state = {}
-    for param, own in plain["state"].items():
-        wide = in_fp32(own, rule, param)
-        moved = {} if offload is None else on_device(wide, param)
-        state[masters.get(param, param)] = wide | moved
-    return {**plain, "state": defaultdict(dict, state), "param_groups": groups}

@@ -51,12 +51,14 @@ class StateShape:
         """Tell whether state of a format holds a step count, of which codes need one."""
         return self._rule.counts_steps or state == "8bit"
 
-    def bring(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
+    def bring(
+        self, param: Tensor, states: Mapping[Tensor, dict[str, Any]], group: dict[str, Any]
+    ) -> bool:
         """Make missing state of one parameter, and convert what has another form.
 
         Args:
             param: the parameter, as the optimizer's groups hold it.
-            state: its state, changed in place.
+            states: a defaultdict, state of each parameter; that of ``param`` is changed in place.
             group: its group.
 
         Returns:
@@ -65,6 +67,7 @@ class StateShape:
         keys = [key for name, key in self._rule.state_keys.items() if self._rule.has(name, group)]
         if not keys:
             return False
+        state = states[param]
         wanted = self.format_of(param)
         if PACKED in state and wanted != "8bit":
             self._unpack(param, state, PACKED, ORDER)

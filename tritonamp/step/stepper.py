@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from tritonamp.asleep import Asleep
 from tritonamp.class_swap import base_class
 from tritonamp.diagnosis.log import NonFiniteError
-from tritonamp.diagnosis.scaled_gradients import before_step
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.distributed.sharding import by_mesh, total_norm
 from tritonamp.kernels._inference import leaves_inference_mode
@@ -24,6 +22,7 @@ from tritonamp.scaler import GradScaler
 from tritonamp.step.decider import Decider, found_inf_of
 from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.fused import FusedStep
+from tritonamp.step.hooks import owner_of_hooks, run_with_hooks
 from tritonamp.step.idle import IdleSteps
 from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload
@@ -183,8 +182,7 @@ class Stepper:
         w = self.weights[optimizer]
         decisions = self.pending.decisions_of(optimizer, moves_scale=not by_scaler)
         if not decisions:
-            tried = sum(outcomes.tried for outcomes in self.outcomes.values())
-            self._idle.note(w, tried)
+            self._idle.note(w, sum(outcomes.tried for outcomes in self.outcomes.values()))
             return None
         self.plain_backwards.check()
         # early decisions stay as they are where the step raises: the user has their norm, or flag
@@ -195,7 +193,7 @@ class Stepper:
                 self._step_by_itself(w, decisions)
             else:
                 step = functools.partial(self._step_in_one_pass, w, decisions, fused)
-                _as_torch_runs_it(step, optimizer)
+                run_with_hooks(step, optimizer)
         except BaseException:  # undo the decisions, so that the call can be repeated
             if w in decisions[0].waiting:  # else it has stepped, and a hook behind the step raised
                 self.decider.undo(undecided)
@@ -250,8 +248,8 @@ class Stepper:
         # ranks would have to decide again together, and the others may not have failed
         judged = self.decider.judge(w, decisions, undoable=not self._ranks.several)
         if bool(judged.found_inf):
-            optimizer = _with_hooks(w.optimizer)
-            _as_torch_runs_it(lambda _: self._finish_step(w, decisions), optimizer)
+            optimizer = owner_of_hooks(w.optimizer)
+            run_with_hooks(lambda _: self._finish_step(w, decisions), optimizer)
             return
         if judged.grad_scale is not None:
             decisions[0].unscale(w)
@@ -291,31 +289,6 @@ class Stepper:
                 if by_scaler:  # the error keeps the user's loop from calling ``update``
                     decision.scaler.update()
                 raise
-
-
-def _as_torch_runs_it(step: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
-    """Run ``step`` inside the user's hooks and torch's profiler, if there are any.
-
-    Undocumented or private, and the same from torch 2.11 to 2.15: torch's wrapper, which costs a
-    twentieth of a step, and the places where torch keeps hooks.
-    """
-    seen = (
-        torch._C._autograd._profiler_enabled(),
-        any(hook is not before_step for hook in _global_optimizer_pre_hooks.values()),
-        _global_optimizer_post_hooks,
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-    )
-    if any(seen):
-        step = Optimizer.profile_hook_step(step)
-    step(optimizer)
-
-
-def _with_hooks(optimizer: Any) -> Any:
-    """Return the optimizer whose step runs hooks: of one around another, the other."""
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _versions(optimizer: Optimizer) -> list[int]:
