@@ -172,7 +172,7 @@ def test_freezing_is_an_answer(make: Callable[..., Pair], warned: Callable[[], l
 all_zero = warnings_with("all gradients of a step were 0")
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
 @pytest.mark.parametrize("cleared", [0, 2, 3], ids=lambda steps: f"{steps} steps")
 def test_gradients_that_are_set_to_zero_before_the_step(
     make: Callable[..., Pair], cleared: int, level: str, all_zero: Callable[[], list[str]]

@@ -47,7 +47,8 @@ class _Gradient(NamedTuple):
         nonzero: number of elements that are not zero.
         norm: 2-norm of the whole gradient.
         weight_norm: 2-norm of the parameter.
-        ratios: 2-norm of each row of the gradient, divided by that of the parameter's row.
+        ratios: 2-norm of each row of the gradient, divided by that of the parameter's row; NaN where
+            the two are parallel.
     """
 
     high: float
@@ -130,6 +131,8 @@ class ClippedGradients:
         if zeros == _IN_A_ROW:
             self._looks.end()
             logger.warning(_ALL_ZERO, zeros)
+        if scale == 1:  # clipped as they are meant
+            return
         seen = dict(zip(params, found, strict=True))
         what, clipped = _mark(seen, scale * _FAR_BELOW) or self._mark_of_total(key, seen, scale)
         if what:
@@ -182,7 +185,10 @@ def _numbers(param: Tensor, grad: Tensor) -> Tensor:
         for x in (grad, param)
     )
     high, low = part.amax(), part.amin()
-    ratios = torch.linalg.vector_norm(part, dim=1) / torch.linalg.vector_norm(weights, dim=1)
+    of_grad, of_param = (torch.linalg.vector_norm(x, dim=1) for x in (part, weights))
+    # the gradient of a penalty of weights is a share of them by nature: its rows are parallel
+    is_penalty = (part * weights).sum(1).abs() > 0.999 * of_grad * of_param
+    ratios = torch.where(is_penalty, math.nan, of_grad / of_param)
     numbers = (
         high,
         low,

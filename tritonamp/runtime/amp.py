@@ -231,7 +231,8 @@ class Amp:
         """Put the true FP32 gradients into ``.grad`` of the optimizers' params.
 
         For gradient work of your own, between backward and step. Half parameters show the same
-        gradients until the step.
+        gradients until the step. Whether the step is skipped is decided here: values that are
+        written to the gradients afterwards are not checked, as with torch's GradScaler.
 
         Args:
             optimizer: one or several; default all that a loss has fed.

@@ -162,8 +162,7 @@ def build_parts(request: Request, step_state: Resumable) -> Parts:
         partial(_half_params, models),
     )
     names = _Names(models, weights).tensors
-    clipped = ClippedGradients(names, scaled_gradients) if policy.scales_loss else None
-    looks = UnseenWrites(names), clipped
+    looks = UnseenWrites(names), ClippedGradients(names, scaled_gradients)
     decider = Decider(weights, pending, log, forwards, ranks, policy.skip_outliers, *looks)
     stepper = Stepper(
         policy,

@@ -45,7 +45,7 @@ class Decider:
         ranks: the processes that decide together.
         skip_outliers: of the policy.
         unseen: looks for writes to weights that torch has not counted.
-        clipped: looks for gradients that were clipped with their loss scale; None: there is none.
+        clipped: looks for gradients that were clipped with their loss scale, or are all 0.
 
     Attributes:
         outlier_windows: by which outliers are told, where the policy skips them.
@@ -60,7 +60,7 @@ class Decider:
         ranks: Ranks,
         skip_outliers: float | None,
         unseen: UnseenWrites,
-        clipped: ClippedGradients | None,
+        clipped: ClippedGradients,
     ) -> None:
         self.outlier_windows = OutlierWindows(skip_outliers)
         self._weights = weights
@@ -119,7 +119,7 @@ class Decider:
     def _look(self, decision: Decision) -> None:
         """Look at the gradients of a decision as the user has left them, in a few steps."""
         waiting = tuple(decision.waiting)
-        if self._clipped is None or not self._clipped.is_due(waiting, decision.scale.device):
+        if not self._clipped.is_due(waiting, decision.scale.device):
             return
         scaled = [w.gradients().lists for w in waiting if w.decision is decision]
         params, grads = (
