@@ -47,8 +47,8 @@ class _Gradient(NamedTuple):
         nonzero: number of elements that are not zero.
         norm: 2-norm of the whole gradient.
         weight_norm: 2-norm of the parameter.
-        ratios: 2-norm of each row of the gradient, divided by that of the parameter's row; NaN where
-            the two are parallel.
+        ratios: 2-norm of each row of the gradient, divided by that of the parameter's row; NaN
+            where the two are parallel.
     """
 
     high: float
