@@ -440,7 +440,10 @@ def test_the_host_does_no_more_for_more_tensors(bench: Any, plans: None) -> None
 
 
 def calls_of_a_forward(bench: Any, level: str) -> int:
-    """Return the calls of functions, Python's and C's, in an empty forward like those before it."""
+    """Return the fewest calls of functions, Python's and C's, in some equal, empty forwards.
+
+    More are those of the garbage collector, which ends earlier models.
+    """
     calls = 0
 
     def count(frame: Any, event: str, arg: Any) -> None:
@@ -448,15 +451,17 @@ def calls_of_a_forward(bench: Any, level: str) -> int:
         calls += event in ("call", "c_call")
 
     model, x = bench.host_ratios.Nothing(), torch.zeros(2, 2, requires_grad=True)
+    found = []
     with tritonamp.enable(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level):
-        for _ in range(5):
-            model(x)
-        sys.setprofile(count)
-        try:
-            model(x)
-        finally:
-            sys.setprofile(None)
-    return calls
+        for _ in range(8):
+            calls = 0
+            sys.setprofile(count)
+            try:
+                model(x)
+            finally:
+                sys.setprofile(None)
+            found.append(calls)
+    return min(found)
 
 
 def test_an_empty_forward_costs_the_same_at_o2_as_at_o1(bench: Any) -> None:

@@ -200,7 +200,7 @@ def test_clipping(
 @pytest.mark.parametrize("one_batch", [False, True], ids=["batches", "one batch"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("model", [*MODELS, "sums"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["SGD", "RMSprop"])  # one of ours, one that steps by itself
 @pytest.mark.parametrize("work", LINEAR)
 def test_linear_work(
     make: Callable[..., Loop],
