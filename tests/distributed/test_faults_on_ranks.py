@@ -741,7 +741,7 @@ def beyond_half(level: str) -> list[Any]:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_what_a_layer_casts_is_healed_with_the_layer(pair: Pair, level: str) -> None:
-    """FSDP2 casts nothing: its layers find the FP32 input too large, and what was tried is healed."""
+    """FSDP2 casts nothing: its layers find the FP32 input too large. What was tried is healed."""
     texts, healed, skipped, values = alike(beyond_half(pair, level=level))
     (report, *_) = [text for text in texts if text.startswith("step 3 skipped")]
     line = line_of(Scores.forward, "self.q(x)")
