@@ -392,6 +392,23 @@ def test_fp32_input_gives_fp32(handles: Any, device: torch.device) -> None:
         assert {leaf.dtype for leaf in found} == {FP32}
 
 
+class PriorNorm(Vectors):
+    """Its single result is no norm of the input: one number a row, half where the weights are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight + self.bias).amax(-1)
+
+
+def test_a_single_result_of_another_shape_stays_fp32(handles: Any, device: torch.device) -> None:
+    x = batch(FP16, device)
+    plain = PriorNorm().to(device)
+    expected = plain(x.float())
+    model = nn.Sequential(plain)
+    handles(model, level="O2", cast_outputs=None)
+    found = model(x)
+    assert found.dtype is FP32 and torch.equal(found, expected)
+
+
 def test_fp32_that_came_in_makes_a_result_fp32(handles: Any, device: torch.device) -> None:
     """As it would with half weights: whoever passes an FP32 scale has asked for it."""
     model, x = Around(AdaNorm()).to(device), batch(FP16, device)

@@ -88,9 +88,9 @@ class ScaledGradients:
 
 _SCALED = (
     "%s.step()%s is given gradients that carry the loss scale, but the optimizer is not one of "
-    "those given to tritonamp.enable: nothing unscales them, nor skips. Hand over every optimizer "
-    "with what it trains, tritonamp.enable(model, [optimizer, other]); after amp.disable(), if it "
-    "was made later"
+    "those given to tritonamp.enable: nothing unscales them, nor skips. Call amp.disable(), and "
+    "hand over every optimizer, amp = tritonamp.enable(model, [optimizer, other]): a list of "
+    "modules instead of model, where the parameters belong to several"
 )
 _BARE = (
     "%s.step()%s steps on bare half weights, since the optimizer was not given to "

@@ -1,0 +1,118 @@
+"""Each advice is followed in the very form in which it is printed."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import warnings_with
+from torch import nn
+
+import tritonamp
+
+X = torch.linspace(-1, 1, 16).view(4, 4)
+
+
+messages = warnings_with("")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, amp: tritonamp.Amp) -> None:
+    """Train as the advice says; the loss must fall."""
+    losses = []
+    for _ in range(5):
+        loss = (model(X) - 1).square().mean()
+        losses.append(float(loss.detach()))
+        amp.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.8 * losses[0]
+
+
+def test_an_optimizer_on_bare_half_weights(messages: Callable[[], list[str]]) -> None:
+    model = net()
+    amp = tritonamp.enable(model, level="O2")
+    optimizer = sgd(model)
+    model(X).square().mean().backward()
+    optimizer.step()
+    (warning,) = messages()
+    assert "Call amp.disable(), make the optimizer then, hand it over" in warning
+    amp.disable()
+    optimizer = sgd(model)
+    with tritonamp.enable(model, optimizer, level="O2") as amp:
+        optimizer.zero_grad()
+        trained(model, optimizer, amp)
+    assert messages() == [warning]
+
+
+def test_enabled_without_an_optimizer(messages: Callable[[], list[str]]) -> None:
+    model = net()
+    amp = tritonamp.enable(model, level="O2")
+    told = r"call amp.disable\(\), then tritonamp.enable\(model, optimizer, ...\)"
+    with pytest.raises(RuntimeError, match=told):
+        amp.backward(model(X).square().mean())
+    amp.disable()
+    optimizer = sgd(model)
+    with tritonamp.enable(model, optimizer, level="O2") as amp:
+        trained(model, optimizer, amp)
+    assert messages() == []
+
+
+@pytest.mark.parametrize("parts", [1, 2], ids=["of the model", "of a second module"])
+def test_an_optimizer_that_was_not_handed_over(
+    parts: int, messages: Callable[[], list[str]]
+) -> None:
+    first, second = net(), nn.Linear(1, 1)
+    model = nn.Sequential(first, second)
+    optimizer, other = sgd(first), sgd(second)
+    amp = tritonamp.enable(model, optimizer, level="O2")
+    amp.backward((model(X) - 1).square().mean())
+    other.step()
+    (warning,) = messages()
+    assert "amp = tritonamp.enable(model, [optimizer, other]): a list of modules" in warning
+    amp.disable()
+    for each in (optimizer, other):
+        each.zero_grad()
+    enabled = model if parts == 1 else [first, second]
+    with tritonamp.enable(enabled, [optimizer, other], level="O2") as amp:
+        for _ in range(3):
+            amp.backward((model(X) - 1).square().mean())
+            for each in (optimizer, other):
+                each.step()
+                each.zero_grad()
+    assert messages() == [warning]
+
+
+def test_a_plain_backward(messages: Callable[[], list[str]]) -> None:
+    model = net()
+    optimizer = sgd(model)
+    with tritonamp.enable(model, optimizer, level="O2") as amp:
+        (model(X) - 1).square().mean().backward()
+        told = r"clear them, optimizer.zero_grad\(\), and call amp.backward\(loss\)"
+        with pytest.raises(RuntimeError, match=told):
+            optimizer.step()
+        optimizer.zero_grad()
+        trained(model, optimizer, amp)
+    assert messages() == []
+
+
+def test_gradients_that_are_too_small(messages: Callable[[], list[str]]) -> None:
+    model = net()
+    optimizer = sgd(model)
+    with tritonamp.enable(model, optimizer, level="O2", loss_scale=1.0) as amp:
+        amp.watch(every=1)
+        for _ in range(4):
+            amp.backward(model(X).square().mean() * 1e-12)
+            optimizer.step()
+            optimizer.zero_grad()
+        amp.stats()
+        assert any("amp.watch() and amp.ranges() show where" in text for text in messages())
+        zeros = [r for r in amp.ranges() if r.direction == "backward" and r.zeros]
+    assert zeros
