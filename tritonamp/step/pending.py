@@ -104,8 +104,8 @@ class PendingDecisions:
         try:
             yield scaled
         except BaseException:
-            # The backward failed, so this loss does not count. What it has added to gradients of
-            # micro-batches before it cannot be taken off: these stay, and the user decides.
+            # The backward failed, so this loss does not count. Its gradients stay where they were
+            # added to those of earlier micro-batches, because a sum cannot be taken apart.
             decision.loss_nonfinite, decision.loss = before
             if joined is None:
                 for w in weights:
@@ -147,6 +147,7 @@ class PendingDecisions:
     def _end_zeroed(self, weights: list[MasterWeights]) -> None:
         """End decisions whose gradients the user has cleared, by the optimizer or by the model."""
         for w in weights:
+            # the backward of an open block is still to come, so missing gradients say nothing
             waited = [d for d in self._decisions if d.blocks == 0 and w in d.waiting]
             # FSDP2 hides gradients of micro-batches that it does not synchronise, and some
             # schedules of pipelines make gradients of weights later. Missing gradients say nothing
@@ -158,7 +159,7 @@ class PendingDecisions:
                 self.leave_decisions(w, waited)
 
     def zeroed(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Clear the gradients of the model's half parameters, because the user clears the optimizer's.
+        """Clear gradients of half parameters, because the user clears the optimizer's gradients.
 
         A pending decision ends here, or at the next backward.
 
@@ -311,7 +312,6 @@ class PendingDecisions:
         # nothing else waits for, ends without either.
         given_up = [d for d in decisions if d.can_be_undone and d.waiting == [w]]
         if given_up:
-            # before the gradients are forgotten, while the decision still knows its optimizers
             self.on_given_up(given_up)
         w.clear()
         self._vetoes.pop(w, None)
