@@ -124,7 +124,7 @@ class EnabledOptimizer(Swapped):
         return plain_state(optimizer, super()._plain_state(state), values, stepper.offload)
 
     def _copied(self, memo: dict[int, Any] | None) -> Any:
-        """Return a plain optimizer; it steps on the parameters of the model's copy, if there is one."""
+        """Return a plain optimizer over the parameters of the model's copy, if there is one."""
         copied = super()._copied(memo)
         if memo is None:
             return copied

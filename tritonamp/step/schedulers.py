@@ -195,7 +195,7 @@ class SchedulerSteps:
         )
 
     def _pop_loaded(self, optimizer: Optimizer, scheduler: Any) -> dict[str, Any] | None:
-        """Return and forget the first loaded state for this kind of scheduler; None: there is none."""
+        """Return and forget the first loaded state for this kind of scheduler, or None."""
         loaded = self._loaded[optimizer]
         for i, state in enumerate(loaded):
             if state["kind"] == type(scheduler).__name__:
