@@ -696,7 +696,8 @@ class Amp:
 
         Raises:
             ValueError: ``weights`` is not a bool.
-            RuntimeError: the tensors are asleep already; the call is inside ``with amp.scale_loss``; a CUDA graph has captured a step, and would use memory that is
+            RuntimeError: the tensors are asleep already; the call is inside ``with
+                amp.scale_loss``; a CUDA graph has captured a step, and would use memory that is
                 gone; or there is not enough host memory. Nothing was changed then.
         """
         self._check_enabled("sleep")
