@@ -15,9 +15,10 @@ class GradientState(Enum):
 
     ::
 
-        CLEAR  --begin_scaled(d)--> SCALED by d --unscale_--> TRUE --step, zero_grad--> CLEAR
+        CLEAR  --begin_scaled(d)--> SCALED by d --unscale_--> TRUE --step--> CLEAR
         TRUE   --begin_scaled(d2)--> SCALED by d2, true set aside --unscale_--> TRUE (their sum)
         SCALED --backward raised--> CLEAR, or TRUE again where true ones were set aside
+        any    --zero_grad, once decided--> CLEAR
     """
 
     CLEAR = "none that a scaled loss has left"
