@@ -85,7 +85,7 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
             f"got a state with {state.loss_scale!r}: enable with loss_scale={state.loss_scale!r}, "
             "or leave this state out"
         )
-    return state._replace(scalers=None)  # a dynamic scale does not begin at somebody's fixed one
+    return state._replace(scalers=None)  # a dynamic scale does not begin at a fixed one
 
 
 def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> ResumeState:

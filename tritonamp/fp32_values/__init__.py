@@ -266,7 +266,7 @@ class Fp32Values:
     def mark_rounded(self, indices: Sequence[int]) -> None:
         """Note that some half tensors hold the rounded FP32 values.
 
-        Those of them that no step has written to must be unchanged since ``refresh``.
+        A half tensor that no step has written to must be unchanged since ``refresh``.
 
         Args:
             indices: results of ``indices``.

@@ -136,7 +136,7 @@ class Amp:
             loss: a tensor.
             optimizer: optimizers as for ``backward``.
             loss_id: number of the loss, as for ``backward``.
-            scaler: scaler to use instead of the one of ``loss_id``. The caller saves and loads its
+            scaler: scaler to use instead of ``loss_id``'s. The caller saves and loads its
                 state; its window of outliers is empty in a resumed run.
 
         Raises:
@@ -732,7 +732,7 @@ class Amp:
         for optimizer, weights in self._parts.weights.items():
             weights.refresh()
             if self.policy.scales_loss and not weights.has_true_gradients:
-                optimizer.zero_grad()  # gradients with a scale that nobody will take off
+                optimizer.zero_grad()  # gradients with a scale that no step will take off
             uninstall(optimizer)
             weights.restore_groups()
             if self._parts.stepper.offload is not None:

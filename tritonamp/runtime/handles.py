@@ -12,8 +12,8 @@ def handle(model: nn.Module) -> Amp | None:
     """Return the ``Amp`` of an enabled model, as ``enable`` returned it; None for other modules.
 
     A model in DistributedDataParallel, DataParallel or ``torch.compile``'s wrapper counts as the
-    model itself. Other modules are models that were never enabled or are disabled, copies of
-    enabled models, and parts of them.
+    model itself. Other modules are models that were never enabled or are disabled, and copies and
+    parts of enabled models.
 
     Raises:
         ValueError: ``model`` is not a module.

@@ -265,7 +265,7 @@ def _master_weights(
         policy: policy of the ``Amp``.
         fp32_values: FP32 values of the models' half tensors.
         came_half: parameters that were half before ``enable``.
-        sharding: how parameters are spread over ranks; None: each rank has all of them.
+        sharding: how parameters are spread over ranks; None: each rank has whole parameters.
     """
     if policy.trains_fp32_values:
         # frozen parameters, too, if the cast has made them FP32

@@ -184,7 +184,7 @@ class EnabledOptimizer(Swapped):
 def _is_made_for_loading() -> bool:
     """Tell whether torch calls ``step`` to make state, not to train.
 
-    torch has no public sign of it, so the answer is read from the stack, by the private name of the
+    torch has no public sign of this. The answer is read from the stack, by the private name of the
     caller (torch 2.11 to 2.15). Wrappers around the optimizer may stand between.
     """
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")

@@ -32,7 +32,7 @@ class Masters:
         optimizer: the optimizer; its ``param_groups`` and ``state`` are changed.
         fp32_values: FP32 values of the models' half tensors.
         trains_fp32_values: ``Policy.trains_fp32_values``.
-        sharding: how parameters are spread over ranks; None: each rank has all of them.
+        sharding: how parameters are spread over ranks; None: each rank has whole parameters.
         packs: keep FP32 values packed.
         offloads: keep FP32 values in host memory between steps.
 

@@ -95,8 +95,8 @@ class Offload:
         buffer 1              arrive 1 | step 1 | leave 1   arrive 3 | step 3 ...
 
     One stream brings parts in, another stream takes them out, and the current stream steps. The
-    host waits for none of them, so host memory may be read after ``wait`` only. A step that is
-    skipped moves the same bytes, because only the device knows of the skip.
+    host does not wait, so host memory may be read after ``wait`` only. A step that is skipped moves
+    the same bytes, because only the device knows of the skip.
 
     Args:
         device: device of all parameters.

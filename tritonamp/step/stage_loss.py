@@ -12,7 +12,7 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class StageLoss:
-    """Calls a loss function; a backward of its result is that of the scaled loss.
+    """Calls a loss function; a backward of its result has the gradients of the scaled loss.
 
     The schedule runs the backward itself and hands the losses to the user. Therefore losses keep
     their value, and the scale goes into their gradient.

@@ -98,8 +98,8 @@ class Stepper:
             by_scaler: whether ``GradScaler.unscale_`` calls, so that an ``update`` will follow.
 
         Returns:
-            0-d flag, not 0 if the loss of these gradients, or one of them, is not finite; None if
-            there are no scaled gradients.
+            0-d flag, not 0 if a gradient, or the loss behind it, is not finite; None if there are
+            no scaled gradients.
 
         Raises:
             RuntimeError: the gradients are true already.
