@@ -105,7 +105,7 @@ class StateShape:
             dtype = torch.bfloat16
         shaped = {}
         for key in keys:
-            # torch's SGD has None before its first step
+            # states of torch's SGD may hold None here
             moment = state.get(key)
             if moment is None:
                 shaped[key] = torch.zeros_like(
