@@ -72,7 +72,7 @@ class FusedRule(ABC):
         return True
 
     def takes(self, optimizer: Optimizer) -> bool:
-        """Tell whether this rule steps an optimizer of torch's own, instead of the own step."""
+        """Tell whether this rule replaces the step of ``optimizer``, which is torch's own."""
         return True
 
     def tells_first_step(self, groups: Sequence[Mapping[str, Any]]) -> bool:

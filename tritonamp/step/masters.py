@@ -216,7 +216,7 @@ class Masters:
                 yield self._sources.get(master, master), master, group
 
     def refresh(self) -> None:
-        """Copy half parameters into their masters if they were written to since they agreed.
+        """Copy half parameters that were written to since the last step into their masters.
 
         Groups that the user has changed by hand are adopted.
 
