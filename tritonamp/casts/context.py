@@ -283,13 +283,8 @@ def _restore(
 ) -> None:
     """Restore the thread state that ``_enter`` changes, even if only a part was changed.
 
-    Args:
-        depth: number of enabled forwards that the thread was in.
-        device_type: device type of the autocast state.
-        enabled: whether autocast was on.
-        dtype: autocast's dtype.
-        cache: whether autocast's cache was on.
-        nesting: number of autocast blocks that the thread was in.
+    ``depth`` and ``nesting`` are the numbers of enabled forwards, and of autocast blocks, that the
+    thread was in. The other arguments are the state of its autocast.
     """
     active.pop_policies(depth)
     torch.set_autocast_enabled(device_type, enabled)

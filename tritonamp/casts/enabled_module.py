@@ -214,12 +214,7 @@ class EnabledModule(_WithForward):
 
     @classmethod
     def _members(cls, base: type, *methods: str) -> dict[str, Any]:
-        """Return the members of a generated subclass of ``base``.
-
-        Args:
-            base: class of the model.
-            methods: names of the methods that run as the forward does.
-        """
+        """Return the members of a subclass of ``base`` whose ``methods`` run as its forward."""
         entered = {name: _entered(name, getattr(base, name)) for name in methods}
         return super()._members(base) | entered | pretrained_members(base)
 

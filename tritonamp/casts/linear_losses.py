@@ -48,10 +48,8 @@ def in_an_enabled_forward(
     cases are probabilities as targets, losses of more dimensions, and class weights together with
     label smoothing.
 
-    Args:
-        stock: torch's function, whose arguments follow.
-        weight: weight of each class, shape (classes,).
-        options: torch's settings of how to cut the loss into chunks; ignored.
+    ``stock`` is torch's function, and ``weight`` has the weight of each class. ``options`` says how
+    torch would cut the loss into chunks, and is ignored. The other arguments are torch's.
     """
     rows = input, linear_weight, target, linear_bias
     plain = reduction in REDUCTIONS and 0 <= label_smoothing <= 1 and _is_plain(*rows)
