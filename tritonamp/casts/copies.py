@@ -24,7 +24,7 @@ from tritonamp.policy import HALF_DTYPES
 logger = logging.getLogger("tritonamp")
 
 # private (Python 3.10 to 3.14), and asked before ``__deepcopy__``: it serves every class of
-# tensors, and what torch has in its classes stays as it is
+# tensors, and torch's own classes do not change
 _copiers: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
 
 

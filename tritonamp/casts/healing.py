@@ -70,7 +70,7 @@ class Healing:
     def _compute_healed_in_fp32(self) -> None:
         """Make all healed modules, and no others, compute in FP32."""
         self._undo.close()
-        # a model takes modules inside of it along, healed ones, too
+        # models last: they take the classes off modules inside, healed ones, too
         for module in sorted(self._modules, key=lambda m: isinstance(m, EnabledModule)):
             self._model_dtypes.widen(module)
             self._undo.callback(self._compute_in_fp32(module))

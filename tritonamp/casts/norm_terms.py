@@ -55,7 +55,7 @@ class Term:
 
 
 def _checked(term: Term) -> Term:
-    """Return the term if it is within the bounds, because rounding differs outside of them."""
+    """Return the term, or raise ``Unproved`` out of the bounds, where rounding differs."""
     scale = 1.0 if math.isclose(term.scale, 1, rel_tol=ROUNDING) else term.scale
     eps, offset = term.eps if term.mean else 0.0, term.offset if term.weight else 0.0
     is_bounded = term.x in (0, 1, 2) and -0.5 <= term.mean <= 1 and term.weight in (0, 1)
