@@ -181,7 +181,7 @@ class EnabledContext:
     @contextlib.contextmanager
     @active.inlined_by_dynamo
     def _traced(self) -> Iterator[None]:
-        """Do what ``_enter`` and ``_restore`` do, in a form that torch.compile can trace."""
+        """Enter and leave the policy and autocast, in a form that torch.compile can trace."""
         active.tell_dynamo()
         leave_autocast()
         self._have_rules()

@@ -244,7 +244,7 @@ class EnabledModule(_WithForward):
     # private, but what subclasses in torch itself override (RNNBase): ``to``, ``cuda`` and the like
     # all end here, from torch 2.11 to 2.15
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Apply ``to``, ``cuda``, ``cpu`` and the like, called on the module or on one around it.
+        """Apply a conversion, such as ``to``, ``cuda`` or ``cpu``, to the model's tensors.
 
         Raises:
             RuntimeError: ``fn`` would change dtypes, as ``half``, ``float`` and ``double`` do.

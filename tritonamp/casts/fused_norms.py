@@ -61,8 +61,8 @@ def recipe_of(module: nn.Module) -> Recipe | None:
     """Return the formula of an RMSNorm; None for other modules, and for unproved ones.
 
     The code has to prove the formula. Then a copy runs on a few FP32 numbers on the CPU, and its
-    values and gradients are compared with those of ``rms_norm`` in float64, because torch may
-    compute something else than the proof assumes. Hooks do not run.
+    values and gradients are compared with those of ``rms_norm`` in float64, because torch may not
+    compute what the proof assumes. Hooks do not run.
     """
     recipe = proved(module)
     if recipe is None:
@@ -84,7 +84,7 @@ def recipe_of(module: nn.Module) -> Recipe | None:
 
 
 def _is_same(norm: Norm, other: Norm, n: int) -> bool:
-    """Return whether two norms have the same values and gradients, and half results of half."""
+    """Return whether two norms agree, gradients included, and ``norm`` keeps half inputs half."""
     half = _probe(2, n).half()
     if norm(half, half[0]).dtype is not half.dtype:
         return False

@@ -25,7 +25,7 @@ MOST_PLANS = 4096  # per op; without a bound, new shapes in every call would fil
 
 
 class Choice:
-    """What a rule has chosen for tensors of one kind. Later calls of the kind reuse it.
+    """The implementation that a rule chose for tensors of one kind. Later calls reuse it.
 
     Attributes:
         function: autograd function that takes the tensors, ``args`` and ``compute``.
@@ -69,7 +69,7 @@ class Choice:
 def _find(
     stock: Stock, active: ActivePolicy, input: Tensor, *rest: Hashable
 ) -> tuple[Hashable, Choice | None]:
-    """Return the key of a call, and what was chosen for that key before.
+    """Return the key of a call, and the choice of an earlier call with that key.
 
     The key is None where choices must not be reused: under a dispatch mode or torch.func, and for
     nested or traced tensors.

@@ -107,7 +107,7 @@ def check_own_memory(half: HalfParameters, policy: Policy) -> None:
 
 
 class InFloat16(NamedTuple):
-    """What float16 makes of a parameter that was loaded in bfloat16."""
+    """The effect of a cast to float16 on a parameter that was loaded in bfloat16."""
 
     name: str
     largest: float  # finite magnitude

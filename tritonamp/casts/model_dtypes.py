@@ -9,7 +9,7 @@
     half, buffer               FP32, unless its module holds frozen half     half
     quantised, sparse, others  as is                  as is                  as is
 
-Under FSDP2, which gathers FP32 parameters in half, O2 stores what O1 does.
+Under FSDP2, which gathers FP32 parameters in half, O2 has the dtypes of O1.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """The algebra of RMSNorms: terms of an input, its mean square and a weight.
 
-It proves over the real numbers what a norm computes for every input. It knows the operations that
+It proves over the real numbers the formula of a norm, for every input. It knows the operations that
 can be part of an RMSNorm. Anything else raises ``Unproved``.
 """
 
@@ -18,7 +18,7 @@ GIVEN = object()
 
 
 class Unproved(Exception):
-    """The code may compute something else than an RMSNorm."""
+    """The code may compute something other than an RMSNorm."""
 
 
 @dataclasses.dataclass(frozen=True)

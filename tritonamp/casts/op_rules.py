@@ -20,10 +20,10 @@ class Stock(Protocol):
     target: Any  # the op itself
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the op returns where no rule and no autocast applies."""
+        """Return the op's result without any rule or autocast."""
 
     def run_without_rules(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return ``function(*args, **kwargs)`` where no rule and no autocast applies."""
+        """Return ``function(*args, **kwargs)``, computed without any rule or autocast."""
 
 
 Rule = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""The op table: what each op does on the tensors of an enabled forward.
+"""The op table: the rule of each op for tensors of an enabled forward.
 
 CUDA gets only the entries where tritonamp differs from torch's own CUDA lists. A CPU gets those
 lists, too, because torch's CPU autocast has other ones. A CPU run then shows the dtypes, and the
@@ -34,9 +34,9 @@ HALF = """
     rnn_tanh rnn_tanh_cell scaled_dot_product_attention
     _addmm_activation _native_multi_head_attention _transformer_encoder_layer_fwd
 """.split()
-"""Half in, half out. A CPU computes in FP32 from rounded inputs and rounds once, which is fast
-there, and what Tensor Cores do. The last three are CPU-only fused paths of linear and
-nn.TransformerEncoderLayer.
+"""Half in, half out. A CPU computes in FP32 from rounded inputs and rounds once. This is fast
+there, and equals the arithmetic of Tensor Cores. The last three are CPU-only fused paths of linear
+and nn.TransformerEncoderLayer.
 """
 
 OUT_DTYPE = "mm.dtype addmm.dtype bmm.dtype baddbmm.dtype".split()
@@ -96,9 +96,9 @@ WRITTEN_INTO = """
     embedding_bag embedding_bag.padding_idx
 """.split()
 """The values that these ops write are cast to the dtype of the tensor that they write into, because
-the ops refuse half and FP32 together. torch's lists have only variants that return a new tensor.
-The last two cast the factors of the rows that embedding_bag adds up, so that the table is not
-copied.
+the ops refuse half and FP32 together. torch's lists have only the variants of some that return a
+new tensor. embedding_bag multiplies the rows that it sums by factors; these are cast, so that the
+table is not copied.
 """
 
 STORAGE_ON_CPU = """

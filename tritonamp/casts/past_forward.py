@@ -55,9 +55,9 @@ class FirstLoss:
 
 
 def _parameters_used(loss: Tensor) -> set[Tensor]:
-    """Return the leaves of a loss; none if functions in the graph hide what they do.
+    """Return the leaves of a loss; none if the graph has functions that hide their leaves.
 
-    Those of torch.compile hide it, and its graphs may have been traced before ``enable``.
+    Graphs of torch.compile hide them, and may have been traced before ``enable``.
     """
     found = list(nodes(loss))
     hides_leaves = any(isinstance(node, BackwardCFunction) for node in found)

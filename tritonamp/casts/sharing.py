@@ -1,4 +1,4 @@
-"""Tensors that two models share: two ``Amp`` must not scale, or cast, the same one."""
+"""Refuse to enable tensors twice, because two ``Amp`` must not scale, or cast, the same one."""
 
 import itertools
 import weakref
@@ -14,7 +14,7 @@ from tritonamp.policy import Policy
 
 
 class Holdings(NamedTuple):
-    """The models of one ``Amp``, and what it does to their tensors.
+    """The models of one ``Amp``, and its use of their tensors.
 
     Attributes:
         models: weak references to the models.

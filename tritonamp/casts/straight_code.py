@@ -39,7 +39,7 @@ Values = dict[str, Any]
 
 
 class Computed(NamedTuple):
-    """What a forward computes, and the conditions under which this is true."""
+    """The result of a forward, and the conditions under which it holds."""
 
     result: Term  # of ``forward(x)``
     weight: str  # name of the parameter in it; "" where there is none
@@ -47,7 +47,7 @@ class Computed(NamedTuple):
     methods: tuple[tuple[str, CodeType, Any], ...]  # methods that run, with their code and defaults
 
     def still_holds(self, module: Any, forward: Any) -> bool:
-        """Return whether attributes and methods of the module are what they were.
+        """Return whether attributes and methods of the module are unchanged.
 
         Args:
             module: module that was read.
@@ -68,7 +68,7 @@ class Computed(NamedTuple):
 
 
 def computed_by(module: nn.Module, n: int) -> Computed | None:
-    """Return what ``module.forward(x)`` computes for every ``x`` whose rows have ``n`` elements.
+    """Return the result of ``module.forward(x)`` for every ``x`` whose rows have ``n`` elements.
 
     The result is None where the code proves nothing. Only straight-line code can be read:
     assignments to local names, the operations of ``norm_terms``, methods of the module that are
@@ -96,7 +96,7 @@ class _Reader:
         self.methods: list[tuple[str, CodeType, Any]] = []
 
     def call(self, method: str, args: tuple[Any, ...], keywords: Values) -> Any:
-        """Return what a method of the module computes."""
+        """Return the result of a method of the module."""
         cls: Any = type(self.module)
         function = inspect.getattr_static(cls, method)
         if method in vars(self.module) or method in [name for name, *_ in self.methods]:

@@ -72,7 +72,7 @@ class _Registered:
     The first is torch's own linear cross entropy.
 
     Attributes:
-        wanted: owner and name of each function, and what makes its wrapper.
+        wanted: owner and name of each function, and the decorator that makes its wrapper.
         originals: owner, name and value in ``vars`` of each function that is replaced now.
         in_place: whether a model is enabled.
     """

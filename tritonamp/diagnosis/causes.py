@@ -35,7 +35,7 @@ def find_cause(
 
     Args:
         skip: skip as the device recorded it.
-        batches: data of the forwards that led to the skip, as far as it is known.
+        batches: data of the forwards that led to the skip, where known.
         parameters: names of the parameters and buffers.
         steps: known facts of the steps before the skip.
     """

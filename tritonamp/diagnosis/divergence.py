@@ -69,7 +69,7 @@ class Growth(NamedTuple):
         return not in_fp32.finite or self.is_explosion
 
     def words(self, in_fp32: Fp32Run | None) -> str:
-        """Return what has grown, and that FP32 does not help, in words."""
+        """Return the growth in words, with the fact that FP32 does not help."""
         before, now = self.losses
         known = math.nan if in_fp32 is None or in_fp32.loss is None else in_fp32.loss
         if math.isfinite(known) and (now is None or not math.isfinite(now)):

@@ -1,4 +1,4 @@
-"""Combine what several ranks have found about a skip into one finding."""
+"""Combine the findings of several ranks about a skip into one."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -60,7 +60,7 @@ def explanation_of_all(found: Mapping[int, Explanation]) -> Explanation:
 
 
 def finding_of_all(found: Mapping[int, Finding]) -> Finding:
-    """Return one report of what each rank has found in its own batches.
+    """Return one report of the findings of all ranks, each in its own batches.
 
     It is the report of the first fault; silent faults come last. Each other fault follows in one
     line. Without any fault, the result has each different text once.

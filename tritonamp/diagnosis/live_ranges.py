@@ -1,4 +1,4 @@
-"""How far values are from the end of their format, module by module, while a run goes on."""
+"""The distance of values from the end of their format, by module, while a run goes on."""
 
 import itertools
 import logging

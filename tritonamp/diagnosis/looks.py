@@ -16,11 +16,11 @@ _FIRST = 4  # each of the first steps is looked at, then steps 8, 16, 32...
 class Looks:
     """Chooses steps to look at: the first four, then the 8th, 16th, 32nd...
 
-    In a long run this costs nothing. The device is never waited for: the numbers of a look are read
-    at a later step.
+    In a long run this costs nothing. The numbers of a look are read at a later step, so nothing
+    waits for the device.
 
     Args:
-        read: function called with the numbers of a look, and with what was attached to it.
+        read: function called with the numbers of a look, and with the attached object of ``start``.
     """
 
     def __init__(self, read: Callable[[Sequence[float], Any], None]) -> None:
@@ -53,7 +53,7 @@ class Looks:
 
         Args:
             numbers: float64 of shape (n,).
-            attached: second argument of ``read``.
+            attached: object to hand to ``read`` with the numbers.
         """
         kind = len(numbers), numbers.device
         if kind not in self._readbacks:

@@ -1,4 +1,4 @@
-"""What the host keeps of a step, and of a decision under way."""
+"""Records of a step, and of a decision under way, on the host."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class StepRecord(NamedTuple):
 
 
 class Attached(NamedTuple):
-    """What the host knows about a decision."""
+    """Facts that the host knows about a decision."""
 
     rule: ScaleRule  # rule of the loss scale
     batches: Sequence[Snapshot]  # forwards that led to the decision

@@ -111,7 +111,7 @@ class Replays:
         return self._find_together([(batch.run, {"backward": False}) for batch in batches])
 
     def _find_together(self, runs: Sequence[Rerun]) -> Finding:
-        """Return what all ranks have found, each in its own runs. A rank may have no run."""
+        """Return the findings of all ranks, each in its own runs. A rank may have no run."""
         with self._ranks.alone() as hindrance:
             mine = Finding(_NOT_ALONE.format(why=hindrance)) if hindrance else self._find(runs)
         return finding_of_all(self._ranks.gather(mine))

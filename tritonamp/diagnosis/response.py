@@ -32,8 +32,8 @@ class Healing(Protocol):
 class Response:
     """Carries out ``policy.on_nonfinite`` for each skip.
 
-    Ranks that train together have taken one decision, so all come here at the same step. They
-    combine what each has found, and use only the combined finding, so all report, heal and raise
+    Ranks that train together have taken one decision, so all of them come here at the same step.
+    They combine their findings, and use only the combined one. So all ranks report, heal and raise
     the same.
     """
 
@@ -114,7 +114,7 @@ class Response:
         return explanation
 
     def _heal_after_faults(self, faults: Sequence[FaultReport]) -> str:
-        """Heal after each second fault of a module. Return what was done in words, or ""."""
+        """Heal after each second fault of a module. Return a report in words, or ""."""
         found: dict[str, FaultReport] = {}
         for fault in faults:  # on several ranks, at the same step: one fault
             if fault.kind in CURED_BY_FP32 and fault.module is not None:
@@ -127,7 +127,7 @@ class Response:
         return text
 
     def _heal(self, module: str, remedy: Remedy | None) -> str:
-        """Make the remedy of a module's faults permanent. Return what was done in words.
+        """Make the remedy of a module's faults permanent. Return a report in words.
 
         If a healed module has faults again, its whole model is healed.
         """

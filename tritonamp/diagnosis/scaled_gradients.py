@@ -36,8 +36,8 @@ class ScaledGradients:
     Args:
         params: function that returns the tensors whose gradients carry the loss scale now, and
             their masters.
-        left_out: function that returns parameters with gradients that no enabled optimizer holds.
-            Nothing unscales what ``amp.backward`` has added there.
+        left_out: function that returns parameters with gradients that no enabled optimizer holds,
+            so that nothing unscales these gradients.
         halves: function that returns the models' half parameters.
     """
 
@@ -166,9 +166,10 @@ def _warning_first(
 
 
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Check what an optimizer that is not enabled steps on. torch calls this before all steps.
+    """Warn where an optimizer that is not enabled steps on scaled gradients.
 
-    Steps that a GradScaler makes are not checked, because it has unscaled the gradients.
+    torch calls this before the steps of all optimizers. The steps of a GradScaler are not checked,
+    because it has unscaled the gradients.
     """
     if torch.compiler.is_compiling() or is_installed(optimizer) or _is_scalers_step():
         return

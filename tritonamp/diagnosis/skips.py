@@ -36,7 +36,7 @@ class Cause(enum.Enum):
 
     @property
     def advice(self) -> str:
-        """What to do. "{where}" stands for the suspects, "{rates}" for the learning rates."""
+        """Advice. "{where}" stands for the suspects, "{rates}" for the learning rates."""
         return _ADVICE[self]
 
     @property
@@ -106,7 +106,7 @@ class Writer(NamedTuple):
 
     @property
     def fault(self) -> str:
-        """What is wrong with its steps, if they have written inf or NaN, and what to do."""
+        """The mistake in its steps, if they have written inf or NaN, and advice."""
         if self.zero_eps is None:
             return (
                 "Lower the learning rate, or take level='O2', which steps in FP32 and skips what "

@@ -9,12 +9,12 @@ _FEWEST = 4
 
 
 def steps_left(points: Sequence[tuple[int, float]], limit: float) -> int | None:
-    """Return in how many steps a magnitude will pass ``limit``; 0: it has; None: no trend says.
+    """Return the number of steps until a magnitude passes ``limit``; 0: it has; None: no trend.
 
     Two trends are fitted: growth by a constant factor, and growth by a constant amount. The one
     that is nearer to the points, in powers of two, decides. There is no trend with fewer than four
-    points, or where growth does not stand out of the noise, or where the limit is further away than
-    the trend is long, in steps or in powers of two.
+    points. Growth must stand out of the noise. The limit must not be further away than the trend is
+    long, in steps and in powers of two.
 
     Args:
         points: step and magnitude, oldest first. The last eight count.

@@ -32,7 +32,7 @@ class UnseenWrites:
         self.is_due = self._looks.is_due
 
     def look(self, params: Sequence[Tensor], unlike: Sequence[Tensor]) -> None:
-        """Read some numbers when they have arrived.
+        """Start reading how many elements differ. A later step reads the numbers and may warn.
 
         Args:
             params: half parameters.

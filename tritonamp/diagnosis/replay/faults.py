@@ -1,4 +1,4 @@
-"""The report about a fault: where it began, what happened, why, and what to do."""
+"""The report about a fault: its place, its effect, its reason, and advice."""
 
 import linecache
 import math
@@ -26,7 +26,7 @@ class Remedy(NamedTuple):
         return bool(self.modules) or self.bfloat16 or self.fp32
 
     def words(self, by_hand: str) -> str:
-        """Return what to do, and that it was tried, in words.
+        """Return advice in words, with the fact that it was tried.
 
         Args:
             by_hand: advice for the model itself.
@@ -111,12 +111,12 @@ class FaultReport:
 
     @property
     def why(self) -> str:
-        """Why the fault happened, in one sentence."""
+        """The reason of the fault, in one sentence."""
         return VERDICTS[self.kind].why.format(**self._words())
 
     @property
     def advice(self) -> str:
-        """What to do, in one sentence."""
+        """Advice, in one sentence."""
         advice = VERDICTS[self.kind].advice
         if self.remedy is not None and not self.remedy.helps:
             advice = _KEEP.sub(".", advice) + f" {NO_PRECISION_HELPS}"

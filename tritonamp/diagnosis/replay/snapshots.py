@@ -1,4 +1,4 @@
-"""Record what a forward depends on in addition to the weights, so that it can run again."""
+"""Record the state that a forward depends on, besides the weights, so that it can run again."""
 
 import contextlib
 import functools
@@ -116,9 +116,10 @@ class Snapshot:
         return value
 
     def made(self) -> set[int]:
-        """Return the leaves of the ``arguments`` that models have made, by number.
+        """Return the leaves of the ``arguments`` that are results of models, as indices.
 
-        These were part of a graph, or are outputs of a forward, detached or not. They are no data.
+        They were part of a graph, or are outputs of a forward, detached or not. They do not count
+        as data.
         """
         outputs = [storage() for storage in self._earlier]
         found = {id(storage) for storage in outputs if storage is not None}

@@ -1,4 +1,4 @@
-"""From what was seen at an op to a verdict: the kind of fault, why it happened, what to do."""
+"""Find the kind of fault from an op's event, with the texts for reason and advice."""
 
 import math
 from collections.abc import Callable
