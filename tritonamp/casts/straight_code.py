@@ -133,7 +133,7 @@ class _Reader:
         return None
 
     def _check_dtypes(self, test: ast.expr, local: Values, outer: Values) -> None:
-        """Raise where a condition tests anything but dtypes, because that could have an effect."""
+        """Raise where a condition tests anything but dtypes. Such a test could have effects."""
         if not isinstance(test, ast.Compare):
             raise Unproved(type(test))
         for node in (test.left, *test.comparators):

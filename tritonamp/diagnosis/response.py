@@ -32,7 +32,7 @@ class Healing(Protocol):
 class Response:
     """Carries out ``policy.on_nonfinite`` for each skip.
 
-    Ranks that train together have taken one decision, so all of them come here at the same step.
+    Ranks that train together have taken one decision, so all ranks come here at the same step.
     They combine their findings, and use only the combined one. So all ranks report, heal and raise
     the same.
     """

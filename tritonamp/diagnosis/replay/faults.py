@@ -147,7 +147,7 @@ class FaultReport:
         }
 
     def _keep(self) -> str:
-        """Return what to keep in FP32, or what else helps where FP32 was tried in vain."""
+        """Return advice: the modules to keep in FP32, or another remedy if FP32 did not help."""
         is_input = self.kind == "cast_overflow" and not self.event.place.file
         by_hand = _UNCAST if is_input else _BY_HAND
         if self.remedy is not None:
