@@ -41,7 +41,7 @@ class Forwards:
         kwargs: dict[str, Any],
         method: str = "__call__",
     ) -> Snapshot | None:
-        """Record a forward that is about to run; None: it is not recorded.
+        """Record a forward that is about to run, or return None.
 
         Forwards without gradients, traced ones, and those that a CUDA graph captures are not
         recorded.

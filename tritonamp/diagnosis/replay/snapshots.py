@@ -1,4 +1,4 @@
-"""Record the state that a forward depends on, besides the weights, so that it can run again."""
+"""Record the state of a forward, in addition to the weights, so that it can run again."""
 
 import contextlib
 import functools
