@@ -107,10 +107,7 @@ process = _Process()
 
 
 def number_of(policy: Policy, backend: str, device_type: str) -> int:
-    """Return the number of a policy for ``enter``.
-
-    A traced graph can carry a number, but not a Policy.
-    """
+    """Return a policy's number for ``enter``, because a graph can carry a number, but no Policy."""
     active = ActivePolicy(policy, backend, device_type)
     if active not in process.policies:
         process.policies.append(active)

@@ -61,10 +61,7 @@ compilations = _Compilations()
 
 
 def begins(_: Any) -> None:
-    """Leave autocast out of a compilation that begins inside an enabled forward.
-
-    torch calls this in the thread that called the compiled function.
-    """
+    """Note that a compilation begins, in the thread that called the compiled function."""
     if thread.live():
         compilations.leave_autocast()
 

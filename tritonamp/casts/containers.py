@@ -81,10 +81,7 @@ def _first(value: Any, pairs: list[tuple[Any, Any]], makers: list[Callable[[], A
 
 
 def _tuple(value: Any, items: list[Any]) -> Any:
-    """Return a tuple of the class of ``value`` without a call of its constructor.
-
-    The constructor may take other arguments than the items.
-    """
+    """Return a tuple of the class of ``value``, whose constructor may take other arguments."""
     result = tuple.__new__(type(value), items)
     if hasattr(value, "__dict__"):
         vars(result).update(vars(value))

@@ -61,11 +61,7 @@ class _Readers:
             self._has_warned = False
 
     def fp32_value(self, tensor: Tensor) -> Tensor | None:
-        """Return the FP32 value of an enabled half tensor; None for all other tensors.
-
-        The caller must not keep the result, because it may be a temporary view of packed or
-        offloaded values.
-        """
+        """Return the FP32 value of an enabled half tensor, to be read at once; None for others."""
         if tensor.dtype in HALF_DTYPES:
             for values in self.values:
                 if tensor in values:

@@ -51,11 +51,7 @@ def acquire() -> None:
 
 
 def borrow(borrower: Any) -> None:
-    """Do what ``acquire`` does for the lifetime of a copy's context.
-
-    Args:
-        borrower: context of a copy that outlives its original.
-    """
+    """Do what ``acquire`` does for the lifetime of ``borrower``, the context of a copy."""
     acquire()
     weakref.finalize(borrower, release).atexit = False
 

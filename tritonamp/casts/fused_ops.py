@@ -72,14 +72,8 @@ def _find(
     """Return the key of a call, and the choice of an earlier call with that key.
 
     The key is None where choices must not be reused: under a dispatch mode or torch.func, and for
-    nested or traced tensors.
-
-    Args:
-        stock: op without rules, which holds the plans.
-        active: policy of the call. The key has its id, because policies that ``enter`` numbers are
-            never freed.
-        input: first tensor of the call.
-        rest: all other facts that choices depend on.
+    nested or traced tensors. It has the id of ``active``, because policies that ``enter`` numbers
+    are never freed. ``rest`` has all other facts that choices depend on.
     """
     # private (torch 2.11 to 2.15), nothing public asks it: a dispatch mode looks into what runs
     if torch._C._len_torch_dispatch_stack() or is_under_transforms():
@@ -136,10 +130,7 @@ def _softmax_rule(
 ) -> Rule:
     """Return the rule of softmax or log_softmax.
 
-    Args:
-        function: autograd function of the op.
-        operation: op with its kernel.
-        result_dtype: function that returns the dtype of the result where the caller asks for none.
+    ``result_dtype`` returns the dtype of the result where the caller asks for none.
     """
 
     def rule(
@@ -220,17 +211,7 @@ def _norm_of_rows(
     eps: float | None,
     center: bool,
 ) -> Tensor:
-    """Return the result of layer_norm or rms_norm.
-
-    Args:
-        stock: op without rules.
-        active: policy of the call.
-        args: all arguments that torch's op was given.
-        tensors: input, weight and bias.
-        shape: shape of the normalised dimensions.
-        eps: number added to the variance or mean square; None: the default of ``rms_norm``.
-        center: whether the mean is subtracted, as layer_norm does.
-    """
+    """Return layer_norm (``center``) or rms_norm. ``args`` are all arguments of torch's op."""
     input, weight, bias = tensors
     kinds = input.get_device(), _kind(weight), _kind(bias)
     key, plan = _find(stock, active, input, kinds, *shape, eps)

@@ -111,10 +111,7 @@ def ours_inside(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _rule(stock: Stock, active: ActivePolicy, *args: Any) -> Any:
-    """Return the results of an operator in ``OPERATORS``: the loss, and gradients.
-
-    The gradients are empty tensors, because nothing reads them.
-    """
+    """Return the results of an operator in ``OPERATORS``: a loss, and gradients that stay empty."""
     schema = stock.target._schema
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
     kept = {name: given[name] for name in ("input", "linear_weight", "target")}

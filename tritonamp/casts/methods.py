@@ -43,12 +43,7 @@ class UsedNames(NamedTuple):
 
 
 def entered_methods(model: nn.Module, cls: type) -> tuple[str, ...]:
-    """Return the names of the methods that run as the model's ``forward`` does.
-
-    Args:
-        model: model whose parameters count.
-        cls: class of the model, without a generated class above it.
-    """
+    """Return the methods of ``cls``, the model's class, that run as its ``forward`` does."""
     classes = _written_classes(cls)
     candidates = list(_candidates(classes))
     if not candidates:

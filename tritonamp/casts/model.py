@@ -63,13 +63,9 @@ def with_forward(module: nn.Module) -> list[nn.Module]:
 
 
 def set_data(tensor: Tensor, data: Tensor, grad_dtype: torch.dtype | None = None) -> None:
-    """Give ``tensor`` other storage and dtype, and its gradient another dtype.
+    """Give ``tensor`` other storage and dtype, and its gradient ``grad_dtype``; None: its dtype.
 
-    Args:
-        tensor: tensor to change in place.
-        data: new values.
-        grad_dtype: new dtype of the gradient, which autograd would refuse otherwise; None: the
-            dtype of ``data``.
+    ``Tensor.grad_dtype`` has to follow, because autograd refuses a gradient of another dtype.
     """
     if not tensor.is_leaf:
         tensor.data = data
@@ -91,15 +87,7 @@ def flatten_rnns(model: nn.Module) -> None:
 
 
 def refuse_cast(module: Any, fn: Callable[[Tensor], Any]) -> None:
-    """Refuse a function that would change the dtypes of an enabled module.
-
-    Args:
-        module: enabled module.
-        fn: function that ``nn.Module._apply`` would call for each tensor.
-
-    Raises:
-        RuntimeError: ``fn`` changes the dtype of a floating parameter or buffer.
-    """
+    """Raise RuntimeError if ``fn`` would change the dtype of an enabled module's tensors."""
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
     for dtype, device in dict.fromkeys((t.dtype, t.device) for t in tensors):
         to = getattr(fn(torch.empty(0, dtype=dtype, device=device)), "dtype", dtype)

@@ -104,14 +104,7 @@ def _cast(
 ) -> list[Tensor]:
     """Return FP32 results of a norm, in the dtype of ``given`` where they follow it.
 
-    Args:
-        module: norm.
-        given: half input of the norm.
-        count: number of all results.
-        wide: positions of the FP32 results among all results.
-        results: FP32 results.
-        args: positional arguments of the forward.
-        kwargs: keyword arguments of the forward.
+    ``wide`` has the positions of ``results`` among all ``count`` results.
     """
     follows = _followers(module, given, count, args, kwargs)
     return [r.to(given.dtype) if follows[i] else r for i, r in zip(wide, results, strict=True)]

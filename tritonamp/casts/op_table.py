@@ -160,10 +160,5 @@ def _rules(device_type: str) -> dict[str, Rule]:
 
 
 def op_table(device_type: str, functions: dict[str, Rule]) -> dict[str, Rule]:
-    """Return the op table of a device, with the rules of ops that have a kernel of their own.
-
-    Args:
-        device_type: "cuda" or "cpu".
-        functions: rules of ops that have a kernel of their own, by op.
-    """
+    """Return the op table of "cuda" or "cpu". ``functions`` has the rules of ops with a kernel."""
     return {**_rules(device_type), **functions}

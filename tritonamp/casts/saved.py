@@ -51,13 +51,7 @@ class SavedDtypes:
         return copied
 
     def in_state(self, name: str, tensor: Tensor, values: Fp32Values) -> torch.dtype:
-        """Return the dtype that a tensor has in a state now.
-
-        Args:
-            name: name of the tensor.
-            tensor: tensor as the model stores it.
-            values: FP32 values of the model's half tensors.
-        """
+        """Return the dtype that a tensor of this name has in a state now."""
         if self.as_loaded:
             return self.loaded.get(name, tensor.dtype)
         if tensor.dtype not in HALF_DTYPES:

@@ -56,11 +56,6 @@ def check_shared_tensors(
     steps on a shared tensor. An optimizer may step on one if the other model has no optimizer at
     all, and so no loss scale.
 
-    Args:
-        models: models that are about to be enabled.
-        policy: policy of these models.
-        optimizers: optimizers of these models.
-
     Raises:
         ValueError: names a shared tensor, as both models call it, or a model inside an enabled one.
     """

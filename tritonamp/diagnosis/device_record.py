@@ -128,12 +128,7 @@ class DeviceRecord:
             self._knows_loss = loss is not None
 
     def start_reading(self, attached: Attached, again: bool = False) -> None:
-        """Start copying the record to the host.
-
-        Args:
-            attached: facts that are known on the host about the decision.
-            again: whether this copy replaces the last one.
-        """
+        """Start copying the record to the host. With ``again``, replace the last copy."""
         assert self._readback is not None and self._copied is not None
         start = self._readback.restart if again else self._readback.start
         start(self._copied, attached)

@@ -73,13 +73,7 @@ class History:
         self.records.append(record)
 
     def begin_skip(self, step: int, untouched: bool) -> None:
-        """Note, before its cause is known, that a step was skipped.
-
-        Args:
-            step: number of the skipped step.
-            untouched: whether only the last step has written the parameters since it, as in
-                ``Attached``.
-        """
+        """Note a skip before its cause is known; ``untouched`` as in ``Attached``."""
         if not self.since:
             self.wrote = step - 1 if untouched and self.last_taken == step - 1 else 0
 

@@ -28,10 +28,7 @@ class Ranks(Protocol):
         """Return the values of all ranks by rank, or only this rank's if it cannot ask others."""
 
     def alone(self) -> AbstractContextManager[str]:
-        """Make forwards wait for no other rank inside the block.
-
-        Yields "", or the reason why that is impossible.
-        """
+        """Make forwards wait for no other rank inside the block; yield "", or why that fails."""
 
     def full_state(self, model: nn.Module, keep: bool) -> dict[str, Any]:
         """Return the state of a model, with sharded tensors whole; empty unless ``keep``."""

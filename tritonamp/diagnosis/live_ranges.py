@@ -109,12 +109,7 @@ class LiveRanges:
         self._handles = []
 
     def after_decision(self, counts: Tensor) -> None:
-        """Keep the table of a watched step, and warn of modules that grow. Never waits.
-
-        Args:
-            counts: number of decisions by outcome, on the device, as ``StepLog.after_decision``
-                gets it.
-        """
+        """Keep the table of a watched step, and warn of modules that grow. Never waits."""
         if not self._handles:
             return
         now = torch.cat([counts.sum().double().view(1), self._table.flatten()])

@@ -87,11 +87,7 @@ class StepLog:
     ) -> None:
         """Process the results that have arrived, and start copying those of a new decision.
 
-        Args:
-            rule: loss scale rule of the decision.
-            batches: forwards that led to the decision.
-            loss: 0-d on the device; None: not known.
-            untouched: whether only the last step has written to the parameters since it.
+        ``untouched`` is that of ``Attached``; ``loss`` is 0-d on the device, or None if not known.
         """
         self._rule = rule
         counts = self._device_record.counts
@@ -201,12 +197,9 @@ class StepLog:
         return self.last
 
     def reconsidered(self, in_fp32: Callable[[], Fp32Run | None]) -> Explanation | None:
-        """Explain the last skip again, with a run of its batch in FP32.
+        """Explain the last skip again, where ``in_fp32`` may run its batch in FP32.
 
         If a step was taken since, the result is that of ``explanation``.
-
-        Args:
-            in_fp32: function that runs the batch in FP32.
         """
         last = self.explanation()
         if last is None or not self._is_newest(last):

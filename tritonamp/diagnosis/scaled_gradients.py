@@ -54,12 +54,7 @@ class ScaledGradients:
         self._has_warned_of_step = False
 
     def warn_if_clipped(self, given: set[int], function: Callable[..., Any]) -> None:
-        """Warn, once, where torch is about to clip gradients that carry the loss scale.
-
-        Args:
-            given: ids of the parameters that are clipped.
-            function: torch's function.
-        """
+        """Warn, once, where ``function`` clips scaled gradients, given the ids of parameters."""
         if self._has_warned or not any(id(param) in given for param in self._params()):
             return
         self._has_warned = True

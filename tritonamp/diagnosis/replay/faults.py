@@ -26,11 +26,7 @@ class Remedy(NamedTuple):
         return bool(self.modules) or self.bfloat16 or self.fp32
 
     def words(self, by_hand: str) -> str:
-        """Return advice in words, with the fact that it was tried.
-
-        Args:
-            by_hand: advice for the model itself.
-        """
+        """Return advice in words. ``by_hand`` is the advice for the model itself."""
         if self.bfloat16:
             return (
                 "train in bfloat16: dtype=torch.bfloat16 (tried: the batch passes; keeping "

@@ -193,12 +193,7 @@ class Watch(PlacedOps):
         )
 
     def origin(self, tensor: Tensor, place: Place) -> Event:
-        """Return the event that made a tensor non-finite.
-
-        Args:
-            tensor: tensor that is not finite.
-            place: place where the tensor was met.
-        """
+        """Return the event behind a tensor that is not finite, which was met at ``place``."""
         memory = self._memories.of(tensor)
         if memory.origin is not None:
             return memory.origin
