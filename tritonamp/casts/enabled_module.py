@@ -1,4 +1,4 @@
-"""The classes that ``enable`` gives to a model, and to its modules that need an own forward."""
+"""The classes that ``enable`` gives to a model, and to modules inside it."""
 
 import contextlib
 import functools
