@@ -20,7 +20,7 @@ MOST = 4  # forwards per decision, the last ones
 
 
 class Forwards:
-    """Snapshots of the forwards since the last decision. They hold their batches until it is made.
+    """Snapshots of the forwards since the last decision, with their batches until the next one.
 
     Args:
         gradients: whether gradients that arrive at outputs are kept, to run the backward again.
