@@ -22,8 +22,8 @@ PROGRAMS = 4096
 Rows = list[tuple[int, list[Tensor]]]
 """Rows of one table: the place of each row in the lists, and the tensors that kernels access."""
 Kind = tuple[tuple[torch.dtype | None, ...], bool]
-"""Properties that the rows of a table share: the dtype of each list (None if it repeats "params"), and whether
-all pointers are multiples of 16 bytes.
+"""Properties that the rows of a table share: the dtype of each list (None if it repeats "params"),
+and whether all pointers are multiples of 16 bytes.
 """
 
 
