@@ -35,8 +35,8 @@ def cut(*tensors: Tensor) -> list[tuple[Tensor, ...]] | None:
     whole = first.numel() <= size or first.device.type != "cpu"
     flat = None if whole or any(map(is_traceable_wrapper_subclass, tensors)) else _flat(tensors)
     if flat is None:
-        # by identity: an update in place of a parameter must show in a copy that is the same tensor
         return None
+    # by identity: an update in place of a parameter must show in a copy that is the same tensor
     parts = {key: tensor.split(size) for key, tensor in flat.items()}
     return list(zip(*(parts[id(tensor)] for tensor in tensors), strict=True))
 
@@ -57,18 +57,17 @@ class Scratch:
         """
         memory = self._memory.get((name, dtype))
         if memory is None or memory.numel() < like.numel():
-            # the last block of a tensor is shorter, and takes the beginning
             memory = self._memory[name, dtype] = torch.empty(like.shape, dtype=dtype)
         if memory.shape == like.shape:
             return memory
+        # the last block of a tensor is shorter, and takes the beginning of the memory
         return memory.view(-1)[: like.numel()].view(like.shape)
 
 
 def _flat(tensors: tuple[Tensor, ...]) -> dict[int, Tensor] | None:
-    # the first tensor's order in memory: only then is element k of every flattened tensor the same
-    # one
     """Return the flattened tensors by id, in one common order, or None if no order fits all."""
     first = tensors[0]
+    # In one order of memory, element k of every flattened tensor belongs to the same place.
     order = sorted(range(first.dim()), key=first.stride, reverse=True)
     laid_out = {id(tensor): tensor.permute(order) for tensor in tensors}
     if not all(tensor.is_contiguous() for tensor in laid_out.values()):
@@ -85,13 +84,13 @@ def overflows(value: Tensor, half: torch.dtype) -> Tensor | None:
         None if the host knows that no element overflows.
     """
     if not value.numel():
-        # NaN fails this comparison, too, and then the extremes say nothing of the other elements
         return None
     known = [in_main_memory(extreme) for extreme in torch.aminmax(value)]
-    # without inf and NaN, and rounded before the test: rounding takes values just above the largest
-    # down
     largest = torch.finfo(half).max
+    # NaN fails this comparison, too, and then the extremes say nothing of the other elements
     if all(extreme is not None and abs(extreme) <= largest for extreme in known):
         return None
+    # Without inf and NaN, and rounded before the test, because rounding takes values just above the
+    # largest down to it.
     extremes = torch.stack(torch.aminmax(value.nan_to_num(0.0, 0.0, 0.0)))
     return extremes.to(half).isinf().any()

@@ -65,9 +65,9 @@ PyObject* numbers(PyObject* list, Number number) {
   });
 }
 
+// The callers keep the objects alive while they compare, so an address identifies one.
 PyObject* identities(PyObject*, PyObject* list) {
   return numbers(list, [](PyObject* tensor) { return reinterpret_cast<uint64_t>(tensor); });
-// The callers keep the objects alive while they compare, so an address identifies one.
 }
 
 PyObject* addresses(PyObject*, PyObject* list) {
@@ -116,7 +116,7 @@ PyObject* facts(PyObject*, PyObject* lists) {
         if (!is_plain(tensor)) Py_RETURN_NONE;
         at::TensorImpl* impl = impl_of(tensor);
         pointers.push_back(reinterpret_cast<int64_t>(impl->mutable_data()));
-        // A list that repeats the first one has nothing to add.
+        // A tensor of the first list has been described there.
         if (k > 0 && tensor == PyList_GET_ITEM(first, i))
           kind.push_back(-1);
         else if (!describe(impl, kind))

@@ -25,8 +25,7 @@ def leaves_inference_mode(function: F) -> F:
         with torch.inference_mode(False), torch.no_grad():
             return function(*args, **kwargs)
 
-    # a wrapper that torch.compile met first would become a graph of its own, and hide the
-    # function's mark
+    # the wrapper has a frame of its own, which torch.compile would otherwise trace
     never_alone(outside)
     wrapped: Any = functools.update_wrapper(outside, function)
     return wrapped

@@ -45,8 +45,7 @@ def build(name: str) -> Attempt:
     try:
         module = _loaded(f"{name}_native", _built(Path(__file__).with_name(f"{name}.cpp")))
         sample = torch.empty(0)
-        # private (torch 2.11 to 2.15): the address of the TensorImpl that a tensor's object stands
-        # for
+        # private (torch 2.11 to 2.15): the address of the TensorImpl of a tensor's object
         if module.prepare(sample, sample._cdata, nn.Parameter):
             return Attempt(module)
         problem = "a tensor's object is not as expected"
@@ -73,8 +72,7 @@ def _built(source: Path) -> str:
         f"-L{torch_folder / 'lib'}",
         *("-ltorch_python", "-ltorch_cpu", "-lc10"),
     ]
-    # everything that the library depends on is part of the key, so it is never loaded into another
-    # torch
+    # The library depends on all of these: one built for another torch must not be loaded.
     key = "\n".join([source.read_text(), torch.__version__, sys.version, *command])
     cache = triton.runtime.cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     library = source.stem + "_native" + sysconfig.get_config_var("EXT_SUFFIX")
@@ -84,8 +82,7 @@ def _built(source: Path) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, library)
         subprocess.run([*command, "-o", str(path)], check=True, capture_output=True, text=True)
-        # Triton's cache puts a file in place in one step, so no other process loads half of a
-        # library
+        # Triton's cache puts a file in place in one step: no other process loads half of one.
         return str(cache.put(path.read_bytes(), library, binary=True))
 
 
