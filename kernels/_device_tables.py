@@ -120,6 +120,7 @@ class DeviceTables:
     def _rows_by_kind(
         self, lists: Mapping[str, Sequence[Tensor]], may_repeat: frozenset[str], places: list[int]
     ) -> dict[Kind, Rows]:
+        # insertion order, because the order of the tables is that of the partial sums
         kinds: dict[Kind, Rows] = {}
         for i in places:
             given = [tensors[i] for tensors in lists.values()]

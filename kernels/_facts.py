@@ -85,6 +85,7 @@ def facts(lists: Sequence[Sequence[Tensor]]) -> tuple[Any, bytes]:
     found: tuple[Any, bytes] | None = _native.facts(lists)
     if found is not None:
         return found
+    # identities of repeated tensors belong to the layout, because kernels leave repeated lists out
     kind = [
         (
             bytes(map(operator.is_, tensors, lists[0])),

@@ -229,6 +229,7 @@ class TensorLists:
             operation: operation that has the kernel.
             names: names of the lists that the operation works on; None: all.
         """
+        # tracers see the eager twin, because addresses of traced tensors do not exist
         if not len(self) or torch.compiler.is_compiling():
             return False
         first = next(iter(self._lists.values()))[0]  # a plan checks the others, once
@@ -254,6 +255,7 @@ class TensorLists:
     def known_plan(self, names: tuple[str, ...] | None = None) -> Plan | None:
         """Return the plan of the named lists (None: of all) if an earlier step has built it."""
         plan = self._plans.get(names)
+        # without plans there is nothing to compare, and the facts need not be asked for
         if plan is None and self.memory.has_plans and not self._is_captured():
             plan = self.memory.find_plan(self.facts(names))
             if plan is not None:
@@ -262,6 +264,7 @@ class TensorLists:
 
     def facts(self, names: tuple[str, ...] | None = None) -> Facts:
         """Return the facts of the named lists (None: of all), collected once."""
+        # kept, because a step asks for a plan several times, and facts take a look at every tensor
         found = self._facts.get(names)
         if found is None:
             lie, pointers = facts([self._lists[name] for name in names or self._lists])
@@ -300,4 +303,5 @@ class TensorLists:
 
 def _local(lists: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
     """Return the lists with each sharded tensor (DTensor) replaced by this rank's part."""
+    # kernels take addresses, which only the parts have
     return {name: list(map(to_local, tensors)) for name, tensors in lists.items()}

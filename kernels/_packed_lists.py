@@ -54,6 +54,7 @@ def packed_launch(
         constants: constants after the types of parameters and gradients and the half type's name.
     """
     types = table.type("params"), table.type("grads"), half_name(table)
+    # unaligned builds need more than the limit, and would spill under it
     maxnreg = MAX_REGISTERS if table.aligned else None
     # whole blocks in a tile also if pointers are not aligned, because the codes of a block share an
     # exponent

@@ -61,6 +61,7 @@ class Plan:
     ) -> None:
         self._names = list(lists)
         self._kind, self._pointers = facts
+        # kept with the plan, because they read its tables
         self._launches: dict[Hashable, Any] = {}
         self.devices = _kernel_devices(lists, coded)
         # a table's rows have one number of elements for all lists, which step counts do not share

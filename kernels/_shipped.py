@@ -93,6 +93,7 @@ def shipped_lists(
     lists: dict[str, Any] = {}
     for name, dtype in dtypes.items():
         if isinstance(dtype, str):
+            # the same tensors, which is how a step says that parameters have no copies
             lists[name] = lists[dtype]
         else:
             # one element in, the address of a half or FP32 tensor is no multiple of 16

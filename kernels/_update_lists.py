@@ -57,6 +57,8 @@ class UpdateLists:
         """Return hyperparameters, float64 (groups, n), and groups, int32, on the device."""
         if device not in self._numbers:
             rows, tensors = self._rows(device)
+            # In memory on the device instead of kernel arguments, so that a schedule of the
+            # learning rate neither recompiles a kernel nor re-captures a graph.
             memory = self.tensors.memory
             # FP64, as in torch, because kernels compute 1 - beta and bias corrections from them
             numbers = memory.sent_rows("rules", rows, torch.float64, device)

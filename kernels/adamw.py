@@ -176,6 +176,7 @@ def adamw_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
 
 def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
     yield from rate_launches(lists, plan)
+    # one launch for each kind of table, because types are constants of a kernel
     for t in plan.tables:
         amsgrad = t.type("max_exp_avg_sqs") is not None
         types = t.type("params"), t.type("grads"), t.type("copies"), t.type("exp_avgs")

@@ -74,6 +74,7 @@ def add_norm(
 
 
 def _args(x: Tensor, dim: int, center: bool, affine: bool) -> tuple[Any, ...]:
+    # without the dtype of the result, which is always that of x
     lines, *others, _ = _norm.line_args(x, dim, center, affine)
     return lines, lines.flip(-1), *others
 

@@ -278,6 +278,7 @@ def decide_triton(
     launch(*evidence, used_scale, verdict, *moved, numbers, places)
 
 
+# a steady run decides with the same numbers in each step, so the launch is kept
 @cached_by_shape
 def _launch_of(
     lengths: tuple[int, int, int],

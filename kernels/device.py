@@ -147,6 +147,7 @@ def why_not_triton(device: torch.device) -> str | None:
 
 def runs_triton(device: torch.device) -> bool:
     """Tell whether backend="auto" runs Triton kernels on ``device``."""
+    # every call of an operation asks, and a query of the device takes microseconds
     answer = _answers.get(device)
     if answer is None:
         answer = _answers[device] = why_not_triton(device) is None

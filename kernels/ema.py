@@ -34,6 +34,7 @@ def _lerp(offs, mask, averages, params, weight):
     tl.store(averages + offs, near, mask=mask)
 
 
+# weight is an argument instead of a constant, or each decay would compile a kernel
 @triton.jit(do_not_specialize=("chunk", "weight"))
 def ema_kernel(
     averages_ptr, params_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr, found_inf_ptr, chunk,

@@ -56,6 +56,7 @@ def grad_stats_kernel(
 
 
 def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
+    # gradients alone: other lists would be described and compared for nothing
     with lists.launches(names=("grads",)) as plan:
         results, launches = plan.prepared("grad_stats", lambda: _prepared(lists, plan.tables))
         for amax, squares in results:

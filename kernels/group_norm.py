@@ -135,6 +135,7 @@ def _forward(
     ``last`` tells whether channels are neighbours in memory.
     """
     statistics = dense((2, shape[0] * groups))
+    # a grid of 0 programs is an invalid launch
     if 0 in shape:
         launch = None
     else:

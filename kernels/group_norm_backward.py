@@ -204,6 +204,7 @@ def group_norm_backward_triton(
     form = memory_format(x)
     grad, x = (t.contiguous(memory_format=form) for t in (grad, x))
     dx, channels, wanted = torch.empty_like(x), x.shape[1], dweight + dbias
+    # a grid of 0 programs is an invalid launch
     if x.numel() == 0:
         return dx, x.new_zeros(wanted, channels, dtype=torch.float32)
     # a kernel's pointer has to be valid, also where nothing is loaded
@@ -212,10 +213,12 @@ def group_norm_backward_triton(
     flags = weight is not None, dweight, dbias
     launch, room = _launch(x.shape, groups, last, dtypes, flags)
     parts = x.new_empty_strided(*room, dtype=torch.float32)
+    # parts has a row even if nothing is wanted, so that both pointers are valid
     of_weights = parts.unbind()
     launch(grad, x, w, *stats.unbind(), dx, of_weights[0], of_weights[-1])
     if not wanted:
         return dx, x.new_empty(0, channels, dtype=torch.float32)
+    # the partial sums are added by one more launch in one order, because atomics on floats vary
     return dx, reduce.sum_triton(parts, (1,), False, torch.float32)
 
 

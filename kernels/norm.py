@@ -88,6 +88,8 @@ def norm_long_kernel(
         mask = valid & exist
         # evict_last, because the second loop reads the line again
         x = load_sum(x_ptr, r_ptr, lines + columns, mask, ADD, "evict_last").to(tl.float32)
+        # merged tile by tile around their own means, because raw sums of
+        # squares cancel if the mean is large
         mean, squares = add_moments(x, mask, min(BLOCK, n - at), mean, squares, at, CENTER)
     rstd = reciprocal_std(squares, n, eps)
     # from the end of the line, which L2 still holds
@@ -124,6 +126,7 @@ def _forward(
 ) -> Norm:
     """Return a function of x of the dtype ``given``, and with ``added`` of a residual."""
     lines = numel // n if n else 0
+    # mean and rstd are rows of one tensor, which takes one allocation
     statistics = dense((1 + center, lines))
     other: dict[str, Any] = {} if dtype is given else {"dtype": dtype}  # parsing costs time
     # a vector that lies in one line, also in a long one, because odd lengths are rare here
@@ -146,9 +149,11 @@ def _forward(
         y = torch.empty_like(x, **other)
         total = torch.empty_like(x) if added else y
         stats = x.new_empty_strided(*statistics, dtype=torch.float32)
+        # a grid of 0 programs is an invalid launch
         if lines:
             # a kernel's pointer has to be valid, also where nothing is loaded
             given = (contiguous_or(x, t) for t in (residual, weight, bias))
+            # without center both pointers are that of rstd, because each has to be valid
             of_lines = stats.unbind()
             launch(x, *given, total, y, of_lines[0], of_lines[-1])
         return (total, y, stats) if added else (y, stats)

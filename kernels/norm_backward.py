@@ -38,7 +38,7 @@ from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
 
-# Elements that a thread holds of each of six tiles, half as many as in the forward with fewer tiles.
+# Elements that a thread holds of each of six tiles. The forward has fewer tiles, and twice as many.
 PER_THREAD = 8
 LONGEST = 8192  # line that registers hold
 # Rows of partial sums, one for each program. More programs keep more bytes in flight, and more rows
@@ -189,6 +189,7 @@ def norm_backward_triton(
 ) -> tuple[Tensor, Tensor]:
     grad, x = grad.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
+    # a grid of 0 programs is an invalid launch
     if x.numel() == 0:
         return dx, x.new_zeros(dweight + dbias, n, dtype=torch.float32)
     # a kernel's pointer has to be valid, also where nothing is loaded
@@ -222,6 +223,7 @@ def norm_backward_torch(
     w = lines.new_ones(n) if weight is None else weight.reshape(-1).float()
     rstd = stats[-1].unsqueeze(1)
     if len(stats) == 2:
+        # torch has this function for layer_norm alone, so rms_norm is written out below
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(
             g,
             lines,

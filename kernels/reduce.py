@@ -117,6 +117,7 @@ def _sum(
 ) -> Callable[[Tensor], Tensor]:
     """Return a function of a tensor of the shape ``shape`` and the dtype ``given``."""
     result, order, first, last = _reduction(shape, dim, keepdim)
+    # a grid of 0 programs is an invalid launch
     if 0 in shape:
         return lambda x: torch.zeros(result, dtype=dtype, device=x.device)
     if order is not None:

@@ -99,6 +99,7 @@ def sgd_kernel(
         copies = element_pointer(copies_ptr, row, COPY, VEC)
     # loaded once, because the compiler cannot know that the stores leave these numbers unchanged
     rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + number)
+    # read from memory instead of passed, so that a schedule neither recompiles nor re-captures
     rule = (
         tl.load(rule_ptr).to(tl.float32), tl.load(rule_ptr + 1).to(tl.float32),
         tl.load(rule_ptr + 2).to(tl.float32), tl.load(rule_ptr + 3).to(tl.float32),

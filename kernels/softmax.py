@@ -214,6 +214,7 @@ def _forward(
     # The hardware's exp2 flushes results below 2**-126 to zero, and bfloat16 has such results. The
     # shift keeps them above; the division by the sum, which is shifted alike, takes it out.
     shift = 64.0 if dtype is torch.bfloat16 and not log else 0.0
+    # a grid of 0 programs is an invalid launch
     if t.lines * t.n == 0:
         return lambda x: torch.empty_like(x.contiguous(), dtype=dtype)
     if t.splits > 1:
@@ -242,6 +243,7 @@ def _shared(t: Tiling, dtype: torch.dtype, log: bool, shift: float) -> Callable[
     def run(x: Tensor) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x, dtype=dtype)
+        # one allocation for both, without zeros: every segment is written before it is read
         m, s = x.new_empty(2, t.splits, t.lines, dtype=torch.float32)
         part(x, m, s)
         rest(x, m, s, y)

@@ -42,6 +42,7 @@ def _term(g, y, LOG: tl.constexpr):
 
 @triton.jit
 def _gradient(g, y, total, LOG: tl.constexpr):
+    # exp(y) is the softmax: the forward of log_softmax keeps its FP32 result alone
     return g - exp_shifted(y, 0.0) * total if LOG else y * (g - total)
 
 
@@ -65,6 +66,7 @@ def _total(
     for at in range(first, last, BLOCK):
         columns, exist = column_offsets(at, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
         mask = valid & exist
+        # evict_last, because the second pass reads both inputs again
         g, y = _load(g_ptr, y_ptr, lines + columns, mask, "evict_last")
         # products behind the mask, for the reason that softmax_rest_kernel gives
         total += tl.sum(tl.where(mask, _term(g, y, LOG), 0.0), 1, keep_dims=True)
@@ -201,6 +203,7 @@ def _backward(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function of contiguous gradients and outputs of one shape and these dtypes."""
     t = _backward_tiling(shape, dim, WIDEST // max(d.itemsize for d in (incoming, given, dtype)))
+    # a grid of 0 programs is an invalid launch
     if t.lines * t.n == 0:
         return lambda grad, y: torch.empty_like(y, dtype=dtype)
     if t.splits > 1:
@@ -225,6 +228,7 @@ def _shared(t: Tiling, dtype: torch.dtype, log: bool) -> Callable[[Tensor, Tenso
 
     def run(grad: Tensor, y: Tensor) -> Tensor:
         dx = torch.empty_like(y, dtype=dtype)
+        # no zeros needed: every segment is written before the second launch reads it
         totals = y.new_empty(t.splits, t.lines, dtype=torch.float32)
         part(grad, y, totals)
         rest(grad, y, totals, dx)
