@@ -126,8 +126,7 @@ class DeviceTables:
             given = [tensors[i] for tensors in lists.values()]
             if not given[0].numel():  # a row without chunks would belong to no program
                 continue
-            # the first list decides the order in memory, in which element k of every list belongs
-            # together
+            # the first list's order in memory, because kernels use one offset for all lists
             strides = memory_strides(given[0])
             used, dtypes = [], []
             for name, tensor in zip(lists, given, strict=True):

@@ -56,7 +56,7 @@ class Implementations:
         """Run the kernel or its eager twin.
 
         Args:
-            backend: "auto" or "triton" where ``uses_triton`` is True.
+                backend: "auto", "triton" or "eager".
             uses_triton: the kernel runs, instead of the twin.
             args: arguments of both functions.
 
@@ -71,8 +71,7 @@ class Implementations:
         except KernelError as error:
             if backend == "triton":
                 raise
-            # remembered for the process, because a compilation that fails takes seconds in every
-            # call
+            # remembered, because a compilation that fails would take seconds in every call
             failures[self.name] = str(error)
             warnings.warn(
                 f"{self.name} runs in eager torch from now on: {error}",

@@ -100,8 +100,7 @@ class Memory:
         """
         shape = len(rows), len(rows[0])
         if is_capturing(device):
-            # a replay reads this memory later, when eager steps have sent other numbers to the kept
-            # one
+            # a replay reads it later, when eager steps have sent other numbers to the kept tensor
             target = torch.empty(shape, dtype=dtype, device=device)
         else:
             target = self.kept(name, shape, dtype, device)

@@ -95,7 +95,7 @@ def chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC: tl.constexpr):
     numel = tl.load(numel_ptr + row)
     begin = (tl.program_id(0) - tl.load(first_ptr + row)) * (
         chunk // VEC * VEC
-    )  # tells the compiler what divides it
+    )  # tells the compiler that VEC divides begin
     # A mask that could end inside a vector would make the compiler load element by element. So a
     # loop stops at the last multiple of VEC, and the caller handles the tail.
     end = tl.minimum(begin + chunk, numel)
@@ -106,8 +106,7 @@ def chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC: tl.constexpr):
 def element_pointer(pointers, row, TYPE: tl.constexpr, VEC: tl.constexpr):
     """Return an address of a table as a pointer to TYPE, a multiple of 16 bytes if VEC > 1."""
     pointer = tl.load(pointers + row).to(tl.pointer_type(TYPE))
-    # a loaded address says nothing of its alignment, and without this promise no load is 16 bytes
-    # wide
+    # without this promise no load is 16 bytes wide, because a loaded address has no alignment
     if VEC > 1:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
@@ -129,8 +128,7 @@ def store_copy(copies, flag_ptr, offs, mask, x, VEC: tl.constexpr):
 
     A thread holds VEC elements and stores the flag once for all of them.
     """
-    # the kernel knows FP32 and rounded value at once; a check on the host would read the copies
-    # again
+    # checked here, where both values are in registers: a check later would read the copies again
     rounded = x.to(copies.dtype.element_ty)
     tl.store(copies + offs, rounded, mask=mask)
     beyond = (tl.abs(rounded.to(tl.float32)) == float("inf")) & (tl.abs(x) < float("inf")) & mask

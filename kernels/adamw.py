@@ -279,7 +279,7 @@ ADAMW = Implementations(adamw_triton, adamw_torch, [*_samples()])
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the dtypes of the levels, with amsgrad, lost updates and bfloat16 moments."""
+    """Yield calls for all levels, with amsgrad, lost updates and bfloat16 moments."""
     flags = (False, True)
     for level, amsgrad, aligned, lost, small in itertools.product(
         LEVELS, flags, flags, flags, flags

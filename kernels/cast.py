@@ -98,7 +98,7 @@ CAST = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield both half dtypes, aligned and not."""
+    """Yield calls for both half dtypes, aligned and not."""
     for half in (torch.float16, torch.bfloat16):
         for aligned in (True, False):
             lists = shipped_lists(aligned, params=torch.float32, copies=half)

@@ -453,7 +453,7 @@ DECIDE = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield a decision with everything, and a bare one."""
+    """Yield a decision with all its parts, and a bare one."""
     rule = ScaleRule(2.0, 0.5, 2000, 1, 2.0**-24, 2.0**24)
     flag = torch.zeros((), device="meta")
     state = ScaleState(flag, flag.int(), flag.int(), flag)

@@ -113,7 +113,7 @@ EMA = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield FP32 parameters and both half dtypes, aligned and not."""
+    """Yield calls on FP32 parameters and on both half dtypes, aligned and not."""
     dtypes = torch.float32, torch.float16, torch.bfloat16
     for dtype, aligned in itertools.product(dtypes, (True, False)):
         lists = shipped_lists(aligned, averages=torch.float32, params=dtype)

@@ -166,7 +166,7 @@ GRAD_STATS = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield each dtype, aligned and not."""
+    """Yield calls for each dtype, aligned and not."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for aligned in (True, False):
             lists = shipped_lists(aligned, grads=dtype)

@@ -199,7 +199,7 @@ LION = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the dtypes of the levels."""
+    """Yield calls for all levels."""
     rows = [(level, WIDE) for level in LEVELS] + [(LEVELS[0], BF16)]
     for (level, moment), aligned in itertools.product(rows, (True, False)):
         rule = LionRule(0.1, 0.9, 0.99, 0.0, False)

@@ -247,7 +247,7 @@ MUON = Implementations(muon_triton, muon_torch, [_sample(True), _sample(False)])
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the dtypes of the levels."""
+    """Yield calls for all levels."""
     for level, aligned in itertools.product(LEVELS, (True, False)):
         rows = shipped_update(aligned, level, {"momentum_buffers": WIDE}, _RULE).tensors
         square: dict[str, Any] = {}

@@ -269,7 +269,7 @@ OUTLIERS = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield one step."""
+    """Yield the call of one step."""
     flag = torch.zeros((), device="meta")
     evidence = Evidence(flag.new_zeros(8), flag.new_zeros(64), flag, flag)
     numbers = flag.new_zeros(len(Slot) + 8, dtype=torch.float64)

@@ -137,7 +137,7 @@ RANGES = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield each dtype."""
+    """Yield calls for each dtype."""
     row, on = torch.empty(ROW, dtype=torch.int64), torch.empty((), dtype=torch.int32)
     for dtype, name in DTYPES.items():
         x = torch.empty(1 << 20, dtype=dtype, device="meta")

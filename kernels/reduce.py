@@ -187,7 +187,7 @@ SUM = TraceableOp(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield one tile and several, in both memory orders."""
+    """Yield calls with one tile and with several, in both memory orders."""
     shapes: dict[str, tuple[int, ...]] = {f"n={n}": (4096, n) for n in (64, 1000, 8192, 50257)}
     shapes |= {"n=2**24": (1, 1 << 24), "inner": (64, 64, 4096)}
     for case, shape in shapes.items():

@@ -201,7 +201,7 @@ SGD = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the dtypes of the levels, with and without momentum."""
+    """Yield calls for all levels, with and without momentum."""
     for level, moment, aligned in itertools.product(LEVELS, (WIDE, None, BF16), (True, False)):
         _, grad, copy = level
         if moment is BF16 and (grad is not HALF or copy is None):
