@@ -56,7 +56,7 @@ class Implementations:
         """Run the kernel or its eager twin.
 
         Args:
-                backend: "auto", "triton" or "eager".
+            backend: "auto", "triton" or "eager".
             uses_triton: the kernel runs, instead of the twin.
             args: arguments of both functions.
 
