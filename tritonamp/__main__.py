@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser("explain", help="what an error means, and its cure, by its text")
     )
     migrate.add_arguments(
-        commands.add_parser("migrate", help="rewrite scripts for torch.amp or apex")
+        commands.add_parser("migrate", help="what to write in scripts for torch.amp or apex")
     )
     return parser
 

@@ -1,1 +1,1 @@
-"""What ``python -m tritonamp`` runs."""
+"""The commands of ``python -m tritonamp``."""

@@ -1,4 +1,4 @@
-"""A picture of how far the results of two levels are apart, as a PNG."""
+"""A picture of the distances between the results of two levels, as a PNG."""
 
 import math
 import posixpath
@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 import tritonamp
 
 FORWARD, BACKWARD, INFINITE = "tab:blue", "tab:orange", "#d62728"
-LEAST = 1e-2  # ulps, at the foot of the picture: as good as the same
-HALF_AN_ULP = 0.5  # what rounding alone does
-NAMED = 4  # of the results that grow most
+LEAST = 1e-2  # ulps; smaller distances are drawn here, at the foot of the picture
+HALF_AN_ULP = 0.5  # ulps; the error of rounding once
+NAMED = 4  # number of results with a text, those that grow most
 
 
 def save_picture(model: str, compared: tritonamp.Comparison, path: Path) -> None:
@@ -47,7 +47,7 @@ def save_picture(model: str, compared: tritonamp.Comparison, path: Path) -> None
 
 
 def _name(axes: Axes, compared: tritonamp.Comparison, top: float) -> None:
-    """Write where it is beside the result at which they part, and beside those that grow most."""
+    """Write module, operation and line next to the first difference and those that grow most."""
     results = [each for each in compared.differences if not each.parameter]
     parted = [n for n, each in enumerate(results) if each.parts or each is compared.parted]
     grown = sorted(parted, key=lambda number: -results[number].growth)[:NAMED]

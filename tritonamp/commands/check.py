@@ -1,4 +1,4 @@
-"""``python -m tritonamp check``: what half precision would do to a model, before it is trained."""
+"""``python -m tritonamp check``: the effect of half precision on a model, before its training."""
 
 import argparse
 import importlib
@@ -95,10 +95,10 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
 
 
 def _made(factory: str) -> tuple[Any, ...]:
-    """Return what the factory returns, as the arguments of ``tritonamp.check``.
+    """Call the factory, and return its result as the arguments of ``tritonamp.check``.
 
     Raises:
-        ValueError: there is no such factory, it raises, or it returns something else.
+        ValueError: the factory is missing, it raises, or it returns something else.
     """
     module_name, _, name = factory.partition(":")
     if not module_name or not name:

@@ -1,4 +1,4 @@
-"""``python -m tritonamp doctor``: what this machine has, what will run on it, and why."""
+"""``python -m tritonamp doctor``: the parts of this machine, its backends, and the reasons."""
 
 import argparse
 import dataclasses
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
 
 
 def _tell(args: argparse.Namespace, outcome: dict[str, Any]) -> None:
-    """Say how far the selftest is, in the ways that were asked for."""
+    """Print the outcome of one check to stderr, and append it to ``--lines``, if requested."""
     if args.json:
         detail = f", {outcome['detail']}" if outcome["status"] == "FAILED" else ""
         where = f"{outcome['group']} {outcome['name']}"
@@ -175,7 +175,7 @@ def _cuda() -> str:
 
 
 def _devices() -> list[torch.device]:
-    """Return the GPUs, or the CPU where there is none."""
+    """Return the GPUs, or the CPU if there is no GPU."""
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [
         torch.device("cpu")
     ]
@@ -212,7 +212,7 @@ def _trial(level: str, dtype: torch.dtype, device: torch.device) -> tuple[str, s
     shown_dtype = "float32" if level == "O0" else str(dtype).removeprefix("torch.")
     try:
         return level, shown_dtype, _train_one_step(level, dtype, device)
-    except Exception as error:  # whatever goes wrong is the answer that was asked for
+    except Exception as error:  # the error is the answer
         return level, shown_dtype, f"no: {error}"
 
 

@@ -1,4 +1,4 @@
-"""The sections of ``diagnosis/errors.md``, and which of them a pasted text belongs to."""
+"""The sections of ``diagnosis/errors.md``, and the search for the section of a pasted text."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -6,28 +6,28 @@ from difflib import SequenceMatcher
 from importlib import resources
 from typing import NamedTuple
 
-# a "#" inside a program is a comment, and no heading
+# a "#" inside a program is a comment, not a heading
 _SECTION = re.compile(r"^## (.+)\n((?:```[^`]*^```\n|(?!##? ).*\n)*)", re.MULTILINE)
 _ALSO = re.compile(r"\AAlso: (.*?)\n\n", re.DOTALL)
 _CODE = re.compile(r"`([^`]+)`")
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
-_NODE = re.compile(r"\b\w*backward\d*")  # of the autograd graph: MulBackward0
+_NODE = re.compile(r"\b\w*backward\d*")  # a node of the autograd graph, such as MulBackward0
 _DTYPE = re.compile(
     r"\b(?:c10::|at::|torch\.(?:cuda\.)?)?"
     r"(?:half|float|bfloat16|float16|float32|fp16|bf16|fp32)(?:tensor)?\b"
 )
 _WORD = re.compile(r"[^\W\d_]+")
-_LINES = 50  # at the end of a text: what is compared where nothing is contained
-_UNLIKE = 0.45  # of 1: fewer than half of their words in common
+_LINES = 50  # number of lines at the end of a text that ``nearest`` compares
+_UNLIKE = 0.45  # least likeness, from 0 to 1; about half of the words in common
 
 
 class Section(NamedTuple):
-    """What ``errors.md`` says about one error.
+    """The section of ``errors.md`` about one error.
 
     Attributes:
-        title: the text as people paste it.
-        texts: all texts that lead here, the title first.
+        title: the error text.
+        texts: all error texts of this section, the title first.
         body: Markdown, without the title.
     """
 
@@ -37,7 +37,7 @@ class Section(NamedTuple):
 
 
 def sections() -> list[Section]:
-    """Read all sections, in their order."""
+    """Read all sections, in the order of the page."""
     page = resources.files("tritonamp").joinpath("diagnosis", "errors.md").read_text("utf-8")
     return [_section(title, body) for title, body in _SECTION.findall(page)]
 
@@ -50,10 +50,10 @@ def _section(title: str, body: str) -> Section:
 
 
 def words(text: str) -> str:
-    """Return the words of a text, a blank between them.
+    """Return the words of a text, separated by blanks.
 
-    Case, punctuation, numbers and terminal colours are gone; one word stands for all dtypes that
-    training is in, and one for all nodes of the autograd graph.
+    Case, punctuation, numbers and terminal colours are removed. One word stands for all dtypes of
+    a training, and one for all nodes of the autograd graph.
     """
     text = _COLORS.sub("", text).casefold()
     text = _DTYPE.sub(" dtype ", _NODE.sub(" backward ", text))
@@ -61,9 +61,10 @@ def words(text: str) -> str:
 
 
 def find(text: str, pages: Sequence[Section]) -> list[Section]:
-    """Return the sections of the texts that ``text`` contains, the last of them first.
+    """Return the sections whose error texts are in ``text``, the last error first.
 
-    A traceback ends with its error. Part of one text, of one section only, counts as that text.
+    The last one counts most, because a traceback ends with its error. If ``text`` is a part of the
+    error texts of one section only, this section is returned.
     """
     given = words(text)
     found = sorted(_places(given, pages), reverse=True)
@@ -74,9 +75,9 @@ def find(text: str, pages: Sequence[Section]) -> list[Section]:
 
 
 def nearest(text: str, pages: Sequence[Section], count: int = 3) -> list[Section]:
-    """Return the sections whose texts are most like a line of ``text``, the best first.
+    """Return the sections whose error texts are most like a line of ``text``, the best first.
 
-    Those that share fewer than half of their words with it are left out.
+    Sections with fewer than half of their words in common with that line are left out.
     """
     lines = [words(line).split() for line in text.splitlines()[-_LINES:]]
 
@@ -96,7 +97,7 @@ def _known(page: Section) -> list[str]:
 
 
 def _places(given: str, pages: Sequence[Section]) -> Iterator[tuple[int, int, int]]:
-    """Yield where a known text ends last, its length, and its section."""
+    """Yield the last end of each known error text, its length, and its section."""
     for index, page in enumerate(pages):
         for known in _known(page):
             if _holds(given, known):

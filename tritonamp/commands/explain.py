@@ -1,4 +1,4 @@
-"""``python -m tritonamp explain``: what an error text means, from ``diagnosis/errors.md``."""
+"""``python -m tritonamp explain``: the meaning of an error text, from ``diagnosis/errors.md``."""
 
 import argparse
 import posixpath
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
-    """Print the section of a text, or the list of all; return the exit status.
+    """Print the section of a text, or the list of all sections; return the exit status.
 
     ``fail`` ends the command with a message.
     """
@@ -60,7 +60,7 @@ def _listed(pages: Sequence[Section]) -> str:
 
 
 def _shown(page: Section) -> str:
-    """Return a section for a terminal: programs indented, links as paths of the package."""
+    """Return a section for a terminal. Programs are indented, links become paths of the package."""
     parts = [page.title, "=" * len(page.title)]
     for number, part in enumerate(_BLOCK.split(page.body)):
         if number % 2:
@@ -80,7 +80,7 @@ def _filled(paragraph: str) -> str:
 
 
 def _target(link: re.Match[str]) -> str:
-    """Return the words of a link, and where it leads to; one within the page is its title."""
+    """Return the words of a link and its path. A link within the page becomes a title."""
     label, path, fragment = link.groups()
     if not path:
         return f'"{label}"'

@@ -1,6 +1,6 @@
 """A picture of a forecast's exponents against the range of its half format, as a PNG.
 
-It shows gradients before and after loss scaling.
+Gradients are drawn before and after loss scaling.
 """
 
 import math
@@ -22,7 +22,7 @@ LOST, POOR = "#d62728", "#f2c14e"
 def save_picture(forecast: tritonamp.Forecast, path: Path) -> None:
     """Draw three rows on one axis of powers of two, and save them to ``path``.
 
-    They are the values of the forward, the gradients as they are, and the gradients scaled.
+    The rows are the values of the forward, the gradients, and the scaled gradients.
     """
     dtype = forecast.asked.dtype
     outlook = forecast.formats[str(dtype).removeprefix("torch.")]
@@ -60,7 +60,7 @@ def save_picture(forecast: tritonamp.Forecast, path: Path) -> None:
 
 
 def _exponents(counts: Iterable[dict[int, int]]) -> Counter[int]:
-    """Share of all values other than zero, in percent, by exponent."""
+    """Return the share of each exponent in all nonzero values, in percent."""
     total: Counter[int] = Counter()
     for one in counts:
         total.update(one)
@@ -75,7 +75,7 @@ def _draw(axes: Axes, label: str, shares: Counter[int], color: str, edges: list[
     axes.axvspan(top, 400, color=LOST, alpha=0.14, lw=0)
     height = 1.3 * max([1.0, *shares.values()])
     inside = [smallest <= e < top for e in shares]
-    # a few values that overflow are no small matter
+    # even a few values that overflow matter
     heights = [
         share if fits else max(share, height / 50)
         for share, fits in zip(shares.values(), inside, strict=True)

@@ -1,8 +1,7 @@
 """``python -m tritonamp demo``: two small models on real data at every level, or a story.
 
-A story shows one thing that goes wrong.
-
-``train.py`` is the file to read: the whole of a training script, and the loop that all runs use.
+A story shows one thing that goes wrong in half precision. ``train.py`` is the file to read: it is a
+complete training script, and all runs use its loop.
 """
 
 import argparse
@@ -19,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--level",
         action="append",
         choices=LEVELS,
-        help="only this one; repeat for more (default: all)",
+        help="one level; repeat the option for several (default: all)",
     )
     parser.add_argument(
         "--dtype",
@@ -30,17 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--story",
         metavar="NAME",
-        help="instead: what goes wrong in float16, in torch.amp and here ('list': the names)",
+        help="tell a story of float16 instead, in torch.amp and here ('list': the names)",
     )
     parser.add_argument(
         "--steps",
         type=_positive,
-        help="training steps of every run (default: what each model needs)",
+        help="training steps of every run (default: as many as each model needs)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of weights and data order (default: %(default)s)"
+        "--seed", type=int, default=0, help="seed of weights and data order (default: %(default)s)"
     )
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda if there is a GPU)")
     parser.add_argument(
         "--output", type=_picture, default=OUTPUT, help="the picture (default: %(default)s)"
     )
@@ -48,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train, print the table and save the picture, or tell a story; exit with why it cannot."""
+    """Train, print the table and save the picture, or tell a story; exit with a message if not."""
     _require_extras()
-    from tritonamp.demo import (  # here, because they import the packages just looked for
+    from tritonamp.demo import (  # here, because they import the extra packages
         compare,
         stories,
     )
@@ -89,7 +88,7 @@ def _positive(text: str) -> int:
 
 
 def _picture(text: str) -> Path:
-    """Refused before the training, not after it."""
+    """Return a path for the picture, or raise before the training rather than after it."""
     path = Path(text)
     if path.suffix != ".png" or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(

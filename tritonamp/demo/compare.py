@@ -1,4 +1,4 @@
-"""Every model at every level: one table, one picture."""
+"""Training of every model at every level: one table, one picture."""
 
 import argparse
 import time
@@ -8,7 +8,7 @@ import torch
 
 import tritonamp
 from tritonamp.commands.table import table
-from tritonamp.demo import LEVELS, data, memory
+from tritonamp.demo import LEVELS, data
 from tritonamp.demo.device import chosen_device, describe
 from tritonamp.demo.measured import Run, Task, measured
 from tritonamp.demo.models import CharTransformer, DigitNet
@@ -16,7 +16,7 @@ from tritonamp.demo.picture import save_picture
 from tritonamp.demo.train import criterion
 
 SMALL = "bf16", "8bit"
-WARM_UP_STEPS = 2  # compiles kernels and starts thread pools before a clock runs
+WARM_UP_STEPS = 2  # compile kernels and start thread pools before the clock runs
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -27,13 +27,13 @@ def compare(args: argparse.Namespace) -> None:
 
     rows = [_row(run) for run in runs]
     print(table([*rows[0]], [[*row.values()] for row in rows]))
-    print(f"seconds: the training loop alone; peak MiB: {memory.MEANING[device.type]}.")
+    print("seconds: the training loop alone.")
     small = ", ".join(f"{_bytes('O2', state):.3g} with state={state!r}" for state in SMALL)
-    print(f"B/param: bytes of a parameter, its gradient, master and moments; O2 takes {small}.")
+    print(f"B/param: bytes of a parameter, its gradient, master and moments; for O2 {small}.")
     if device.type == "cpu":
         print(
-            "On a CPU half is computed in FP32 and rounded: read the results; seconds and MiB say "
-            "nothing about a GPU."
+            "A CPU computes half in FP32 and rounds it. Read the results; the seconds say nothing "
+            "about a GPU."
         )
     for run in runs:
         if run.stats["skipped"]:
@@ -84,7 +84,6 @@ def _row(run: Run) -> dict[str, str]:
         "level": run.level,
         "result": run.shown_score,
         "seconds": f"{run.seconds:.1f}",
-        "peak MiB": f"{run.peak_bytes / 2**20:.1f}",
         "B/param": f"{_bytes(run.level):.3g}",
         "steps": str(run.stats["steps"]),
         "skipped": str(run.stats["skipped"]),

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CONTEXT = 64  # characters that the transformer sees
+CONTEXT = 64  # length of the transformer's input, in characters
 
 
 class Split(NamedTuple):
-    """Examples along dimension 0: what trains, and what the final score is taken on."""
+    """Examples along dimension 0, for the training and for the test."""
 
     x: Tensor
     y: Tensor
@@ -21,26 +21,25 @@ class Split(NamedTuple):
 def digits() -> Split:
     """Return 1797 handwritten digits, float32 (N, 1, 8, 8) in [0, 1].
 
-    Half is for the test, so one digit is 0.1 points.
+    One half is for the test, so that one digit is 0.1 points.
     """
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)
-    # one split, whatever the demo's seed
+    # one split for every seed of the demo
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     train, test = order.tensor_split(2)
     return Split(x[train], y[train], x[test], y[test])
 
 
 def characters() -> tuple[Split, int]:
-    """Return windows of CONTEXT characters, each with those that follow, and the alphabet's size.
+    """Return windows of CONTEXT character codes (int64) and the size of the alphabet.
 
-    Characters are codes, int64.
-
-    The last tenth of the text is the test. Training windows start at every character, test windows
-    with gaps between them, so that the final score takes no longer than it must.
+    The target of a window is the same window, one character later. The last tenth of the text is
+    the test. Training windows start at every character; test windows have gaps between them,
+    because the final score would take too long otherwise.
     """
     text = python_documentation()
     code_of = {character: code for code, character in enumerate(sorted(set(text)))}

@@ -1,12 +1,12 @@
-"""Which device the demo runs on."""
+"""The device of the demo."""
 
 import torch
 
 
 def chosen_device(name: str | None) -> torch.device:
-    """Return the device of that name; None: the GPU where there is one.
+    """Return the device ``name``; for None a GPU if there is one, else the CPU.
 
-    Exits with a message for one that is not there.
+    Exit with a message if the machine has no such device.
     """
     gpus = torch.cuda.device_count()
     there = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{index}" for index in range(gpus))]
@@ -14,7 +14,7 @@ def chosen_device(name: str | None) -> torch.device:
         raise SystemExit(f"--device: expected on this machine {', '.join(there)}, got {name}")
     device = torch.device(name or ("cuda" if gpus else "cpu"))
     if device.type == "cpu":
-        # models this small gain little from more, and on a busy machine lose a lot
+        # small models gain little from more threads, and lose a lot on a busy machine
         torch.set_num_threads(1)
     return device
 

@@ -1,4 +1,4 @@
-"""A training run of one model at one level, and what it took."""
+"""A training run of one model at one level, and its measurements."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,19 +10,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import tritonamp
-from tritonamp.demo import memory
 from tritonamp.demo.data import Split, batches
-from tritonamp.demo.train import criterion, predict, train
+from tritonamp.demo.train import predict, train
 
-SCALE_READS = 50  # stats() may wait for the GPU: that often a run, not every step
+SCALE_READS = 50  # per run, because each may wait for the GPU
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data and how it trains; the same at every level.
+    """A model with its data and its training, which are the same at every level.
 
     Attributes:
-        score: (logits, targets) of the whole test -> the number in the table.
+        score: function from (logits, targets) of the whole test to the number in the table.
         shown_as: format of that number.
     """
 
@@ -39,19 +38,18 @@ class Task:
 
 @dataclass(frozen=True)
 class Run:
-    """What one training run left behind.
+    """The results of one training run.
 
     Attributes:
-        seconds: of the training loop alone.
-        scales: (step, loss scale) now and then.
-        stats: those of the ``Amp`` after the last step.
+        seconds: time of the training loop alone.
+        scales: (step, loss scale) for some of the steps.
+        stats: ``amp.stats()`` after the last step.
     """
 
     task: Task
     level: str
     score: float
     seconds: float
-    peak_bytes: int
     losses: list[float]
     scales: list[tuple[int, float]]
     stats: dict[str, Any]
@@ -72,8 +70,7 @@ def measured(
     seed: int,
     quiet: bool,
 ) -> Run:
-    """Train as ``train.py`` does, and measure it."""
-    memory.forget_peak(device)
+    """Train a task in the loop of ``train.py``, and measure it."""
     torch.manual_seed(seed)  # equal weights at every level
     model = task.build().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr)
@@ -93,9 +90,7 @@ def measured(
         seconds = time.perf_counter() - start
         stats, explanation = amp.stats(), amp.explain()
         score = evaluate(model, task, device)
-        x, y = next(batches(task.split, task.batch_size, 1, seed, device))
-        peak = memory.peak(device, model, optimizer, lambda: amp.backward(criterion(model(x), y)))
-    return Run(task, level, score, seconds, peak, losses, scales, stats, explanation)
+    return Run(task, level, score, seconds, losses, scales, stats, explanation)
 
 
 def evaluate(model: nn.Module, task: Task, device: torch.device) -> float:

@@ -44,7 +44,7 @@ class CharTransformer(nn.Module):
 
 
 class Block(nn.Module):
-    """(N, T, width) -> the same: attention and a perceptron, on normed copies of the residual."""
+    """Attention and a perceptron, each on a normed copy of the residual. Shapes: (N, T, width)."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Attention written out, so that matmuls and softmax go through the op policy one by one."""
+    """Attention, written out so that the op policy sees each matmul and the softmax."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()

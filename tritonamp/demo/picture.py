@@ -10,18 +10,18 @@ from matplotlib.figure import Figure
 
 from tritonamp.demo.measured import Run
 
-# thinner and thinner, so that curves on top of one another all show
+# each curve is thinner than the one below it, so that all can be seen
 STYLES: dict[str, dict[str, Any]] = {
     "O0": {"color": "lightgray", "linewidth": 8},
     "O1": {"color": "tab:blue", "linewidth": 5},
     "O2": {"color": "tab:orange", "linewidth": 2.5},
     "O3": {"color": "black", "linewidth": 0.8},
 }
-SMOOTHED = 20  # steps that one point of a loss curve is the mean of
+SMOOTHED = 20  # number of steps whose mean is one point of a loss curve
 
 
 def save_picture(runs: Sequence[Run], path: Path) -> None:
-    """Draw into a ``Figure``, without pyplot: no display needed, no global state left behind."""
+    """Draw and save the curves. pyplot is not used, because it needs a display and keeps state."""
     names = list(dict.fromkeys(run.task.name for run in runs))
     figure = Figure(figsize=(6 * len(names), 6.5), layout="constrained")
     axes = figure.subplots(2, len(names), squeeze=False, sharex="col", height_ratios=[2, 1])

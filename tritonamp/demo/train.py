@@ -1,8 +1,8 @@
-"""Train a model in mixed precision, save it and go on: the example to read, and to copy from.
+"""Train a model in mixed precision, save it and resume: the example to read and to copy.
 
 ::
 
-    python -m tritonamp.demo.train digits.pt       # the same again: goes on where it was stopped
+    python -m tritonamp.demo.train digits.pt       # a second run resumes from digits.pt
 """
 
 import sys
@@ -24,16 +24,18 @@ def main(path: Path, epochs: int = EPOCHS) -> nn.Module:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     data = digits()
-    model = DigitNet().to(device)  # in FP32, as always: enable makes the half copies
+    model = DigitNet().to(device)  # in FP32, because enable makes the half copies
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    with tritonamp.enable(model, optimizer, level="O2") as amp:  # at the end model is plain again
+    with tritonamp.enable(
+        model, optimizer, level="O2"
+    ) as amp:  # the model is plain again behind it
         run = {"model": model, "optimizer": optimizer, "amp": amp, "rng": tritonamp.RNGState()}
         done = tritonamp.load(path, **run)["done"] if path.exists() else 0
         for epoch in range(done, epochs):
             losses = train(model, optimizer, amp, batches(data, BATCH_SIZE, STEPS, epoch, device))
             right = predict(model, data.test_x, device).argmax(-1) == data.test_y
-            tritonamp.save(path, **run, done=epoch + 1)  # a kill at any instant costs nothing older
+            tritonamp.save(path, **run, done=epoch + 1)  # a kill during save keeps the older file
             print(
                 f"epoch {epoch + 1}: loss {losses.mean().item():.3f}, "
                 f"accuracy {right.float().mean().item():.1%}, loss scale {amp.stats()['scale']:g}"
@@ -49,15 +51,15 @@ def train(
     amp: tritonamp.Amp,
     data: Iterable[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Take a step for each batch; return the losses, on the device."""
+    """Take a step for each batch, and return the losses on the device."""
     losses = []
     for x, y in data:
         loss = criterion(model(x), y)
         amp.backward(loss)  # instead of loss.backward()
         amp.clip_grad_norm_(1.0)  # true gradients, clipped inside the step
-        optimizer.step()  # a step, or a skip where gradients are not finite
+        optimizer.step()  # a step, or a skip if gradients are not finite
         optimizer.zero_grad()
-        losses.append(loss.detach())  # reading the value here would wait for the device
+        losses.append(loss.detach())  # .item() would wait for the device
     return torch.stack(losses)
 
 
@@ -70,7 +72,7 @@ def criterion(logits: Tensor, targets: Tensor) -> Tensor:
 def predict(
     model: nn.Module, x: Tensor, device: torch.device, batch_size: int = BATCH_SIZE
 ) -> Tensor:
-    """Evaluate the model on ``x``, batch by batch; return its outputs on the CPU."""
+    """Evaluate the model on ``x``, batch by batch, and return its outputs on the CPU."""
     model.eval()
     outputs = [model(part.to(device)).float().cpu() for part in x.split(batch_size)]
     model.train()

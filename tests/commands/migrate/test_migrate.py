@@ -7,47 +7,56 @@ import pytest
 
 from tritonamp.__main__ import main
 from tritonamp.commands.migrate import command
-from tritonamp.commands.migrate.convert import To
-from tritonamp.commands.migrate.script import Conversion
+from tritonamp.commands.migrate.script import Script
 
-LOOP = """\
+NAMES = """\
 import torch
-from torch.cuda.amp import GradScaler
+from torch.cuda.amp import autocast
 model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = GradScaler()
-with torch.autocast("cuda"):
-    loss = model(1)
-scaler.scale(loss).backward()
-scaler.step(optimizer)
-scaler.update()
+with autocast():
+    model(1)
 """
 AFTER = """\
 import torch
-import tritonamp
+from torch.amp import autocast
+model = torch.nn.Linear(2, 2)
+with autocast("cuda"):
+    model(1)
+"""
+LOOP = """\
+import torch
+scaler = torch.amp.GradScaler()
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-amp = tritonamp.enable(model, optimizer, level="O1")
-with amp.autocast():
-    loss = model(1)
-amp.backward(loss)
-optimizer.step()
+for x in range(3):
+    scaler.scale(model(x)).backward()
+    scaler.step(optimizer)
+    scaler.update()
 """
-BY_HAND = "def f(scaler, loss):\n    scaler.scale(loss).backward()\n"
 
 
 def test_a_file_is_shown_and_written_where_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(LOOP)
+    Path("train.py").write_text(NAMES)
     assert main(["migrate", "train.py"]) == 0
     shown = capsys.readouterr().out
-    assert Path("train.py").read_text() == LOOP
-    assert shown.startswith("--- a/train.py\n+++ b/train.py\n@@ -1,10 +1,9 @@\n import torch\n")
-    assert '+amp = tritonamp.enable(model, optimizer, level="O1")\n' in shown
-    assert "  train.py:10: the step moves the loss scale by itself\n" in shown
-    assert shown.endswith("1 file: 1 can be converted (--write does it), 0 left as they are\n")
+    assert Path("train.py").read_text() == NAMES
+    assert (
+        shown
+        == """
+train.py: converted; lines have the numbers before it
+  train.py:2: write (torch deprecates the old module)
+    - from torch.cuda.amp import autocast
+    + from torch.amp import autocast
+  train.py:4: write (torch deprecates torch.cuda.amp)
+    - with autocast():
+    + with autocast("cuda"):
+
+1 file: 1 can be converted (--write does it), 0 left as they are
+"""
+    )
     assert main(["migrate", "train.py", "--write"]) == 0
     assert Path("train.py").read_text() == AFTER
     assert capsys.readouterr().out.endswith("1 file: 1 converted, 0 left as they are\n")
@@ -57,11 +66,42 @@ def test_a_file_is_shown_and_written_where_asked(
     )
 
 
-def test_the_readmes_example_is_what_it_does() -> None:
-    readme = Path(command.__file__).parents[1] / "README.md"
-    blocks = readme.read_text().split("```python\n")[-2:]
-    before, after = (block.split("```")[0] for block in blocks)
-    assert command.convert(before).after == after
+def test_a_loop_is_listed_and_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(LOOP)
+    assert main(["migrate", "train.py", "--write"]) == 1
+    assert Path("train.py").read_text() == LOOP
+    assert (
+        capsys.readouterr().out
+        == """
+train.py: needs a hand, and stays as it is; its lines have these numbers, so begin with the last
+  train.py:1: insert after this line (the handle comes from there)
+    + import tritonamp
+  train.py:2: take out (moves below line 4, where its model and optimizer exist)
+    - scaler = torch.amp.GradScaler()
+  train.py:4: insert after this line (casts every forward of the model, and checks every step of \
+the optimizer)
+    + amp = tritonamp.enable(model, optimizer, level="O1")
+    + scaler = amp.scaler
+
+1 file: 0 converted, 1 left as it is and in need of a hand
+"""
+    )
+
+
+def test_the_readmes_list_is_what_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme = (Path(command.__file__).parents[1] / "README.md").read_text()
+    script, listed = (
+        readme.split("## Migrating scripts")[1].split("```python\n")[1].split("```\n")[:3:2]
+    )
+    Path("train.py").write_text(script)
+    assert main(["migrate", "train.py"]) == 1
+    assert listed in capsys.readouterr().out
 
 
 def test_a_folder_is_read_without_what_is_installed_in_it(
@@ -69,16 +109,16 @@ def test_a_folder_is_read_without_what_is_installed_in_it(
 ) -> None:
     for name in ("a.py", "b/c.py", "venv/d.py", ".git/e.py", "f.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(LOOP)
-    (tmp_path / "g.py").write_text(BY_HAND)
+        (tmp_path / name).write_text(NAMES)
+    (tmp_path / "g.py").write_text(LOOP)
     (tmp_path / "h.py").write_text("x = 1\n")
     assert main(["migrate", str(tmp_path), "--write"]) == 1
     shown = capsys.readouterr().out
-    assert f"{tmp_path}/g.py: needs a hand, and stays as it is\n  {tmp_path}/g.py:2: " in shown
+    assert f"{tmp_path}/g.py: needs a hand, and stays as it is; " in shown
     assert shown.endswith("4 files: 2 converted, 1 left as it is and in need of a hand\n")
     changed = sorted(p.name for p in tmp_path.rglob("*") if p.is_file() and p.read_text() == AFTER)
     assert changed == ["a.py", "c.py"]
-    assert (tmp_path / "g.py").read_text() == BY_HAND
+    assert (tmp_path / "g.py").read_text() == LOOP
 
 
 def test_to_apex_asks_for_nothing_else(tmp_path: Path) -> None:
@@ -107,7 +147,7 @@ def test_what_cannot_be_read_ends_the_command(
 )
 def test_encodings_and_rights_are_kept(tmp_path: Path, head: bytes) -> None:
     file = tmp_path / "train.py"
-    file.write_bytes(head + LOOP.encode())
+    file.write_bytes(head + NAMES.encode())
     file.chmod(0o750)
     link = tmp_path / "link.py"
     link.symlink_to(file)
@@ -131,7 +171,7 @@ def test_a_read_only_file_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "train.py"
-    file.write_text(LOOP)
+    file.write_text(NAMES)
     opened = Path.open
 
     def read_only(path: Path, mode: str = "r") -> object:
@@ -142,14 +182,14 @@ def test_a_read_only_file_is_not_written(
     monkeypatch.setattr(Path, "open", read_only)  # root may write what others may not
     assert main(["migrate", str(file), "--write"]) == 1
     assert "cannot be written: read-only" in capsys.readouterr().out
-    assert file.read_bytes() == LOOP.encode()
+    assert file.read_bytes() == NAMES.encode()
 
 
 def test_nothing_is_left_of_a_write_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "train.py"
-    file.write_text(LOOP)
+    file.write_text(NAMES)
 
     def fail(*args: object) -> None:
         raise OSError("disk full")
@@ -157,17 +197,17 @@ def test_nothing_is_left_of_a_write_that_failed(
     monkeypatch.setattr(os, "replace", fail)
     assert main(["migrate", str(file), "--write"]) == 1
     assert "cannot be written: disk full" in capsys.readouterr().out
-    assert file.read_text() == LOOP and [*tmp_path.iterdir()] == [file]
+    assert file.read_text() == NAMES and [*tmp_path.iterdir()] == [file]
 
 
 def test_a_fault_in_one_file_does_not_end_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "a.py").write_text(LOOP)
-    (tmp_path / "b.py").write_text(LOOP)
+    (tmp_path / "a.py").write_text(NAMES)
+    (tmp_path / "b.py").write_text(NAMES)
     convert = command.convert
 
-    def failing(text: str, to: To) -> Conversion:
+    def failing(text: str, to: str) -> Script:
         monkeypatch.setattr(command, "convert", convert)
         raise LookupError("nothing")
 
@@ -176,4 +216,4 @@ def test_a_fault_in_one_file_does_not_end_a_folder(
     assert "a.py:1: a fault of this command, please report it: LookupError: nothing" in (
         capsys.readouterr().out
     )
-    assert (tmp_path / "a.py").read_text() == LOOP and (tmp_path / "b.py").read_text() == AFTER
+    assert (tmp_path / "a.py").read_text() == NAMES and (tmp_path / "b.py").read_text() == AFTER

@@ -2,84 +2,79 @@
 
 import pytest
 
-from tritonamp.commands.migrate.convert import convert
-from tritonamp.commands.migrate.text import Source
+from tritonamp.commands.migrate.command import convert
+from tritonamp.commands.migrate.source import Source
 
-LOOP = """\
-import torch
-
-model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = torch.amp.GradScaler()
-def train(x, fp16):
-    with torch.autocast("cuda"):
-        loss = model(x)
-BODY
-"""
-
-
-def converted(body: str) -> str:
-    """Return what becomes of the body of a loop."""
-    conversion = convert(LOOP.replace("BODY", body))
-    assert not conversion.todos, conversion.todos
-    return conversion.after.split("loss = model(x)")[1].strip("\r\n")
-
-
-STEP = "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()"
 SPANS = {
-    # text of the loop, what it becomes
+    # text, what it becomes
     "comments": (
-        "    scaler.scale(  # one\n        loss  # two\n    ).backward()  # three\n"
-        "    # four\n    scaler.step(optimizer)  # five\n    scaler.update()  # six\n    # seven",
-        "\n    # one\n    # two\n    amp.backward(loss)  # three\n    # four\n"
-        "    optimizer.step()  # five\n    # seven",
+        "with autocast(  # one\n    # two\n    False  # three\n):  # four\n    pass  # five\n",
+        None,
     ),
-    "semicolons": (
-        "    scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(); x = 1",
-        "\n    amp.backward(loss); optimizer.step(); pass; x = 1",
+    "a comment behind an argument": (
+        "with autocast(dtype=half  # one\n):  # two\n    pass\n",
+        'with autocast("cuda", dtype=half  # one\n):  # two\n    pass\n',
     ),
-    "one line": (
-        "    if x: scaler.scale(loss).backward(); scaler.step(optimizer)\n"
-        "    if x: scaler.update()",
-        "\n    if x: amp.backward(loss); optimizer.step()\n    if x: pass",
-    ),
-    "a block of its own": (
-        STEP.replace(
-            "    scaler.update()", "    if x:\n        scaler.update()\n    else:\n        x"
-        ),
-        "\n    amp.backward(loss)\n    optimizer.step()\n"
-        "    if x:\n        pass\n    else:\n        x",
-    ),
+    "semicolons": ("x = 1; y = autocast(); z = 2\n", 'x = 1; y = autocast("cuda"); z = 2\n'),
+    "one line": ("if x: autocast(); y\n", 'if x: autocast("cuda"); y\n'),
     "continued": (
-        "    scaler \\\n        .scale(loss \\\n        + 1).backward()\n    scaler.step(\n"
-        "        optimizer\n    )\n    scaler.update(\n    )",
-        "\n    amp.backward(loss \\\n        + 1)\n    optimizer.step()",
+        "x = autocast \\\n    (True, \\\n     half)\n",
+        'x = autocast \\\n    ("cuda", enabled=True, \\\n     dtype=half)\n',
     ),
     "letters of many bytes": (
-        "    print('äöü€𝄞'); scaler.scale(loss).backward()\n"
-        "    'Ж'; scaler.step(optimizer); 'é'\n    scaler.update()",
-        "\n    print('äöü€𝄞'); amp.backward(loss)\n    'Ж'; optimizer.step(); 'é'",
+        "print('äöü€𝄞'); autocast(); 'é'\n",
+        "print('äöü€𝄞'); autocast(\"cuda\"); 'é'\n",
     ),
+    "no end of the last line": ("autocast()", 'autocast("cuda")'),
 }
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 @pytest.mark.parametrize("name", SPANS)
 def test_only_what_is_edited_changes(name: str, newline: str) -> None:
-    text, expected = SPANS[name]
-    after = converted(text.replace("\n", newline))
-    assert after == expected.strip("\n").replace("\n", newline)
+    head = "from torch.cuda.amp import autocast\n"
+    before, after = SPANS[name]
+    script = convert((head + before).replace("\n", newline))
+    if after is None:  # a comment is between the argument and its call
+        assert script.notes
+        return
+    assert not script.notes
+    expected = head.replace("torch.cuda.amp", "torch.amp") + after
+    assert script.after == expected.replace("\n", newline)
+
+
+LOOP = """\
+scaler = torch.amp.GradScaler()
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train():
+    scaler.step(optimizer)
+"""
+HEAD = "import torch\n\n"
 
 
 def test_line_ends_are_those_of_the_file() -> None:
-    text = LOOP.replace("BODY", STEP)
-    unix, windows = convert(text).after, convert(text.replace("\n", "\r\n")).after
-    assert windows == unix.replace("\n", "\r\n")
+    unix, windows = convert(HEAD + LOOP).after, convert((HEAD + LOOP).replace("\n", "\r\n")).after
+    assert windows == unix.replace("\n", "\r\n") != HEAD + LOOP
+
+
+def test_a_statement_that_moves_leaves_its_line_to_others() -> None:
+    after = convert(HEAD + LOOP.replace("GradScaler()", "GradScaler(); x = 1")).after
+    assert after.splitlines()[3] == "pass; x = 1"
+    assert "\nscaler = amp.scaler\n" in after
 
 
 def test_tabs_stay_tabs() -> None:
-    text = LOOP.replace("BODY", STEP).replace("    ", "\t")
-    assert convert(text).after == convert(text.replace("\t", "    ")).after.replace("    ", "\t")
+    text = "import torch\ndef main():\n    " + LOOP.replace("\n", "\n    ")
+    assert convert(text.replace("    ", "\t")).after == convert(text).after.replace("    ", "\t")
+
+
+def test_the_end_of_a_file_may_have_no_line_end() -> None:
+    text = HEAD + LOOP.split("def")[0].strip()
+    after = convert(text).after
+    assert after.endswith('level="O1")\nscaler = amp.scaler\n')
+    last = [*convert(text).changes()][-1]
+    assert last.line == 5 and last.old == [] and len(last.new) == 2
 
 
 def test_a_place_in_the_tree_is_one_in_the_text() -> None:
@@ -88,8 +83,15 @@ def test_a_place_in_the_tree_is_one_in_the_text() -> None:
     assert shown == ["ä = 'ö'", "b = c(\n  d)"]
 
 
-def test_a_import_stands_behind_those_that_there_are() -> None:
-    text = '"""Text."""\nfrom __future__ import annotations\nx = 1\n' + LOOP.replace("BODY", STEP)
+def test_an_import_stands_behind_those_that_there_are() -> None:
+    text = '"""Text."""\nfrom __future__ import annotations\nx = 1\n' + HEAD + LOOP
     assert convert(text).after.startswith(
         '"""Text."""\nfrom __future__ import annotations\nimport tritonamp\nx = 1\n'
+    )
+
+
+def test_a_file_without_imports_at_its_top_gets_one_before_its_first_statement() -> None:
+    text = "#!/usr/bin/env python\nif True:\n    " + (HEAD + LOOP).replace("\n", "\n    ")
+    assert convert(text).after.startswith(
+        "#!/usr/bin/env python\nimport tritonamp\nif True:\n    import torch\n"
     )

@@ -1,278 +1,144 @@
-"""Loops with ``apex.amp``, to ``enable`` and its handle."""
+"""The list for a loop with ``apex.amp``: the line of ``enable``, and the methods of its handle.
+
+A loop that the list does not know keeps apex's functions, which ``tritonamp.apex`` has.
+"""
 
 import ast
-from typing import NamedTuple
 
-from tritonamp.commands.migrate import gradients, objects, table
-from tritonamp.commands.migrate.imports import imported, statements
-from tritonamp.commands.migrate.names import Import
-from tritonamp.commands.migrate.objects import HANDLE, Refused, Switch
+from tritonamp.commands.migrate.imports import HANDLE, add_import, imported, statements
 from tritonamp.commands.migrate.script import Script
-from tritonamp.commands.migrate.text import Function
+from tritonamp.commands.migrate.source import Function
 
-AMP = "apex.amp"
-_OR_APEX = "; or `--to apex`, which needs no handle"
-_PARAMETERS = (
-    "models optimizers enabled opt_level cast_model_type patch_torch_functions "
-    "keep_batchnorm_fp32 master_weights loss_scale cast_model_outputs num_losses verbosity "
-    "min_loss_scale max_loss_scale"
-).split()
-_NO_OPTIONS = {"models", "optimizers", "enabled", "opt_level", "num_losses", "verbosity"}
+Row = tuple[ast.AST, str, str]  # a node, what to write instead, and why
 
-
-class _Use(NamedTuple):
-    """A use of the handle: its row of the table, what the row is about, and what it found there."""
-
-    row: table.Row
-    node: ast.AST
-    match: dict[str, ast.AST]
+_AMP = "apex.amp."
+_CLIPS = "torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_"
+_PLACES = "models", "optimizers", "enabled", "opt_level"
+_FIELDS = {
+    "loss_scale": "loss_scale",
+    "keep_batchnorm_fp32": "keep_norms_fp32",
+    "master_weights": "master_weights",
+}
+_ONLY_APEXS = {"model", "delay_unscale", "num_losses", "verbosity"}
 
 
-def convert(script: Script) -> None:
-    """Note what turns the loop into one with a handle; Refused where that is not certain."""
-    uses, starts = [], []
-    for name in _names(script):
-        qualified = script.qualified(name)
-        register = next((row for row in table.REGISTERS if row.call == qualified), None)
-        if register is not None:
-            script.replace(name, register.becomes, register.reason)
-            script.needs["tritonamp"] = "apex's lists are there"
-        elif qualified == f"{AMP}.initialize":
-            starts.append(name)
-        else:
-            uses.append(_use(script, name))
-    if len(starts) > 1 or (uses and not starts):
-        node = uses[0].node if uses else starts[1]
-        what = f"`{ast.unparse(node)}` with {len(starts)} calls of amp.initialize in this file"
-        raise Refused(node, what, f"one handle for all models and optimizers: {HANDLE}{_OR_APEX}")
-    if starts:
-        _ApexLoop(script, starts[0], uses).convert()
+def edit(script: Script) -> None:
+    """Edit a loop whose ``amp.initialize`` and losses are in this file."""
+    loads = [node for node in script.nodes if isinstance(getattr(node, "ctx", None), ast.Load)]
+    uses = {node: name for node in loads if (name := _name(script, node)).isidentifier()}
+    starts = [node for node, name in uses.items() if name == "initialize"]
+    if len(starts) != 1 or "scale_loss" not in uses.values() or "" in script.meanings["amp"]:
+        return
+    found = [_start(script, starts[0]), *(_outer(script, n) for n in uses if n not in starts)]
+    rows = [row for row in found if row is not None]
+    if len(rows) < len(found) or _works_on_gradients(script, [node for node, _, _ in rows]):
+        return
+    for node, text, reason in rows:
+        script.replace(node, text, reason)
+    script.is_list = True
+    _share(script, [node for node, _, _ in rows])
+    imports = {s: [imported(s, alias) for alias in s.names] for s in statements(script)}
+    plain = [statement for statement, names in imports.items() if names == ["apex.amp"]]
+    for statement in plain:
+        script.replace(statement, "import tritonamp", HANDLE)
+    if not any(statement in script.tree.body for statement in plain):
+        add_import(script)
 
 
-def _names(script: Script) -> list[ast.Attribute | ast.Name]:
-    """Return every ``apex.amp.name``, in order, and drop its imports; Refused for amp alone."""
-    imports = [(s, alias) for s in statements(script) for alias in s.names]
-    bound = {a.asname or a.name for s, a in imports if imported(s, a) == AMP}
-    plain = [n for n in script.nodes if isinstance(getattr(n, "ctx", None), ast.Load)]
-    found: list[ast.Attribute | ast.Name] = []
-    for node in plain:
-        name = script.qualified(node) or ""
-        if isinstance(node, ast.Name) and node.id in bound and script.variable(node) is None:
-            what = f"`{node.id}` is not imported where it is used"
-            raise Refused(node, what, "import it for the whole file")
-        if name.startswith(f"{AMP}.") and name.count(".") == 2:
-            found.append(node)  # type: ignore[arg-type]
-        elif name == AMP and not isinstance(script.parents[node], ast.Attribute):
-            raise Refused(node, f"`{ast.unparse(node)}` as a value", "hand the handle over")
-    apex = [node for node in plain if script.qualified(node) == "apex"]
-    only_amp = all(script.qualified(script.parents[node]) == AMP for node in apex)
-    for statement, alias in imports if found else ():
-        name = imported(statement, alias)
-        binds_apex = isinstance(statement, ast.Import) and alias.asname is None
-        if (only_amp and name in ("apex", AMP)) if binds_apex else name.startswith(AMP):
-            script.dropped.add(alias)
-    return sorted(found, key=script.start)
+def _name(script: Script, node: ast.AST) -> str:
+    """Return the name in ``apex.amp`` that ``node`` stands for; "" for any other node."""
+    name = script.qualified(node)
+    return name.removeprefix(_AMP) if name.startswith(_AMP) else ""
 
 
-def _use(script: Script, name: ast.AST) -> _Use:
-    """Return the use that ``name`` begins; Refused where the table has none."""
-    around = [*script.around(name)][:3]  # a call; of a scaled loss, its item and its block
-    for row in table.APEX_ROWS:
-        node = around[-1] if row is table.SCALED_BACKWARD else around[0]
-        match = row.match(script, node)
-        if match is not None and _only_runs_backward(script, match.get("SCALED")):
-            return _Use(row, node, match)
-    raise Refused(name, f"`{ast.unparse(name)}` has no counterpart", "`--to apex` keeps it")
+def _outer(script: Script, name: ast.AST) -> Row | None:
+    """Return the row for the outermost node around ``name`` that has one."""
+    rows = [_row(script, node) for node in [*script.around(name)][:4]]
+    return next((row for row in reversed(rows) if row is not None), None)
 
 
-def _only_runs_backward(script: Script, scaled: ast.AST | None) -> bool:
-    """Whether the name of a scaled loss is read for nothing but its backward."""
-    return all(
-        getattr(script.parents[node], "attr", "") == "backward"
-        for node in script.nodes
-        if isinstance(node, ast.Name) and node.id == getattr(scaled, "id", None)
-        if isinstance(node.ctx, ast.Load)
-    )
+def _row(script: Script, node: ast.AST) -> Row | None:
+    """Return the row for ``node``; None if it is no use of apex that the handle has, too."""
+    match node:
+        case ast.With(
+            [ast.withitem(ast.Call(function, losses, given), ast.Name(scaled))],
+            [ast.Expr(ast.Call(ast.Attribute(ast.Name(), "backward"), [], options))],
+        ):
+            if _name(script, function) == "scale_loss" and _only_backward(script, scaled):
+                text = f"amp.backward({_arguments(script, [*losses, *given, *options])})"
+                return node, text, "scales the loss, and runs backward"
+        case ast.Call(clip, [ast.Call(masters, [_], []), norm], []) if (
+            script.qualified(clip) in _CLIPS and _name(script, masters) == "master_params"
+        ):
+            text = f"amp.clip_grad_norm_({script.segment(norm)})"
+            return node, text, "the step clips the true gradients"
+        case ast.Call(function, arguments, options):
+            name, text = _name(script, function), _arguments(script, [*arguments, *options])
+            if name in ("scale_loss", "state_dict", "load_state_dict"):
+                return node, f"amp.{name}({text})", "the handle has it, too"
+    return None
 
 
-def _items(node: ast.expr | None) -> list[ast.expr]:
-    if node is None or ast.unparse(node) == "None":
-        return []
-    return node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+def _only_backward(script: Script, name: str) -> bool:
+    """Return whether a variable is read for nothing but its ``backward``."""
+    nodes = [node for node in script.nodes if isinstance(node, ast.Name) and node.id == name]
+    reads = [script.parents[node] for node in nodes if isinstance(node.ctx, ast.Load)]
+    return all(getattr(parent, "attr", "") == "backward" for parent in reads)
 
 
-class _ApexLoop:
-    """A call of ``amp.initialize``, and everything that ``amp`` is used for."""
+def _arguments(script: Script, nodes: list[ast.expr | ast.keyword]) -> str:
+    """Return the text of the arguments that the handle has, too."""
+    kept = [node for node in nodes if getattr(node, "arg", None) not in _ONLY_APEXS]
+    return ", ".join(script.segment(node) for node in kept)
 
-    def __init__(self, script: Script, start: ast.AST, uses: list[_Use]) -> None:
-        self.script, self.uses, self.amp = script, uses, "amp"
-        call, statement = [*script.around(start)][:2]
-        if not isinstance(call, ast.Call) or not isinstance(statement, ast.Assign | ast.Expr):
-            raise Refused(start, "amp.initialize is not a statement of its own")
-        self.call, self.statement = call, statement
-        self.given: dict[str, ast.expr] = dict(zip(_PARAMETERS, call.args, strict=False))
-        self.given |= {keyword.arg or "**": keyword.value for keyword in call.keywords}
-        starred = any(isinstance(argument, ast.Starred) for argument in call.args)
-        if starred or not {"models"} <= {*self.given} <= {*_PARAMETERS}:
-            raise Refused(call, f"`{ast.unparse(call)}`", "name each argument of `enable`")
-        self.models = _items(self.given["models"])
-        self.optimizers = _items(self.given.get("optimizers"))
-        enabled = self.given.get("enabled")
-        if isinstance(enabled, ast.Constant) and not enabled.value:
-            raise Refused(call, "mixed precision is off here", "a level for `enable`")
-        self.enabled = None if isinstance(enabled, ast.Constant) else enabled
-        outer = script.parents[statement]
-        test = outer.test if isinstance(outer, ast.If) and statement in outer.body else None
-        self.switch = Switch(script, self.enabled or test)
-        self.scope = script.scope(statement)
-        self.scopes = {script.scope(use.node) for use in self.uses}
 
-    def convert(self) -> None:
-        """Note all edits."""
-        script = self.script
-        scales = any(use.row in (table.SCALED_BACKWARD, table.SCALE_LOSS) for use in self.uses)
-        if self.optimizers and not scales:
-            what = "no `amp.scale_loss` is in this file, so the losses are scaled in another one"
-            by_hand = "hand the handle to where the loss is, and `amp.backward(loss)` there"
-            raise Refused(self.statement, what, by_hand + _OR_APEX)
-        self._choose_name()
-        lines = self._enable()
-        self._refuse_without_handle()
-        gradients.refuse_plain_backwards(script, self.switch)
-        for scope in self.scopes:
-            self._gradients(scope)
-        for use in reversed(self.uses):
-            if not script.covers(use.node):  # by a clip of the handle
-                use.match.pop("OPTIMIZERS" if len(self.optimizers) == 1 else "", None)
-                use.row.edit(script, use.node, use.match, self.amp)
-        lead = script.newline + script.indentation(self.statement)
-        script.replace(self.statement, lead.join(lines), table.INITIALIZE.reason)
-        script.needs["tritonamp"] = "the handle comes from there"
+def _works_on_gradients(script: Script, rows: list[ast.AST]) -> bool:
+    """Return whether code reads gradients, which apex unscales behind a loss and a handle does not.
 
-    def _enable(self) -> list[str]:
-        """Return the lines in the place of ``amp.initialize``."""
-        script, lines = self.script, []
-        values = [self.given.get("models"), self.given.get("optimizers")]
-        given = [script.segment(o) for o in values if o and ast.unparse(o) != "None"]
-        if isinstance(self.statement, ast.Assign):
-            target = self.statement.targets[0]
-            both = isinstance(target, ast.Tuple) and len(given) == 2
-            results = [ast.unparse(one) for one in (target.elts if both else [target])]  # type: ignore[attr-defined]
-            if len(results) != len(given) or len(self.statement.targets) > 1:
-                raise Refused(self.call, "the results are kept together")
-            if results != [ast.unparse(ast.parse(text)) for text in given]:
-                lines = [f"{', '.join(results)} = {', '.join(given)}"]
-                given = results
-        options = self._options()
-        given_level = self.given.get("opt_level")
-        level = '"O1"' if given_level is None else script.segment(given_level)
-        if self.enabled is not None:
-            on = objects.in_place(self.enabled)
-            if options or objects.changes(script, self.enabled, self.statement):
-                what = f"options of the level alone beside `enabled={on}`, or it changes"
-                raise Refused(self.call, what, '`enable` in an `if`, with level="O0" in its else')
-            level = f"({level})" if " if " in level else level
-            level += f' if {on} else "O0"'
-        given = given[: 1 + bool(self.optimizers)]  # without an empty list
-        arguments = ", ".join([*given, f"level={level}", *options])
-        return [*lines, f"{self.amp} = tritonamp.enable({arguments})"]
+    Work in an ``if`` whose other branch uses apex is for runs without apex.
+    """
+    used = {outer for node in rows for outer in script.around(node) if isinstance(outer, ast.If)}
+    scopes = {script.scope(node) for node in rows}
+    for node in script.nodes:
+        clips = script.qualified(node).startswith("torch.nn.utils.clip_")
+        works = clips or getattr(node, "attr", "") == "grad"
+        if works and script.scope(node) in scopes and not {*script.around(node)} & {*rows, *used}:
+            return True
+    return False
 
-    def _options(self) -> list[str]:
-        """Return keywords of ``enable``; Refused for values that are not known."""
-        options = []
-        for name, value in self.given.items():
-            text = ast.unparse(value)
-            plain = value.value if isinstance(value, ast.Constant) else ...
-            if name in _NO_OPTIONS or plain is None:
-                continue
-            if name == "loss_scale" and (isinstance(plain, float | int) or plain == "dynamic"):
-                options.append("loss_scale=" + text.replace("'", '"'))
-            elif name == "keep_batchnorm_fp32" and plain in (True, False, "True", "False"):
-                options.append(f"keep_norms_fp32={plain}")
-            elif name == "master_weights" and isinstance(plain, bool):
-                options.append(f"master_weights={plain}")
-            else:
-                what = f"`{name}={text}`: its value is not known here, and apex has its own rules"
-                by_hand = "what it means, as loss_scale, keep_norms_fp32 or master_weights"
-                raise Refused(self.call, what, by_hand + _OR_APEX)
-        return options
 
-    def _choose_name(self) -> None:
-        """Find a name that all uses can reach: a variable, one of self, or a global one."""
-        script, scope = self.script, self.scope
-        owner, others = script.class_of(scope), self.scopes - {scope}
-        if owner is not None and others and all(script.class_of(s) is owner for s in others):
-            self.amp = f"{scope.args.args[0].arg}.amp"  # type: ignore[attr-defined]
-            return
-        bound = [b for v, bindings in script.bindings.items() if v.name == "amp" for b in bindings]
-        for binding in bound:
-            if not isinstance(binding, Import) and not script.stands_in(binding):
-                raise Refused(binding, "`amp` is something else, too", "give that another name")
-        inside = all(scope in script.around(other) for other in others)
-        if inside or not isinstance(scope, Function):
-            return
-        if objects.times_called(script, scope) > 1:
-            what = "several handles, of which other functions would see the last"
-            raise Refused(self.statement, what, "return the handle beside model and optimizer")
+def _start(script: Script, name: ast.AST) -> Row | None:
+    """Return the row for the statement of ``amp.initialize``; None if it is not plain."""
+    call, statement = [*script.around(name)][1:3]
+    if not isinstance(call, ast.Call) or not isinstance(statement, ast.Assign | ast.Expr):
+        return None
+    given: dict[str, ast.expr] = dict(zip((*_PLACES, "**"), call.args, strict=False))
+    given |= {keyword.arg or "**": keyword.value for keyword in call.keywords}
+    objects = ", ".join(script.segment(given[place]) for place in _PLACES[:2] if place in given)
+    level = script.segment(given["opt_level"]) if "opt_level" in given else '"O1"'
+    if "enabled" in given:
+        level = f'({level}) if ({script.segment(given["enabled"])}) else "O0"'
+    arguments = [objects, f"level={level}"]
+    for key, value in given.items():
+        if key in _FIELDS and isinstance(value, ast.Constant):
+            text = script.segment(value)
+            text = text[1:-1] if value.value in ("True", "False") else text
+            arguments += [f"{_FIELDS[key]}={text}"] if value.value is not None else []
+        elif key not in _PLACES and key not in _ONLY_APEXS:
+            return None
+    lines = [f"amp = tritonamp.enable({', '.join(arguments)})"]
+    results = [script.segment(target) for target in getattr(statement, "targets", [])]
+    if results not in ([], [objects]):
+        lines.append(f"{' = '.join(results)} = {objects}")
+    text = (script.newline + script.indentation(statement)).join(lines)
+    return statement, text, "enables in place, and gives the handle"
+
+
+def _share(script: Script, rows: list[ast.AST]) -> None:
+    """Make the handle a global name if another function than the first row's uses it."""
+    scope = script.scope(rows[0])
+    if isinstance(scope, Function) and not all(scope in script.around(node) for node in rows):
         first = scope.body[ast.get_docstring(scope) is not None and len(scope.body) > 1]
-        script.insert_line(first, "global amp", "other functions use the handle, too")
-
-    def _refuse_without_handle(self) -> None:
-        """Refuse uses that also run where ``amp.initialize`` has not."""
-        inner: ast.AST = self.statement
-        for outer in self.script.around(self.statement):
-            if isinstance(outer, ast.If):
-                made = Switch(self.script, outer.test)
-                for use in self.uses:
-                    beside = outer not in self.script.around(use.node)
-                    if beside and not made.runs(use.node, on=inner in outer.body):
-                        what = f"`{ast.unparse(use.node)}` runs without amp.initialize, too"
-                        by_hand = f'the handle always, "O0" without `{ast.unparse(outer.test)}`'
-                        raise Refused(use.node, what.replace("\n", " "), by_hand)
-            inner = outer
-
-    def _gradients(self, scope: ast.AST) -> None:
-        """Mend what meets gradients behind a scaled loss, where apex has unscaled them.
-
-        A clip of all of them to a norm is the handle's, in the step; anything else needs true
-        gradients from before its first statement on.
-        """
-        script = self.script
-        roots = [script.root(model) for model in self.models]
-        masters = [use.node for use in self.uses if use.row is table.MASTER_PARAMS]
-        masters = [node for node in masters if script.scope(node) is scope]
-        works: list[ast.AST] = [*masters, *gradients.clips(script, [scope])]
-        works = sorted((n for n in works if not self.switch.runs(n, on=False)), key=script.start)
-        reads = gradients.reads(script, [scope])
-        reads = [node for node in reads if not self.switch.runs(node, on=False)]
-        if reads and not works:
-            what = f"`{ast.unparse(reads[0])}`: gradients carry the scale until the step"
-            raise Refused(reads[0], what, "`amp.unscale_()` before it, after the backward")
-        for work in works:
-            text = f"`{ast.unparse(work)}`"
-            if len(self.optimizers) > 1:
-                by_hand = "`amp.unscale_()`, then the gradients of its groups"
-                raise Refused(work, f"{text} of one of several optimizers", by_hand)
-            items = [item for outer in script.around(work) for item in getattr(outer, "items", [])]
-            if any(use.node is item.context_expr for use in self.uses for item in items):
-                what = f"{text} in the block, of gradients that still carry the scale"
-                raise Refused(work, what, "`amp.clip_grad_norm_(max_norm)`, if it means true ones")
-        found = {node: gradients.clip_of_all(script, node, roots) for node in works}
-        whole = {node: match for node, match in found.items() if match is not None}
-        if all(node in whole or script.parents[node] in whole for node in works) and not reads:
-            for node, match in whole.items():
-                table.CLIP.edit(script, node, match, self.amp)
-        elif works:
-            self._unscale_before(works)
-
-    def _unscale_before(self, works: list[ast.AST]) -> None:
-        """Note the line that makes gradients true, before the first of several works with them."""
-        script = self.script
-        first, scope = script.statement(works[0]), script.scope(works[0])
-        losses = [u for u in self.uses if "LOSS" in u.match and script.scope(u.node) is scope]
-        for work in works:
-            if losses[1:] or not {work, *script.around(work)} & {*script.block(first)}:
-                what = f"`{ast.unparse(work)}` in another block, or behind several losses"
-                raise Refused(work, what, "`amp.unscale_()` before it, behind each backward")
-        line = f"{self.amp}.unscale_()  # true gradients"
-        self.script.insert_line(first, line, "for gradient work of your own")
+        line = f"{script.indentation(first)}global amp"
+        offset = script.line_start(script.start(first))
+        script.insert_line(offset, line, "other functions use the handle, too")

@@ -1,45 +1,39 @@
-"""The command: reads files, prints diffs and reasons, writes where it is told to."""
+"""The command: reads files, prints their changes with the reasons, writes certain ones."""
 
 import argparse
-import difflib
+import ast
 import os
-import sys
 import tempfile
 import tokenize
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tritonamp.commands.migrate.convert import convert
-from tritonamp.commands.migrate.script import Conversion, Note
+from tritonamp.commands.migrate import apex_loop, imports, torch_loop
+from tritonamp.commands.migrate.script import Change, Script
 
 CONVERTED, BY_HAND, NOTHING = 0, 1, 3
 _SKIPPED = {"build", "dist", "node_modules", "site-packages", "venv", "__pycache__"}
+_LIST = "needs a hand, and stays as it is; its lines have these numbers, so begin with the last"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Rewrite training scripts for torch.amp or NVIDIA apex. Prints a diff, a reason for each "
-        "edit, and what is left to do by hand. A file that is not understood stays as it is."
+        "Rewrite imports of NVIDIA apex and deprecated names of torch.amp, with a reason for each "
+        "change. For a training loop, list the lines to change, with what to write there."
     )
     parser.epilog = (
         "Exit status: 0 all that had something to do is converted, 1 a file needs a hand, 2 the "
         "command could not be carried out, 3 there is nothing to do."
     )
-    parser.add_argument(
-        "paths",
-        metavar="FILE|FOLDER",
-        nargs="+",
-        type=Path,
-        help="of a folder, all .py files in it",
+    what = "a script, or a folder with all .py files in it"
+    parser.add_argument("paths", metavar="FILE|FOLDER", nargs="+", type=Path, help=what)
+    what = (
+        "enable: list the lines of loops for tritonamp.enable; apex: imports of apex become "
+        "those of tritonamp.apex, nothing else changes (default: %(default)s)"
     )
-    parser.add_argument(
-        "--to",
-        default="enable",
-        choices=("enable", "apex"),
-        help="enable: loops become tritonamp.enable's; apex: imports of apex become those of "
-        "tritonamp.apex, nothing else changes (default: %(default)s)",
-    )
+    parser.add_argument("--to", default="enable", choices=("enable", "apex"), help=what)
     parser.add_argument("--write", action="store_true", help="write the files that are converted")
 
 
@@ -59,13 +53,32 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
         return NOTHING
     verb = "converted" if args.write else "can be converted (--write does it)"
     kept = "as it is" if left == 1 else "as they are"
-    hand = " and in need of a hand" * bool(left)
-    print(f"{counted}: {done} {verb}, {left} left {kept}{hand}")
+    print(f"{counted}: {done} {verb}, {left} left {kept}{' and in need of a hand' * bool(left)}")
     return BY_HAND if left else CONVERTED
 
 
+def convert(text: str, to: str = "enable") -> Script:
+    """Return a training script with its edits. Raise SyntaxError if it is not Python 3.
+
+    ``to`` is "enable" for everything, or "apex" for imports of apex alone.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes in the script's strings
+        script = Script(text)
+    imports.move_apex(script)
+    if to == "enable":
+        imports.rename_old(script)
+        torch_loop.edit(script)
+        apex_loop.edit(script)
+    try:
+        ast.parse(script.after)
+    except SyntaxError as error:
+        raise AssertionError(f"line {error.lineno} of the new text: {error.msg}") from error
+    return script
+
+
 def _files(path: Path) -> Iterator[Path]:
-    """Yield ``path``, or the Python files in it, but for installed and hidden ones."""
+    """Yield ``path``, or the Python files in it, except installed and hidden ones."""
     if path.is_file():
         yield path
         return
@@ -74,42 +87,45 @@ def _files(path: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
 
 
-def _migrate(path: Path, to: Any, write: bool) -> int:
-    by_hand = "needs a hand, and stays as it is"
+def _migrate(path: Path, to: str, write: bool) -> int:
     try:
         text, encoding = _read(path)
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        return _show(path, "needs a hand", [Note(1, f"cannot be read: {error}")])
-    try:
-        conversion = convert(text, to)
+        script = convert(text, to)
     except Exception as error:  # one file does not end a folder
-        what = f"a fault of this command, please report it: {type(error).__name__}: {error}"
-        return _show(path, by_hand, [Note(1, what)])
-    if conversion.todos:
-        return _show(path, by_hand, conversion.todos)
-    if not conversion.converted:
+        return _show(path, _LIST, [(getattr(error, "lineno", None) or 1, _said(error))])
+    changes = script.changes()
+    if script.is_list or script.notes:
+        return _show(path, _LIST, sorted(script.notes), changes)
+    if not changes:
         return NOTHING
-    sys.stdout.writelines(_diff(path, conversion))
-    _show(path, "why (lines of the file as it was)", conversion.changes)
+    _show(path, "converted; lines have the numbers before it", [], changes)
     if write:
         try:
-            _write(path, conversion.after, encoding)
+            _write(path, script.after, encoding)
         except OSError as error:
-            return _show(path, "stays as it is", [Note(1, f"cannot be written: {error}")])
+            return _show(path, "stays as it is", [(1, f"cannot be written: {error}")])
     return CONVERTED
 
 
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError | UnicodeDecodeError):
+        return f"cannot be read: {error}"
+    if isinstance(error, SyntaxError):
+        return f"not Python 3: {error.msg}"
+    return f"a fault of this command, please report it: {type(error).__name__}: {error}"
+
+
 def _read(path: Path) -> tuple[str, str]:
-    """Return the text of a file, line ends as they are, and its encoding."""
+    """Return the text of a file with its line ends, and its encoding."""
     with path.open("rb") as file:
         encoding, _ = tokenize.detect_encoding(file.readline)
     return path.read_bytes().decode(encoding), encoding
 
 
 def _write(path: Path, text: str, encoding: str) -> None:
-    """Put ``text`` in the place of a file, at once and with the file's rights."""
+    """Replace the content of a file at once, and keep its rights."""
     target = path.resolve()
-    target.open("r+b").close()  # or the file is read-only
+    target.open("r+b").close()  # raises for a read-only file
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -121,17 +137,16 @@ def _write(path: Path, text: str, encoding: str) -> None:
         raise
 
 
-def _diff(path: Path, conversion: Conversion) -> Iterator[str]:
-    before, after = (
-        text.replace("\r\n", "\n").splitlines(keepends=True)
-        for text in (conversion.before, conversion.after)
-    )
-    name = path.as_posix().lstrip("/")
-    for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
-        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
-
-
-def _show(path: Path, title: str, notes: Iterable[Note]) -> int:
-    lines = [f"  {path}:{note.line}: {note.text}" for note in notes]
-    print(f"\n{path}: {title}", *lines, sep="\n", end="\n\n")
+def _show(
+    path: Path, title: str, notes: Iterable[tuple[int, str]], changes: Iterable[Change] = ()
+) -> int:
+    """Print the notes and changes of a file."""
+    print(f"\n{path}: {title}")
+    for line, text in notes:
+        print(f"  {path}:{line}: {text}")
+    for line, old, new, reason in changes:
+        what = ("write" if new else "take out") if old else "insert after this line"
+        print(f"  {path}:{line}: {what} ({reason})")
+        print(*(f"    - {text}" for text in old), *(f"    + {text}" for text in new), sep="\n")
+    print()
     return BY_HAND

@@ -1,141 +1,120 @@
-"""One file on its way: what is known of it, what changes and why, what is not understood."""
+"""One file: the edits of its text with their reasons, and the notes."""
 
 import ast
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from tritonamp.commands.migrate.names import Names
-
-
-@dataclass(frozen=True, order=True)
-class Note:
-    """A line of the file as it was, and what there is to say about it."""
-
-    line: int
-    text: str
+from tritonamp.commands.migrate.source import Source
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """What became of a text.
+class Change(NamedTuple):
+    """Whole lines of the file, and the lines to write instead.
 
     Attributes:
-        before: the text as it was.
-        after: the text rewritten; as it was where there are todos, or nothing to do.
-        changes: a reason for each edit.
-        todos: what is not understood, and what to write in each line of the loop by hand.
+        line: number of the first old line; without old lines, of the line to insert after.
+        old: the lines of the file; empty for an insertion.
+        new: the lines to write; empty where the old ones are taken out.
+        reason: why.
     """
 
-    before: str
-    after: str
-    changes: tuple[Note, ...] = ()
-    todos: tuple[Note, ...] = ()
-
-    @property
-    def converted(self) -> bool:
-        """Whether the text changed."""
-        return self.after != self.before
+    line: int
+    old: list[str]
+    new: list[str]
+    reason: str
 
 
-class Script(Names):
-    """A text, the variables in it, and the edits and notes so far.
+class Script(Source):
+    """A text, the edits of exact spans so far, and the notes.
 
-    Edits replace exact spans; they do not overlap, and one around others takes their place.
+    Edits do not overlap, because an edit replaces those inside it.
 
     Attributes:
-        changes, todos: the reason of each edit, and what is not understood.
-        needs: modules that the new text names, each with a reason.
-        dropped: imported names that go away.
-        moved: the module that an import statement names from now on.
-        shadowed: names of imports that the handle takes.
+        notes: lines that are not understood, each with a text about it.
+        is_list: whether the edits touch a training loop, so that a person has to make them.
     """
 
     def __init__(self, text: str) -> None:
-        """Parse ``text``; raises SyntaxError or ValueError where it is not Python 3."""
+        """Parse ``text``. Raise SyntaxError if it is not Python 3."""
         super().__init__(text)
-        self.changes: set[Note] = set()
-        self.todos: set[Note] = set()
-        self.needs: dict[str, str] = {}
-        self.dropped: set[ast.alias] = set()
-        self.moved: dict[ast.stmt, str] = {}
-        self.shadowed: set[str] = set()
-        self._replaced: dict[tuple[int, int], str] = {}
+        self.notes: set[tuple[int, str]] = set()
+        self.is_list = False
+        self._edits: dict[tuple[int, int], tuple[str, str]] = {}  # span to text and reason
+        self._added: dict[int, tuple[str, str]] = {}  # the same for whole lines
 
-    def why(self, node: ast.AST, reason: str) -> None:
-        """Note the reason of an edit at ``node``."""
-        self.changes.add(Note(node.lineno, reason))  # type: ignore[attr-defined]
-
-    def refuse(self, node: ast.AST, what: str, by_hand: str) -> None:
-        """Note a to-do at ``node``: what is not understood, and what to write by hand."""
-        self.todos.add(Note(node.lineno, f"{what}. By hand: {by_hand}"))  # type: ignore[attr-defined]
+    def note(self, node: ast.AST, what: str, by_hand: str) -> None:
+        """Note what is not understood at ``node``, and what to write by hand."""
+        self.notes.add((node.lineno, f"{what}. By hand: {by_hand}"))  # type: ignore[attr-defined]
 
     def replace(self, node: ast.AST, text: str, reason: str) -> None:
-        """Put ``text`` in the place of ``node``; comments inside it move above the statement."""
-        start, end = self.start(node), self.end(node)
-        statement = self.statement(node)
-        line, lead = self.line_start(self.start(statement)), self.indentation(statement)
-        for comment in self.comments(start, end):
-            if comment not in text:
-                self.insert(line, f"{lead}{comment}{self.newline}")
-        self._replace(start, end, text)
-        self.why(node, reason)
+        """Write ``text`` instead of ``node``."""
+        if text != self.segment(node):
+            self._replace(self.start(node), self.end(node), text, reason)
 
     def delete(self, statement: ast.stmt, reason: str) -> None:
-        """Take ``statement`` out, with its line where it has one to itself."""
+        """Take out the lines of ``statement``; write ``pass`` if it shares a line."""
         start, end = self.start(statement), self.end(statement)
-        line, after = self.line_start(start), self.line_end(end)
-        rest = self.text[end:after].strip()
-        alone = not self.text[line:start].strip() and (not rest or rest.startswith("#"))
-        others = [other for other in self.block(statement) if other is not statement]
-        if alone and not all(self.covers(s) and not self.edited(s).strip() for s in others):
-            self._replace(line, after, "")
+        first, last = self.line_start(start), self.line_end(end)
+        if self.text[first:start].strip() or self.text[end:last].split("#")[0].strip():
+            self._replace(start, end, "pass", reason)
         else:
-            self._replace(start, end, "pass")
-        self.why(statement, reason)
+            self._replace(first, last, "", reason)
 
-    def insert(self, offset: int, text: str) -> None:
-        """Put ``text`` before what stands at ``offset``, and behind what was inserted there."""
-        self._replaced[offset, offset] = self._replaced.get((offset, offset), "") + text
+    def insert(self, offset: int, text: str, reason: str) -> None:
+        """Write ``text`` before the text at ``offset``, and behind earlier insertions there."""
+        before, _ = self._edits.get((offset, offset), ("", ""))
+        self._edits[offset, offset] = before + text, reason
 
-    def insert_line(self, before: ast.stmt, line: str, reason: str) -> None:
-        """Put a line before a statement; refuse where the statement shares its line."""
-        start = self.start(before)
-        first = self.line_start(start)
-        lead = self.text[first:start]
-        if lead.strip():
-            self.refuse(before, "a statement that shares its line", "give it a line of its own")
-        self.insert(first, f"{lead}{line}{self.newline}")
-        self.why(before, reason)
+    def insert_line(self, offset: int, lines: str, reason: str) -> None:
+        """Write ``lines`` once at ``offset``, where a line begins or the file ends."""
+        before, _ = self._added.get(offset, ("", ""))
+        if lines not in before:
+            self._added[offset] = before + lines + self.newline, reason
 
-    def covers(self, node: ast.AST) -> bool:
-        """Return whether ``node`` is within a replaced span."""
-        start, end = self.start(node), self.end(node)
-        return any(first <= start and end <= last for first, last in self._replaced)
+    @property
+    def after(self) -> str:
+        """The whole text after all edits."""
+        added = dict[tuple[int, int], tuple[str, str]]()
+        for at, (text, reason) in self._added.items():
+            added[at, at] = self.newline * self._unended(at) + text, reason
+        return self._between(0, len(self.text) + 1, self._edits | added)
 
-    def edited(self, node: ast.AST) -> str:
-        """Return the text of ``node``, edited; "" where it is taken out with its line."""
-        start, end = self.start(node), self.end(node)
-        taken_out = any(first < start and end <= last for first, last in self._replaced)
-        return "" if taken_out else self._between(start, end)
+    def changes(self) -> list[Change]:
+        """Return the lines that change, in the order of the file."""
+        found, spans = [], list[tuple[int, int]]()
+        for at, (text, reason) in self._added.items():
+            line = self.text.count("\n", 0, at) + self._unended(at)
+            found.append(Change(line, [], _lines(text), reason))
+        for start, end in sorted(self._edits):
+            start, end = self.line_start(start), self.line_end(max(start, end - 1))
+            if spans and start < spans[-1][1]:
+                start, end = spans[-1][0], max(end, spans.pop()[1])
+            spans.append((start, end))
+        for start, end in spans:
+            reasons = [self._edits[at][1] for at in sorted(self._edits) if start <= at[0] < end]
+            old, new = self.text[start:end], self._between(start, end, self._edits)
+            line = self.text.count("\n", 0, start) + 1
+            found.append(Change(line, _lines(old), _lines(new), "; ".join(dict.fromkeys(reasons))))
+        return sorted(found, key=lambda change: (change.line, not change.old))
 
-    def render(self) -> str:
-        """Return the whole text, edited."""
-        return self._between(0, len(self.text))
+    def _unended(self, offset: int) -> bool:
+        """Return whether the line before ``offset`` has no line end."""
+        return self.text[offset - 1 : offset] not in ("", "\n")
 
-    def _replace(self, start: int, end: int, text: str) -> None:
-        for first, last in [*self._replaced]:
-            if start <= first and last <= end and (first < last or start < first):
-                del self._replaced[first, last]
-        self._replaced[start, end] = text
+    def _replace(self, start: int, end: int, text: str, reason: str) -> None:
+        for first, last in [*self._edits]:
+            if (start < first and last < end) or (first < last and start <= first and last <= end):
+                del self._edits[first, last]
+        self._edits[start, end] = text, reason
 
-    def _between(self, start: int, end: int) -> str:
+    def _between(self, start: int, end: int, edits: dict[tuple[int, int], tuple[str, str]]) -> str:
         pieces, position = [], start
-        for first, last in sorted(self._replaced):
-            if position <= first and last <= end:
-                pieces += [self.text[position:first], self._replaced[first, last]]
+        for (first, last), (text, _) in sorted(edits.items()):
+            if position <= first < end:
+                pieces += [self.text[position:first], text]
                 position = last
         return "".join(pieces) + self.text[position:end]
 
-    def torch(self) -> str:
-        """Return what the file calls torch; it is imported where it is not."""
-        self.needs["torch"] = "the new names begin with it"
-        return self.module("torch") or "torch"
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of ``text`` without their ends."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    return lines if lines[-1] else lines[:-1]

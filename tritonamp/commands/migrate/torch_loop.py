@@ -1,284 +1,179 @@
-"""Loops with torch's ``autocast`` and ``GradScaler``, to ``enable`` and its handle."""
+"""The list for a loop with torch.amp: the line of ``enable``, and the scaler of the handle.
+
+All other lines stay, because ``amp.scaler`` works as torch's GradScaler, in every function.
+"""
 
 import ast
 import re
+from collections import defaultdict
 
-from tritonamp.commands.migrate import gradients, objects, table
-from tritonamp.commands.migrate.imports import autocast_options
-from tritonamp.commands.migrate.names import Import, Variable
-from tritonamp.commands.migrate.objects import Refused, Switch
+from tritonamp.commands.migrate.imports import add_import
 from tritonamp.commands.migrate.script import Script
+from tritonamp.commands.migrate.source import Function
 
-_SETTINGS = {"init_scale", "growth_factor", "backoff_factor", "growth_interval"}
-_GONE = {"torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.cuda.amp.autocast"}
-_HALF = {"torch.float16": None, "torch.half": None, "torch.bfloat16": "torch.bfloat16"}
-_SAVES = re.compile("save|load|checkpoint|restore|resume", re.IGNORECASE)
-_NOT_FP32 = re.compile(r"autocast(?!\(False|.*enabled=False)|no_grad|inference_mode")
-_TRUE = ast.Constant(True)
-_EVENTS = table.BACKWARD, table.UNSCALE, table.STEP, table.UPDATE
-
-
-def convert(script: Script) -> None:
-    """Note what turns the loop into one with a handle; Refused where that is not certain."""
-    calls = [node for node in script.nodes if table.MADE.match(script, node) is not None]
-    calls.sort(key=script.start)
-    if len(calls) > 1:
-        what = f"a second GradScaler (the first is made in line {calls[0].lineno})"  # type: ignore[attr-defined]
-        raise Refused(calls[1], what, "one handle for all, and a loss_id for each loss")
-    loop = _TorchLoop(script, calls[0]) if calls else None
-    if loop is not None:
-        loop.convert()
-    for node in script.nodes:
-        match = table.BACKWARD.match(script, node) or table.UNSCALE.match(script, node)
-        if match and (loop is None or script.root(match["SCALER"]) != loop.root):
-            what = f"`{ast.unparse(match['SCALER'])}` is not made in this function or class"
-            raise Refused(node, what, "the handle, made with model and optimizer, handed over")
+_SCALER = re.compile(r"torch\.((cuda|cpu)\.)?(amp\.)?(grad_scaler\.)?GradScaler")
+_AUTOCAST = re.compile(r"torch\.((cuda|cpu)\.)?(amp\.)?(autocast_mode\.)?autocast")
+_SETTINGS = "init_scale", "growth_factor", "backoff_factor", "growth_interval"
+_ASKED = {"parameters", "named_parameters", "train", "eval"}  # what scripts call on a model
+_OPTIMIZER = re.compile(r"(^|[._])(optim(izer)?|opt(?=_?\w))(_?(\w|gen|disc))?$", re.IGNORECASE)
+_MAKER = re.compile(r"(optim\w*|\w*adam\w*|\w*sgd|\w*lamb|lion|rmsprop|muon)$", re.IGNORECASE)
+_LOOPS = ast.For | ast.While | ast.AsyncFor
+_ENABLES = "casts every forward of the model, and checks every step of the optimizer"
+_STAYS = "works as torch's GradScaler, so that the other lines stay"
+_BY_HAND = (
+    '`amp = tritonamp.enable(model, optimizer, level="O1")` where both exist, and `amp.scaler` '
+    "here; the lines that use the scaler stay as they are"
+)
 
 
-class _TorchLoop:
-    """A scaler that becomes a handle, with the autocasts that reach it."""
+def edit(script: Script) -> None:
+    """Edit the lines that make scalers; without any, add a line for autocasts in bfloat16."""
+    calls = [node for node in script.nodes if isinstance(node, ast.Call)]
+    scalers = [c for c in calls if _SCALER.fullmatch(script.qualified(c.func))]
+    casts = [c for c in calls if _AUTOCAST.fullmatch(script.qualified(c.func))]
+    given = [value for c in casts for value in (*c.args, *(k.value for k in c.keywords))]
+    wide = [value for value in given if script.qualified(value) == "torch.bfloat16"]
+    dtype = f", dtype={script.segment(wide[0])}" if wide else ""
+    makers = scalers if scalers or not wide else [c for c in calls if _makes_optimizer(c)]
+    for scope in dict.fromkeys(map(script.scope, makers)):
+        own = [call for call in makers if script.scope(call) is scope]
+        _Loop(script, scope, sorted(own, key=script.start)).edit(dtype, bool(scalers))
 
-    def __init__(self, script: Script, call: ast.AST) -> None:
-        """Find the objects of the loop; Refused where they are not certain."""
-        assert isinstance(call, ast.Call)
-        self.script, self.call = script, call
-        self.statement = statement = script.statement(call)
-        plain = isinstance(statement, ast.Assign) and statement.value is call
-        targets: list[ast.expr] = getattr(statement, "targets", []) if plain else []
-        self.target = targets[0] if len(targets) == 1 else call  # which is no variable
-        root = script.root(self.target)
-        known = {keyword.arg for keyword in call.keywords} <= _SETTINGS | {"device", "enabled"}
-        known &= all("device" in ast.unparse(a) or isinstance(a, ast.Constant) for a in call.args)
-        if root is None or not known:
-            what = f"`{ast.unparse(call)}` is not plainly assigned to a variable"
-            raise Refused(call, what, "`scaler = GradScaler(enabled=...)`, and this command again")
-        tests = [
-            k.value for k in call.keywords if k.arg == "enabled" and ast.unparse(k.value) != "True"
-        ]
-        if any(isinstance(test, ast.Constant) for test in tests):
-            raise Refused(call, "mixed precision is off here", "decide on a level for `enable`")
-        matches = [table.STEP.match(script, node) for node in script.nodes]
-        stepped = [m["OPTIMIZER"] for m in matches if m and script.root(m["SCALER"]) == root]
-        optimizers = {script.root(node) for node in stepped}
-        optimizer = optimizers.pop() if len(optimizers) == 1 else None
-        self.models = [] if optimizer is None else objects.models_of(script, optimizer)
-        if optimizer is None or not self.models:
-            raise Refused(call, "which one model and optimizer this scaler is for is not certain")
-        self.root, self.optimizer = root, optimizer
-        self.place = objects.place_behind(script, self.statement, [*self.models, optimizer])
-        for value in (k.value for k in call.keywords):
-            if objects.changes(script, value, self.statement):
-                what = f"`{ast.unparse(value)}` changes after the scaler is made"
-                raise Refused(call, what, "a handle is on or off for good: decide before `enable`")
-        self.switch = Switch(script, tests[0] if tests else None)
-        self.uses = [n for n in script.occurrences(root) if n is not self.target]
-        self.scopes = {script.scope(use) for use in self.uses}
-        self.renamed = _is_free(script, root)
 
-    def convert(self) -> None:
-        """Note all edits."""
-        script = self.script
-        if self.renamed:
-            script.shadowed.add("amp")
-        held = {v.name for v in script.group(self.root) if isinstance(v.scope, ast.ClassDef)}
+def _makes_optimizer(node: ast.AST) -> bool:
+    name = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
+    return _MAKER.match(name) is not None
+
+
+class _Loop:
+    """A function or module that makes scalers, and the models and optimizers for them.
+
+    Attributes:
+        statements: the statements that make a scaler; without a scaler, an optimizer.
+        targets: the names that get the scalers.
+        visible: the nodes that bind each name, or attribute of self, that the scope sees.
+        optimizers, models: names of both; empty if unknown.
+    """
+
+    def __init__(self, script: Script, scope: ast.AST, calls: list[ast.Call]) -> None:
+        self.script, self.scope, self.calls = script, scope, calls
+        self.statements = list(map(script.statement, calls))
+        targets = [target for s in self.statements for target in getattr(s, "targets", [])]
+        self.targets = {ast.unparse(target) for target in targets}
+        self.visible = self._visible()
+        self.optimizers = self._optimizers()
+        self.models = self._models()
+
+    def _visible(self) -> dict[str, list[ast.AST]]:
+        script, found = self.script, defaultdict[str, list[ast.AST]](list)
+        owner = script.parents.get(self.scope)
         for node in script.nodes:
-            if getattr(node, "attr", None) in held and script.root(node) != self.root:
-                self._refuse(node, f"`{ast.unparse(node)}`, of an object that is not followed")
-        gradients.refuse_plain_backwards(script, self.switch)
-        gradients.refuse_plain_steps(script, self.optimizer, self.models, self.switch)
-        self._refuse_scaled_gradients()
-        dtype = self._autocasts()
-        self._refuse_fp32_forwards()
-        for use in reversed(self.uses):
-            if self._at(use) is None:
-                self._refuse(use, "where the handle is not there, or not yet")
-            if not script.covers(use):
-                self._use(use)
-        self._enable(dtype)
+            if isinstance(node, ast.arg) or isinstance(getattr(node, "ctx", None), ast.Store):
+                name, scope = getattr(node, "arg", "") or ast.unparse(node), script.scope(node)
+                of_self = isinstance(owner, ast.ClassDef) and script.parents.get(scope) is owner
+                if scope is self.scope or (of_self and name.startswith("self.")):
+                    found[name].append(node)
+        return found
 
-    def _at(self, node: ast.AST) -> str | None:
-        """Return what the handle is called at ``node``; None where it is not there, or not yet."""
-        script, scope = self.script, self.script.scope(node)
-        place, start = self.place, script.start(node)
-        branches = {o for o in script.around(place) if isinstance(o, ast.If | ast.Try)}
-        later = scope is not script.scope(place) or start >= script.end(place)
-        if not later or branches.difference(script.around(node)):
-            return None
-        name = self.script.name_in(self.root, scope)
-        return name if name is None or not self.renamed else self._renamed(name)
+    def _chosen(self, names: set[str]) -> list[str]:
+        """Return visible names in the order of the file; of ``model`` and ``self.model`` one."""
+        visible = [name for name in self.visible if name in names and name != "self"]
+        visible.sort(key=lambda name: self.script.start(self.visible[name][0]))
+        return [*{name.split(".")[-1]: name for name in visible}.values()]
 
-    def _renamed(self, text: str) -> str:
-        return text.removesuffix(self.root.name) + "amp" if self.renamed else text
+    def _values(self, name: str) -> list[ast.expr]:
+        """Return the values that assignments give a visible name."""
+        parents = [self.script.parents[binding] for binding in self.visible[name]]
+        return [p.value for p in parents if isinstance(p, ast.Assign | ast.AnnAssign) and p.value]
 
-    def _refuse(self, node: ast.AST, what: str) -> None:
-        by_hand = "`amp.scaler` is a torch GradScaler that can be used as before"
-        raise Refused(node, f"{what}: a use of the scaler that is not known", by_hand)
+    def _optimizers(self) -> list[str]:
+        """Return the visible names that look like optimizers, or are made like one."""
+        named = {name for name in self.visible if _OPTIMIZER.search(name)}
+        made = {n for n in self.visible if any(map(_makes_optimizer, self._values(n)))}
+        return self._chosen(named | made)
 
-    def _refuse_scaled_gradients(self) -> None:
-        """Refuse clips of gradients that carry the scale, and reads of those behind a step."""
-        works = [*gradients.clips(self.script, self.scopes)]
-        for node in (*works, *gradients.reads(self.script, self.scopes)):
-            since = self._since_backward(node)
-            if self.switch.runs(node, on=False):
-                continue
-            if node in works and table.UNSCALE not in since:
-                what = f"`{ast.unparse(node)}` of gradients that carry the loss scale"
-                raise Refused(node, what, "`amp.clip_grad_norm_(max_norm)`, if it means true ones")
-            if node not in works and table.STEP in since:
-                what = f"`{ast.unparse(node)}` behind the step, where it is unscaled"
-                raise Refused(node, what, "read it before the step, after `amp.unscale_()`")
+    def _models(self) -> list[str]:
+        """Return the models that the optimizers are made from; else all that have parameters."""
+        asked = [n for n in self.script.nodes if getattr(n, "attr", "") in _ASKED]
+        called = [n for n in asked if getattr(self.script.parents[n], "func", None) is n]
+        models = {self._base(node.value) for node in called} - {*self.optimizers}
+        values = [value for name in self.optimizers for value in self._values(name)]
+        read = {self._base(n) for v in values for n in ast.walk(v) if isinstance(n, ast.expr)}
+        return self._chosen(models & read or models)
 
-    def _since_backward(self, node: ast.AST) -> list[table.Row]:
-        """Return what the lines between the last backward and ``node`` do with the scaler."""
-        script, events = self.script, list[table.Row]()
-        for use in self.uses:
-            if script.scope(use) is script.scope(node) and script.start(use) < script.start(node):
-                around = [*script.around(use)][:4]
-                matching = [r for r in _EVENTS for n in around if r.match(self.script, n)]
-                events = [] if table.BACKWARD in matching else [*events, *matching]
-        return events
+    def _base(self, node: ast.AST) -> str:
+        """Return the visible name of the object that ``node`` is, or is a part of."""
+        while isinstance(node, ast.Attribute) and ast.unparse(node) not in self.visible:
+            node = node.value
+        return text if (text := ast.unparse(node)) in self.visible else ""
 
-    def _use(self, use: ast.AST) -> None:
-        """Note the edit of one use by its row of the table, or refuse it."""
-        script, amp = self.script, self._renamed(ast.unparse(use))
-        parents = script.parents
-        for node in [*script.around(use)][:4]:
-            for row in table.SCALER_ROWS:
-                match = row.match(script, node)
-                if match is not None and match["SCALER"] is use:
-                    self._row(row, node, match, amp)
-                    return
-        call = parents[parents[use]] if isinstance(parents[use], ast.keyword) else parents[use]
-        if not isinstance(call, ast.Call) or not _SAVES.search(ast.unparse(call.func)):
-            self._refuse(use, f"`{ast.unparse(script.statement(use)).splitlines()[0]}`")
-        script.replace(use, amp, "saved and loaded as the scaler was")
+    def edit(self, dtype: str, has_scaler: bool) -> None:
+        """Edit the lines of the scalers; note them if the place of ``enable`` is not known."""
+        script, first, place = self.script, self.statements[0], self._place()
+        moved = [s for s in self.statements if script.start(s) < script.start(place)]
+        simple = all(isinstance(s, ast.Assign) and s in script.block(first) for s in moved)
+        if not simple or not self._exist(place) or getattr(first, "decorator_list", []):
+            what = f"`{script.segment(self.calls[0])}`: its model and optimizer are not known here"
+            return script.note(first, what, _BY_HAND) if has_scaler else None
+        amp = "handle" if "amp" in script.meanings else "amp"
+        lines = [f"{amp} = {self._enable(dtype)}"]
+        why = f"moves below line {place.end_lineno}, where its model and optimizer exist"
+        for call, statement in zip(self.calls, self.statements, strict=True) if has_scaler else ():
+            if statement in moved:
+                before, behind = script.segment(statement).split(script.segment(call), 1)
+                lines.append(f"{before}{amp}.scaler{behind}")
+                script.delete(statement, why)
+            else:
+                script.replace(call, f"{amp}.scaler", _STAYS)
+        text = script.newline.join(f"{script.indentation(first)}{line}" for line in lines)
+        below = script.line_end(script.end(place))
+        above = script.line_start(script.start(first))
+        script.insert_line(below if moved or not has_scaler else above, text, _ENABLES)
+        script.is_list = True
+        add_import(script)
 
-    def _row(self, row: table.Row, node: ast.AST, match: dict[str, ast.AST], amp: str) -> None:
-        script = self.script
-        statement = script.statement(node)
-        if row in _EVENTS and not isinstance(script.parents[node], ast.Expr):
-            self._refuse(node, f"`{ast.unparse(node)}`")
-        if row is table.GET_SCALE and self._since_backward(node)[-1:] not in ([], [table.UPDATE]):
-            what = f"`{ast.unparse(node)}` between step and update, which are one now"
-            raise Refused(node, what, "`amp.scaler.get_scale()` before the step")
-        if row is table.UNSCALE and self._clips_next(statement, amp):
-            script.delete(statement, "clip_grad_norm_ of the handle takes the scale into account")
-        elif not row.becomes:
-            script.delete(statement, row.reason)
-        else:
-            row.edit(script, node, match, amp)
+    def _place(self) -> ast.stmt:
+        """Return the last statement that makes a model or optimizer between scaler and loop."""
+        found = self.statements[0]
+        block = self.script.block(found)
+        for statement in block[block.index(found) + 1 :]:
+            if isinstance(statement, _LOOPS) or self.targets & _texts(statement, ast.Load):
+                break
+            if {*self.models, *self.optimizers} & _texts(statement, ast.Store):
+                found = statement
+        return found
 
-    def _clips_next(self, unscale: ast.AST, amp: str) -> bool:
-        """Note the clip by the handle, where unscale, clip and step stand behind one another.
+    def _exist(self, place: ast.stmt) -> bool:
+        """Return whether all models and optimizers exist behind ``place``."""
+        is_init, end = getattr(self.scope, "name", "") == "__init__", self.script.end(place)
+        for name in [*self.models, *self.optimizers]:
+            here = [n for n in self.visible[name] if self.script.scope(n) is self.scope]
+            elsewhere = len(here) < len(self.visible[name]) and not is_init
+            if not elsewhere and not any(self.script.start(n) < end for n in here):
+                return False
+        return bool(self.models and self.optimizers)
 
-        Nothing can have seen the gradients between them then, which stay scaled until the step.
-        """
-        script = self.script
-        behind = script.block(unscale)[script.block(unscale).index(unscale) + 1 :]  # type: ignore[arg-type]
-        if len(behind) < 2 or not isinstance(behind[0], ast.Expr | ast.Assign):
-            return False
-        clip, step = (getattr(statement, "value", ast.Pass()) for statement in behind[:2])
-        match = gradients.clip_of_all(script, clip, self.models)
-        reads = gradients.reads(script, {script.scope(unscale)})
-        if match is None or table.STEP.match(script, step) is None or reads:
-            return False
-        table.CLIP.edit(script, clip, match, amp)
-        return True
-
-    def _autocasts(self) -> str | None:
-        """Note the edits of the autocast blocks that reach the handle; return their dtype."""
-        script, dtypes, reached = self.script, set(), False
-        for node in script.nodes:
-            if table.AUTOCAST.match(script, node) is None or not isinstance(node, ast.Call):
-                continue
-            given = autocast_options(script, node)
-            parent, enabled = script.parents[node], given.get("enabled")
-            is_off = isinstance(enabled, ast.Constant) and enabled.value is False
-            if is_off or node in getattr(parent, "decorator_list", []):
-                continue
-            what, name = None, self._at(node)
-            dtypes.add(_dtype(script, given))
-            if not isinstance(parent, ast.withitem) or parent.optional_vars is not None:
-                what = "an autocast that is no `with` block of its own"
-            elif name is not None and not self._agrees(node, enabled):
-                what = "the autocast is on under another condition than the scaler"
-            elif name is not None and ast.unparse(given.get("cache_enabled", _TRUE)) != "True":
-                what = "the handle's autocast always keeps what it has cast"
-            elif len(dtypes) > 1 or "" in dtypes:
-                what = "the autocasts' dtype cannot be read, or they differ"
-            if what is not None:
-                by_hand = "`with amp.autocast():`, in the level and dtype of `enable` that it means"
-                raise Refused(node, f"{what}: `{ast.unparse(node)}`", by_hand)
-            if name is not None:
-                reached = True
-                table.AUTOCAST.edit(script, node, {}, name)
-        if not reached:
-            what = "no autocast block that this scaler reaches: what runs in half is not known"
-            raise Refused(self.call, what)
-        return dtypes.pop()
-
-    def _refuse_fp32_forwards(self) -> None:
-        """Refuse forwards of the model in FP32, beside the scaler: they would run in half."""
-        script = self.script
-        for node in script.nodes:
-            root = self.script.root(node.func) if isinstance(node, ast.Call) else None
-            if root in self.models and script.scope(node) in self.scopes:
-                items = [i for o in script.around(node) for i in getattr(o, "items", [])]
-                half = any(_NOT_FP32.search(ast.unparse(item)) for item in items)
-                if not half and not self.switch.runs(node, on=False):
-                    what = f"`{ast.unparse(node)}`, a forward in FP32 so far, would run in half"
-                    raise Refused(node, what, "`with amp.autocast():` around it, if it may")
-
-    def _agrees(self, call: ast.Call, enabled: ast.expr | None) -> bool:
-        """Whether the autocast is on when the scaler is."""
-        if ast.unparse(enabled or _TRUE) == "True":
-            return self.switch.expression is None or self.switch.runs(call, on=True)
-        return enabled is not None and self.switch.sign(enabled) is True
-
-    def _enable(self, dtype: str | None) -> None:
-        """Note the edits that put ``enable`` in the place of the scaler."""
-        script, test = self.script, self.switch.expression
-        scope = script.scope(self.statement)
-        models = [f"{script.name_in(model, scope)}" for model in self.models]
-        listed = models[0] if len(models) == 1 else f"[{', '.join(models)}]"
-        level, other = (
-            "" if test is None else f" if {objects.in_place(test)} else {off}"
-            for off in ('"O0"', "None")
-        )
-        optimizer = script.name_in(self.optimizer, scope)
-        options = [listed, f"{optimizer}", f'level="O1"{level}']
-        options += [] if dtype is None else [f"dtype={dtype}{other}"]
-        settings = [k for k in self.call.keywords if k.arg in _SETTINGS]
-        given = ", ".join(map(script.edited, settings))
-        options += [f"scaler=tritonamp.GradScaler({given}){other}"] if given else []
-        line = f"{self._renamed(ast.unparse(self.target))} = tritonamp.enable({', '.join(options)})"
-        script.needs["tritonamp"] = "the handle comes from there"
-        if self.place is self.statement:
-            script.replace(self.statement, line, table.MADE.reason)
-            return
-        script.delete(self.statement, "made below, where model and optimizer are both there")
-        after = script.line_end(script.end(self.place))
-        lead = "" if script.text[:after].endswith("\n") else script.newline
-        lead += script.indentation(self.place)
-        script.insert(after, f"{lead}{line}{script.newline}")
-        script.why(self.place, table.MADE.reason)
+    def _enable(self, dtype: str) -> str:
+        """Return the call of ``enable``; with one of ``handle`` if the code may run again."""
+        script, call = self.script, self.calls[0]
+        lists = [f"[{', '.join(names)}]" for names in (self.models, self.optimizers)]
+        both = [text if "," in text else text[1:-1] for text in lists]
+        tests = [k.value for k in call.keywords if k.arg == "enabled"]
+        tests += [p.test for p in [script.parents[call]] if isinstance(p, ast.IfExp)]
+        texts = [script.segment(test) for test in tests if ast.unparse(test) != "True"]
+        on = " and ".join(f"({text})" if " " in text else text for text in texts)
+        level = f'"O1" if {on} else "O0"' if on else '"O1"'
+        settings = ", ".join(script.segment(k) for k in call.keywords if k.arg in _SETTINGS)
+        scaler = f", scaler=tritonamp.GradScaler({settings})" if settings else ""
+        scaler += f" if {on} else None" if settings and on else ""
+        makings = [n for n in self.visible[self.models[0]] if not isinstance(n, ast.arg)]
+        once = {outer for node in makings for outer in script.around(node)}
+        outer = [o for o in script.around(call) if isinstance(o, _LOOPS | Function)]
+        again = any(o not in once and getattr(o, "name", "") != "__init__" for o in outer)
+        start = f"tritonamp.handle({self.models[0]}) or " if again else ""
+        return f"{start}tritonamp.enable({', '.join(both)}, level={level}{dtype}{scaler})"
 
 
-def _dtype(script: Script, given: dict[str, ast.expr]) -> str | None:
-    """Return what ``enable`` is to be told; None for float16, "" for what cannot be known."""
-    if "dtype" in given:
-        return _HALF.get(script.qualified(given["dtype"]) or "", "")
-    on_cpu = ast.unparse(given.get("device_type", ast.Constant("cuda"))) == "'cpu'"
-    return "torch.bfloat16" if on_cpu else None
-
-
-def _is_free(script: Script, root: Variable) -> bool:
-    """Whether ``amp`` can name a handle: it is only a module of torch that goes away."""
-    nodes = script.nodes
-    shared = any(root.name in getattr(node, "names", []) for node in nodes)  # in a global
-    bound = [b for v, bindings in script.bindings.items() if v.name == "amp" for b in bindings]
-    of_self = any(isinstance(n, ast.Attribute) and ast.unparse(n) == "self.amp" for n in nodes)
-    read = [node for node in nodes if isinstance(node, ast.Name) and node.id == "amp"]
-    used = {script.qualified(script.parents[node]) for node in read}
-    taken = not all(isinstance(binding, Import) for binding in bound)
-    return used <= _GONE and not (taken or shared or of_self)
+def _texts(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
+    """Return the texts of the names and attributes that ``node`` reads or binds."""
+    return {ast.unparse(n) for n in ast.walk(node) if isinstance(getattr(n, "ctx", None), context)}

@@ -1,4 +1,4 @@
-"""``python -m tritonamp doctor --selftest``: what runs here is right, and how fast it is."""
+"""``python -m tritonamp doctor --selftest``: tests of results and speed on this machine."""
 
 import json
 import platform
@@ -22,7 +22,7 @@ GROUPS: dict[str, Callable[[torch.device, str], Iterable[Check]]] = {
 }
 ALONE = frozenset(("speed",))
 """Groups that need the GPU for themselves."""
-LINE = 200  # characters of a table's last column; all of it is in the JSON
+LINE = 200  # longest last column of a table, in characters; the JSON has all of it
 REPORT = (
     "Please report this table, as --selftest --json prints it. In a program whose kernels fail, "
     'enable(..., backend="eager") computes the same in eager torch.'
@@ -30,19 +30,19 @@ REPORT = (
 
 
 def first_device() -> torch.device:
-    """Return the first GPU, or the CPU where there is none."""
+    """Return the first GPU, or the CPU if there is no GPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def backend_on(device: torch.device) -> hardware.Backend:
-    """Return the backend that the selftest checks: the interpreter with TRITON_INTERPRET=1."""
+    """Return the backend to check. With TRITON_INTERPRET=1 it is Triton's interpreter."""
     return hardware.choose_backend("triton" if hardware.INTERPRETED else "auto", device)
 
 
 def all_checks(
     groups: Collection[str], device: torch.device, backend: str
 ) -> list[tuple[str, Check]]:
-    """Return the checks of the groups, each with its group."""
+    """Return the checks of the groups, each with the name of its group."""
     return [(group, check) for group in groups for check in GROUPS[group](device, backend)]
 
 
@@ -55,16 +55,17 @@ def run(
     """Run the checks of ``groups``, or all. A failed check does not stop the others.
 
     Args:
-        device: tested device; with ``jobs`` it has to be ``first_device()``.
+        device: tested device. With ``jobs`` it must be ``first_device()``.
         groups: names in ``GROUPS``.
-        tell: function of a check's outcome, called when the check has ended.
-        jobs: number of parallel processes, in which a fatal check does not stop the others; groups
-            in ``ALONE`` run in one. 0: this process, up to the first check that spoils the context.
+        tell: function that gets the outcome of each check when the check ends.
+        jobs: number of parallel processes, in which a fatal check does not stop the others. Groups
+            in ``ALONE`` run in one process. 0 runs all checks in this process, up to the first one
+            that spoils the context.
 
     Returns:
-        what ``--json`` prints: device, backend and reason; "failed", how many checks did; "checks",
-        for each its group, name, status, detail, seconds, and the numbers that it found. After
-        Ctrl-C those that are known by then; what was running is "cut off".
+        the content of ``--json``: device, backend and reason; "failed", the number of failed
+        checks; "checks", with group, name, status, detail, seconds and numbers of each check.
+        After Ctrl-C it has the checks so far, and the running ones are "cut off".
     """
     backend, groups = backend_on(device), list(groups or GROUPS)
     checks = all_checks(groups, device, backend.name)
@@ -111,7 +112,7 @@ def _run_in_processes(groups: list[str], jobs: int, tell: Callable[[Any], object
 
 
 def text(found: dict[str, Any]) -> str:
-    """Return the same for people: what runs, one table, and what to do."""
+    """Return the content of ``--json`` as text, with one table and the next steps."""
     rows = [
         (c["group"], c["name"], c["status"], textwrap.shorten(c["detail"], LINE, placeholder="..."))
         for c in found["checks"]
@@ -137,7 +138,7 @@ def verdict(found: dict[str, Any]) -> str:
 
 
 def is_wrong(found: dict[str, Any]) -> bool:
-    """Return whether a check failed, or was cut off."""
+    """Return whether a check failed or was cut off."""
     return any(check["status"] in (FAILED, CUT_OFF) for check in found["checks"])
 
 

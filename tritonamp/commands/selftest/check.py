@@ -11,29 +11,29 @@ SPOILED = "the GPU's context is gone, and every later call of this process would
 
 
 class WrongError(Exception):
-    """Raised by a check that does not hold: its message says what was found instead."""
+    """A check does not hold. The message has the wrong result."""
 
 
 class NotHereError(Exception):
-    """Raised by a check that cannot be tried on this device: its message says why."""
+    """A check cannot run on this device. The message has the reason."""
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Check one thing.
+    """Check one condition.
 
     Raises:
-        WrongError: it does not hold; ``otherwise`` says what was found.
+        WrongError: the condition is False. The message is ``otherwise``.
     """
     if not holds:
         raise WrongError(otherwise)
 
 
 class Found(NamedTuple):
-    """What a check that holds has found.
+    """The result of a check that holds.
 
     Attributes:
-        detail: one line for people.
-        numbers: for ``--json``, by name.
+        detail: one line of text.
+        numbers: numbers for ``--json`` by name.
     """
 
     detail: str
@@ -41,12 +41,12 @@ class Found(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Something that has to hold.
+    """A test of one property.
 
     Attributes:
-        name: unique in its group.
-        run: raises ``WrongError``, or anything else, where it does not hold, and ``NotHereError``
-            where it cannot be tried.
+        name: name that is unique in the group.
+        run: function that returns the result. It raises ``NotHereError`` if it cannot run here,
+            and ``WrongError`` or another error if the property does not hold.
     """
 
     name: str
@@ -56,8 +56,8 @@ class Check(NamedTuple):
 def outcome_of(check: Check, device: torch.device) -> dict[str, Any]:
     """Run a check, wait for the device, and return the check's entry in ``--json``.
 
-    The next call that asks the device reports an illegal address, and so does every later one. The
-    wait after each check assigns it to the right check; "spoiled" is then True.
+    After an illegal address the next wait for the device raises, and so does every later one.
+    Because each check ends with a wait, the error is reported for the right check, with "spoiled".
     """
     start = time.perf_counter()
     try:
@@ -66,7 +66,7 @@ def outcome_of(check: Check, device: torch.device) -> dict[str, Any]:
         found, status = Found(str(error)), NOT_HERE
     except WrongError as error:
         found, status = Found(str(error)), FAILED
-    except Exception as error:  # whatever goes wrong is the answer that was asked for
+    except Exception as error:  # any error is the outcome of the check
         found, status = Found(_on_one_line(error)), FAILED
     numbers: dict[str, Any] = dict(found.numbers)
     fault = _fault_of(device)
@@ -82,7 +82,7 @@ def outcome_of(check: Check, device: torch.device) -> dict[str, Any]:
 
 
 def _fault_of(device: torch.device) -> str | None:
-    """Return the error that the device's context is left with, or None."""
+    """Return the error in which the device's context remains; None without an error."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Every kernel against its eager twin, by the samples that its operation declares."""
+"""Checks of every kernel against its eager twin, on the samples of its operation."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ def checks(device: torch.device, backend: str) -> Iterator[Check]:
 
 
 def half_dtypes(device: torch.device) -> list[torch.dtype]:
-    """Return float16, and bfloat16 where the device computes with it."""
+    """Return float16, and bfloat16 if the device supports it."""
     try:
         hardware.check_dtype(torch.bfloat16, device)
     except hardware.UnsupportedDeviceError:
@@ -37,7 +37,7 @@ def half_dtypes(device: torch.device) -> list[torch.dtype]:
 
 
 def _compare(operation: Implementations, sample: Any, device: torch.device, backend: str) -> Found:
-    """Run all calls of the sample, also after one that failed."""
+    """Run all calls of the sample, even after a failed one."""
     worst, count, failed = 0.0, 0, []
     for call in sample.calls(device, half_dtypes(device)):
         count += 1
@@ -61,12 +61,14 @@ def _compare(operation: Implementations, sample: Any, device: torch.device, back
 
 def _by_kernel(operation: Implementations, call: Any) -> list[Tensor]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's of inf and NaN, interpreted
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # NumPy's about inf and NaN, in the interpreter
         return [result.cpu() for result in call.run(operation.triton_function)]
 
 
 def differs(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, str]:
-    """Return the largest error in ulps, and a sentence where it is more than is due, else ""."""
+    """Return the largest error in ulps, and a sentence if it is too large, else ""."""
     worst, wrong = 0.0, ""
     for got, want in zip(actual, expected, strict=True):
         error, due = ulps(got, want), MAX_ULPS.get(want.dtype, 0.0)
@@ -79,9 +81,9 @@ def differs(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float
 def ulps(actual: Tensor, expected: Tensor) -> float:
     """Return the largest error, in distances between neighbours of the dtype.
 
-    Those at the expected value, or at the mean magnitude of its tensor where that is larger: sums
-    that cancel are as precise as what was added. Another shape or dtype, something that is finite
-    on one side alone, an integer that differs: inf.
+    The distance is the one at the expected value, or at the mean magnitude of its tensor if that is
+    larger, because a sum that cancels is only as precise as its terms. The error is inf for another
+    shape or dtype, for a value that is finite on one side only, and for a wrong integer.
     """
     if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
         return math.inf

@@ -1,4 +1,4 @@
-"""The selftest in parallel processes; a fault ends only its own process."""
+"""The selftest in parallel processes. A fault ends only its own process."""
 
 import contextlib
 import json
@@ -22,12 +22,12 @@ Outcome = dict[str, Any]
 
 
 class Workers:
-    """Runs checks in processes; after a fatal check a new process continues with the next one.
+    """Runs checks in processes. After a fatal check a new process continues with the next check.
 
     Args:
-        tell: function of a check's outcome, called by one thread at a time.
-        worker: command of ``worker.py``.
-        limit: seconds that a check may take.
+        tell: function that gets the outcome of each check, called by one thread at a time.
+        worker: command that starts ``worker.py``.
+        limit: longest duration of a check in seconds.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Workers:
         self._is_stopped = False
 
     def run(self, groups: Sequence[str], count: int) -> None:
-        """Run the groups' checks in ``count`` processes; Ctrl-C ends them, and is raised then."""
+        """Run the groups' checks in ``count`` processes. Ctrl-C ends them and is raised again."""
         with ThreadPoolExecutor(count) as threads:
             try:
                 parts = [threads.submit(self._run_part, groups, i, count) for i in range(count)]
                 while wait(parts, timeout=0.5).not_done:
-                    pass  # awake for Ctrl-C, which may have come to another thread
+                    pass  # wakes up for Ctrl-C, which another thread may have received
                 for part in parts:
                     part.result()
             except BaseException:
@@ -67,8 +67,8 @@ class Workers:
             first = self._follow(command)
 
     def _follow(self, command: list[str]) -> int | None:
-        """Run one process; return the number of the next check for a new process, or None."""
-        current: Outcome | None = None  # the line of the check that is running
+        """Run one process. Return the number of the next check for a new process, or None."""
+        current: Outcome | None = None  # the line of the running check
         number, began, last = -1, time.monotonic(), {}
         with tempfile.TemporaryFile("w+") as errors, self._started(command, errors) as process:
             if process is None:
@@ -76,7 +76,7 @@ class Workers:
             watch = _Watch(process, self._limit)
             assert process.stdout is not None
             for line in process.stdout:
-                if not line.startswith("{"):  # of a tool that the process runs under
+                if not line.startswith("{"):  # output of a tool around the process
                     print(line, end="", file=sys.stderr, flush=True)
                     continue
                 found = json.loads(line)
@@ -89,12 +89,12 @@ class Workers:
             watch.cancel()
             status = process.wait()
             if current is None and (status == 0 or number >= 0):
-                # a signal between two checks leaves the others to be run
+                # after a signal between two checks, the other checks must still run
                 return number + 1 if "spoiled" in last or status < 0 else None
             seconds = round(time.monotonic() - began, 3)
             why = f"no answer within {self._limit:g} s" if watch.barked else _end_of(status, errors)
         where = current or {"group": "selftest", "name": "a process"}
-        # Ctrl-C goes to all processes, and may have ended this one before ``_stop`` does
+        # Ctrl-C goes to all processes, and may end this one before ``_stop`` does
         stopped = self._is_stopped or status == -signal.SIGINT
         cut = {"status": CUT_OFF, "detail": "it was running when the selftest was stopped"}
         fate = cut if stopped else {"status": FAILED, "detail": why}
@@ -112,7 +112,7 @@ class Workers:
                 return
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
             self._running.add(process)
-        with process:  # at its end stdout is closed
+        with process:  # closes stdout at the end
             try:
                 yield process
             finally:
@@ -126,7 +126,7 @@ class Workers:
 
 
 class _Watch:
-    """Kills a process that starts no check for so many seconds."""
+    """Kills a process that starts no new check within the limit."""
 
     def __init__(self, process: "subprocess.Popen[str]", seconds: float) -> None:
         self._process, self._seconds, self.barked = process, seconds, False
@@ -149,7 +149,7 @@ class _Watch:
 
 
 def _end_of(status: int, errors: IO[str]) -> str:
-    """Return how a process ended, with the line of stderr that says most."""
+    """Describe the end of a process, with the most informative line of its stderr."""
     errors.seek(0)
     said = [line.strip() for line in errors if line.strip()] or ["without a word"]
     fatal = [line for line in said if line.startswith("Fatal Python error")]

@@ -42,7 +42,7 @@ def _time(operation: Implementations, device: torch.device, bandwidth: list[floa
     except torch.OutOfMemoryError as error:
         raise NotHereError("too little memory is free") from error
     rate = call.moves / seconds
-    if not bandwidth:  # measured in a process that is gone
+    if not bandwidth:  # a process that ended has measured it
         _copy(device, bandwidth)
     numbers = {"us": seconds * 1e6, "gb_per_s": rate / 1e9}
     detail = f"{call.what}: {numbers['us']:.0f} us, {numbers['gb_per_s']:.0f} GB/s"
@@ -52,7 +52,7 @@ def _time(operation: Implementations, device: torch.device, bandwidth: list[floa
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """Return what a call takes on the device: the least mean of several rounds."""
+    """Return the seconds of a call on the device: the least mean of several rounds."""
     for _ in range(WARM_UP):
         call()
     means = []

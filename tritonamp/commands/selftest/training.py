@@ -1,4 +1,4 @@
-"""Levels that are trained, a step that is captured, one that is skipped, a run that is resumed."""
+"""Checks of training at every level, a skipped step, a resumed run and a captured step."""
 
 import functools
 import math
@@ -15,15 +15,15 @@ import tritonamp
 from tritonamp.commands.selftest.check import Check, Found, NotHereError, require
 
 STEPS = 30
-LAST = 5  # whose losses are averaged
-CLOSE = 0.1  # of the fall of the loss in FP32
+LAST = 5  # number of last losses whose mean counts
+CLOSE = 0.1  # largest error, as a share of the fall of the loss in FP32
 LEVELS = [("O0", torch.float16)] + [
     (level, dtype) for dtype in (torch.float16, torch.bfloat16) for level in ("O1", "O2", "O3")
 ]
 
 
 class Net(nn.Module):
-    """Attention over 8 items, then a class; it goes through every operation of a forward."""
+    """A classifier with attention over 8 items, in which a forward runs every operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 class SmallTraining:
-    """A net, its optimizer and one batch; equal for equal seeds on every device."""
+    """A net, its optimizer and one batch, with the same values on every device."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -52,7 +52,7 @@ class SmallTraining:
         self.amp: tritonamp.Amp | None = None
 
     def step(self, max_norm: float | None = None) -> Tensor:
-        """Train one step, with the gradients of an enabled model clipped to ``max_norm``."""
+        """Train one step. The gradients of an enabled model are clipped to ``max_norm``."""
         self.optimizer.zero_grad()
         loss = F.nll_loss(self.model(self.x), self.y)
         if self.amp is None:
@@ -65,7 +65,7 @@ class SmallTraining:
         return loss.detach()
 
     def tensors(self) -> list[Tensor]:
-        """Return copies of all that training changes, masters included."""
+        """Return copies of parameters, masters and optimizer state."""
         masters = () if self.amp is None else self.amp.master_params()
         states = [v for state in self.optimizer.state.values() for v in state.values()]
         found = [*self.model.parameters(), *masters, *states]
@@ -74,7 +74,7 @@ class SmallTraining:
 
 @contextmanager
 def refusals_are_not_here() -> Iterator[None]:
-    """Raise ``NotHereError`` for what tritonamp refuses on a device, as bfloat16 on an old GPU."""
+    """Raise ``NotHereError`` if the device is unsupported, as an old GPU is for bfloat16."""
     try:
         yield
     except tritonamp.UnsupportedDeviceError as error:
@@ -85,7 +85,7 @@ def refusals_are_not_here() -> Iterator[None]:
 def enabled(
     device: torch.device, backend: str, level: str = "O2", dtype: torch.dtype = torch.float16
 ) -> Iterator[SmallTraining]:
-    """Yield a new run at that level; its loss scale begins where nothing overflows."""
+    """Yield a new run at ``level``, with a first loss scale at which nothing overflows."""
     run = SmallTraining(device)
     scaler = tritonamp.GradScaler(device.type, init_scale=2.0**8)
     with tritonamp.enable(
@@ -120,7 +120,7 @@ def _train(device: torch.device, backend: str, level: str, dtype: torch.dtype) -
 
 
 def _losses(run: SmallTraining) -> tuple[float, float]:
-    """Return the first loss, and the mean of the last ones."""
+    """Return the first loss, and the mean of the last losses."""
     losses = torch.stack([run.step() for _ in range(STEPS)]).tolist()
     return losses[0], sum(losses[-LAST:]) / LAST
 
@@ -145,7 +145,7 @@ def _skip(device: torch.device, backend: str) -> Found:
 
 
 def _resume(device: torch.device, backend: str) -> Found:
-    """Save, go on, go back to what was saved in a new run, go on again."""
+    """Save and train on; load the file into a new run, and train on to the same bits."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.pt"
         with enabled(device, backend) as run:
@@ -161,7 +161,7 @@ def _resume(device: torch.device, backend: str) -> Found:
 
 
 def _capture(device: torch.device, backend: str) -> Found:
-    """Forward, backward and step in a CUDA graph, against the same steps without."""
+    """Compare a step in a CUDA graph with the same steps without a graph."""
     if device.type != "cuda":
         raise NotHereError("CUDA graphs need a GPU")
     with enabled(device, backend) as run:

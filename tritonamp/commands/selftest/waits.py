@@ -1,4 +1,4 @@
-"""Training steps in which the host must not wait for the GPU, by levels, optimizers and options."""
+"""Checks that the host does not wait for the GPU, for levels, optimizers and options."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from tritonamp.commands.selftest.training import (
     refusals_are_not_here,
 )
 
-FIRST, STEPS = 3, 5  # steps that may wait, as the first of all do; steps that must not
+FIRST, STEPS = 3, 5  # number of first steps, which may wait, and of later steps, which must not
 MAX_NORM = 1.0
 Parameters = Iterable[Tensor]
 
@@ -28,7 +28,7 @@ class Loop(NamedTuple):
 
     Attributes:
         level, dtype: arguments of ``enable``.
-        optimizer: maker of the optimizer, from the model's parameters.
+        optimizer: function from the model's parameters to the optimizer.
         options: further arguments of ``enable``.
     """
 
@@ -72,7 +72,7 @@ def loops() -> dict[str, Loop]:
 
 
 def checks(device: torch.device, backend: str) -> Iterator[Check]:
-    """Yield a check of each loop on a GPU; a CPU has nothing to wait for."""
+    """Yield a check of each loop on a GPU; none on a CPU, for which the host never waits."""
     if device.type != "cuda":
         return
     for name, loop in loops().items():
@@ -80,7 +80,7 @@ def checks(device: torch.device, backend: str) -> Iterator[Check]:
 
 
 def _train(loop: Loop, device: torch.device, backend: str) -> Found:
-    """Train, and let torch raise where a step waits.
+    """Train with an error from torch if a step waits.
 
     torch notices most waits, but not ``torch.cuda.synchronize`` and ``Event.synchronize``.
     """
@@ -104,7 +104,7 @@ def _train(loop: Loop, device: torch.device, backend: str) -> Found:
 
 @contextlib.contextmanager
 def waits_raise() -> Iterator[None]:
-    """Inside, torch raises where an operation makes the host wait for the GPU."""
+    """Let torch raise if an operation inside the block makes the host wait for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():

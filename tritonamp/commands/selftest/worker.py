@@ -2,10 +2,10 @@
 
     python -m tritonamp.commands.selftest.worker GROUPS PART COUNT FIRST
 
-GROUPS: names, separated by commas. PART: number of its first check. FIRST: number of its own checks
-to skip. Before a check it prints {"starts": number, "group": ..., "name": ...}, after the check the
-outcome. It ends after a check that has spoiled the GPU's context. bench/sanitize.py starts it under
-compute-sanitizer.
+GROUPS are names, separated by commas. PART is the number of the first check of this process. FIRST
+is the number of its checks to skip. Before a check it prints {"starts": number, "group": ...,
+"name": ...}, and after the check the outcome. It ends after a check that has spoiled the GPU's
+context. bench/sanitize.py starts it under compute-sanitizer.
 """
 
 import json
@@ -21,7 +21,7 @@ from tritonamp.commands.selftest.check import outcome_of
 def main(arguments: Sequence[str]) -> int:
     groups, part, count, first = arguments[0].split(","), *map(int, arguments[1:])
     with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)  # other prints, as a compiler's, are no lines of JSON
+        os.dup2(2, 1)  # other output, such as a compiler's, would mix with the JSON
         return run_part(groups, part, count, first, out)
 
 
