@@ -27,7 +27,7 @@ class Gated(nn.Module):
 def with_a_global() -> nn.Module:
     class OfAGlobal(Gated):
         def forward(self, x: Tensor) -> Tensor:
-            return scripted_gate(self.layer(x))
+            return scripted_gate(self.layer(x))  # noqa: F821 - set below
 
     OfAGlobal.forward.__globals__["scripted_gate"] = torch.jit.script(gate)
     return OfAGlobal()

@@ -102,8 +102,8 @@ def refuse_scripted(model: nn.Module) -> None:
         else:
             continue
         raise ValueError(
-            f"model: {kind} cannot be enabled, expected modules and functions in Python, got {got}: "
-            "enable a model with the original, and call torch.jit.script after amp.disable()"
+            f"model: {kind} cannot be enabled, expected modules and functions in Python, got {got}"
+            ": enable a model with the original, and call torch.jit.script after amp.disable()"
         )
 
 
