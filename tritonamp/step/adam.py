@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.kernels import adamw as _adamw
+from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.adamw_8bit import adamw_8bit
-from tritonamp.policy import STATES
 from tritonamp.step.fused import FusedRule, scalar
 
 
@@ -21,7 +21,7 @@ class FusedAdamRule(FusedRule):
     kinds = "an Adam or AdamW"
     torch_step = staticmethod(inspect.unwrap(torch.optim.Adam.step))
     needs = ("lr", "betas", "eps", "weight_decay")
-    states = STATES
+    states = OPTIMIZERS["Adam"].states
     state_keys: ClassVar[Mapping[str, str]] = {
         "exp_avgs": "exp_avg",
         "exp_avg_sqs": "exp_avg_sq",

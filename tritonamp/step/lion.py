@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.kernels import lion as _lion
+from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.lion_8bit import lion_8bit
-from tritonamp.policy import STATES
 from tritonamp.step.fused import FusedRule, scalar
 
 
@@ -18,7 +18,7 @@ class FusedLionRule(FusedRule):
 
     kinds = "a Lion"
     needs = ("lr", "betas", "weight_decay")
-    states = STATES
+    states = OPTIMIZERS["Lion"].states
     state_keys: ClassVar[Mapping[str, str]] = {"exp_avgs": "exp_avg"}
 
     def update(

@@ -12,6 +12,7 @@ from tritonamp.kernels import adamw as _adamw
 from tritonamp.kernels import muon as _muon
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._muon_lists import MuonLists, MuonRule
+from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.step.adam import ADAM
@@ -33,7 +34,7 @@ class FusedMuonRule(FusedRule):
         "ns_steps",
     )
     state_keys: ClassVar[Mapping[str, str]] = {"momentum_buffers": "momentum_buffer"}
-    offloads = False
+    offloads = OPTIMIZERS["Muon"].in_parts
 
     def update(
         self,

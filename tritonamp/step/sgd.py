@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.kernels import sgd as _sgd
+from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._update_lists import UpdateLists
-from tritonamp.policy import STATES
 from tritonamp.step.fused import FusedRule, scalar
 
 
@@ -20,7 +20,7 @@ class FusedSGDRule(FusedRule):
     kinds = "an SGD"
     torch_step = staticmethod(inspect.unwrap(torch.optim.SGD.step))
     needs = ("lr", "momentum", "dampening", "weight_decay")
-    states = STATES[:2]
+    states = OPTIMIZERS["SGD"].states
     state_keys: ClassVar[Mapping[str, str]] = {"momentum_buffers": "momentum_buffer"}
     optional = _sgd.OPTIONAL
     leaves_sparse_to_torch = True
