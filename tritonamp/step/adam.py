@@ -5,14 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.kernels import adamw as _adamw
 from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.adamw_8bit import adamw_8bit
-from tritonamp.step.fused import FusedRule, scalar
+from tritonamp.step.fused import FusedRule, Operation, scalar
 
 
 class FusedAdamRule(FusedRule):
@@ -30,20 +29,13 @@ class FusedAdamRule(FusedRule):
     optional = _adamw.OPTIONAL
     counts_steps = True
 
-    def update(
-        self,
-        lists: UpdateLists,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        backend: str,
-    ) -> None:
+    def operation(self, lists: UpdateLists) -> Operation:
         if lists.state == "8bit" and any(getattr(rule, "amsgrad", False) for rule in lists.rules):
             raise ValueError(
                 "state='8bit': expected amsgrad=False, got a group with amsgrad=True since the "
                 "optimizer was built or enabled: set it to False, or use state='bf16'"
             )
-        step = adamw_8bit if lists.state == "8bit" else _adamw.adamw
-        step(lists, grad_scale, found_inf, backend)
+        return adamw_8bit if lists.state == "8bit" else _adamw.adamw
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _adamw.AdamRule:
         decoupled = isinstance(optimizer, torch.optim.AdamW)

@@ -16,7 +16,7 @@ from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.step.adam import ADAM
-from tritonamp.step.fused import FusedRule, scalar
+from tritonamp.step.fused import FusedRule, Operation, scalar
 
 
 class FusedMuonRule(FusedRule):
@@ -36,15 +36,8 @@ class FusedMuonRule(FusedRule):
     state_keys: ClassVar[Mapping[str, str]] = {"momentum_buffers": "momentum_buffer"}
     offloads = OPTIMIZERS["Muon"].in_parts
 
-    def update(
-        self,
-        lists: UpdateLists,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        backend: str,
-    ) -> None:
-        lists.tensors.uses_triton(backend, _muon.MUON)  # keeps the plan that knows the state
-        _muon.muon(MuonLists(lists), grad_scale, found_inf, backend)
+    def operation(self, lists: UpdateLists) -> Operation:
+        return _on_matrices
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
         """Return the hyperparameters of one group.
@@ -92,21 +85,8 @@ class FusedMuonAndAdamRule(FusedMuonRule):
     optional = tuple(state_keys)
     counts_steps = True
 
-    def update(
-        self,
-        lists: UpdateLists,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        backend: str,
-    ) -> None:
-        lists.tensors.uses_triton(backend, _muon.MUON)  # keeps the plan that knows the state
-        matrices = _lists_of_kind(lists, MuonRule, ("momentum_buffers",), ())
-        if len(matrices.tensors):
-            _muon.muon(MuonLists(matrices), grad_scale, found_inf, backend)
-        moments = "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"
-        others = _lists_of_kind(lists, _adamw.AdamRule, (*moments, "steps"), _adamw.OPTIONAL)
-        if len(others.tensors):
-            _adamw.adamw(others, grad_scale, found_inf, backend)
+    def operation(self, lists: UpdateLists) -> Operation:
+        return _on_matrices_and_others
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
         if not is_adamws(group):
@@ -123,6 +103,26 @@ class FusedMuonAndAdamRule(FusedMuonRule):
 def is_adamws(group: Mapping[str, Any]) -> bool:
     """Tell whether a group of ``tritonamp.optim.Muon`` is one of ``adamw_params``."""
     return "betas" in group
+
+
+def _on_matrices(
+    lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str
+) -> None:
+    lists.tensors.uses_triton(backend, _muon.MUON)  # keeps the plan that knows the state
+    _muon.muon(MuonLists(lists), grad_scale, found_inf, backend)
+
+
+def _on_matrices_and_others(
+    lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str
+) -> None:
+    lists.tensors.uses_triton(backend, _muon.MUON)  # keeps the plan that knows the state
+    matrices = _lists_of_kind(lists, MuonRule, ("momentum_buffers",), ())
+    if len(matrices.tensors):
+        _muon.muon(MuonLists(matrices), grad_scale, found_inf, backend)
+    moments = "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"
+    others = _lists_of_kind(lists, _adamw.AdamRule, (*moments, "steps"), _adamw.OPTIONAL)
+    if len(others.tensors):
+        _adamw.adamw(others, grad_scale, found_inf, backend)
 
 
 def _lists_of_kind(
