@@ -6,12 +6,12 @@ import math
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tritonamp.diagnosis.range_hooks import RangeHook
+from tritonamp.diagnosis.records import DIRECTIONS, RangeRecord
 from tritonamp.diagnosis.trends import steps_left
 from tritonamp.kernels.device import is_capturing
 from tritonamp.kernels.ranges import AMAX, ELEMENTS, FORMAT, FORMATS, ROW, SUBNORMALS, ZEROS
@@ -20,39 +20,7 @@ from tritonamp.readback import Readback
 
 logger = logging.getLogger("tritonamp")
 
-DIRECTIONS = "forward", "backward"
 _MOST = 64  # readings that are kept
-
-
-class RangeRecord(NamedTuple):
-    """What the values at one module's output were like in one step.
-
-    Attributes:
-        module: its name; "" is the model, of several models each begins with the model's number.
-        direction: "forward": the output; "backward": its gradient, which carries the loss scale.
-        step: the number of the step, from 1, as in ``amp.history``.
-        absmax: largest magnitude; inf or NaN if there was one.
-        headroom_bits: how often ``absmax`` can double before it leaves the format; inf where all
-            is 0, -inf or NaN where something is inf or NaN.
-        zeros: share of the elements that are 0.
-        subnormals: share of those that are not 0 but below the smallest normal number (6e-5 in
-            float16): they have lost digits, and what is smaller still is 0.
-        elements: how many there were.
-        dtype: the narrowest format among them.
-        steps_left: of a forward that grows: about how many steps until it leaves the format, by
-            the trend of the last readings; None: no trend that says so.
-    """
-
-    module: str
-    direction: str
-    step: int
-    absmax: float
-    headroom_bits: float
-    zeros: float
-    subnormals: float
-    elements: int
-    dtype: torch.dtype
-    steps_left: int | None = None
 
 
 class LiveRanges:
