@@ -227,7 +227,7 @@ import sys
 import tritonamp
 later = {"checkpoint": "save", "forecast": "check", "optim": "optim"}
 diagnosis = "live_ranges", "range_hooks", "replay.bundles", "replay.search", "replay.watching"
-others = "kernels.ranges", *(f"diagnosis.{name}" for name in diagnosis)
+others = "kernels.muon", "kernels.ranges", *(f"diagnosis.{name}" for name in diagnosis)
 not_yet = tuple(f"tritonamp.{name}" for name in (*later, *others))
 loaded = [name for name in sys.modules if name.startswith(not_yet)]
 assert not loaded, loaded

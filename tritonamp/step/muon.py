@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.kernels import adamw as _adamw
-from tritonamp.kernels import muon as _muon
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._muon_lists import MuonLists, MuonRule
 from tritonamp.kernels._optimizers import OPTIMIZERS
@@ -108,6 +107,8 @@ def is_adamws(group: Mapping[str, Any]) -> bool:
 def _on_matrices(
     lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str
 ) -> None:
+    from tritonamp.kernels import muon as _muon  # here, because few runs step by it
+
     lists.tensors.uses_triton(backend, _muon.MUON)  # keeps the plan that knows the state
     _muon.muon(MuonLists(lists), grad_scale, found_inf, backend)
 
@@ -115,6 +116,8 @@ def _on_matrices(
 def _on_matrices_and_others(
     lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str
 ) -> None:
+    from tritonamp.kernels import muon as _muon  # here, because few runs step by it
+
     lists.tensors.uses_triton(backend, _muon.MUON)  # keeps the plan that knows the state
     matrices = _lists_of_kind(lists, MuonRule, ("momentum_buffers",), ())
     if len(matrices.tensors):
