@@ -1,6 +1,6 @@
-"""How tritonamp runs: one operation a file, each with its eager twin.
+"""Kernels of tritonamp: one operation in a file, each with its eager twin.
 
-Installed as ``tritonamp.kernels``. From the root of a checkout Python also finds this folder as
+Installed as ``tritonamp.kernels``. From the root of a checkout, Python also finds this folder as
 ``kernels``, which is the name of a package of Hugging Face that transformers looks for.
 """
 
@@ -17,14 +17,15 @@ _MISTAKEN = (
 
 
 def _give_way() -> None:
-    """Put the next ``kernels`` on ``sys.path`` in the place of this module.
+    """Replace this module by the next ``kernels`` on ``sys.path``.
 
-    Where there is none, this module becomes an empty package. It raises no ImportError, since
-    transformers (5.23) imports every module that ``find_spec`` finds without catching one, and
-    treats a module without ``__version__`` and ``__file__`` as not installed.
+    If there is none, this module becomes an empty package. It raises no ImportError, because
+    transformers (5.23) imports every module that ``find_spec`` finds without catching that error,
+    and treats a module without ``__version__`` and ``__file__`` as not installed.
     """
     checkout = Path(__file__).resolve().parents[1]
     elsewhere = [path for path in sys.path if Path(path).resolve() != checkout]
+    # the checkout is left out, or the search would find this folder again
     spec = PathFinder.find_spec("kernels", elsewhere)
     if spec is not None and spec.loader is not None and spec.origin is not None:
         module = sys.modules["kernels"] = importlib.util.module_from_spec(spec)

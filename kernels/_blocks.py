@@ -9,13 +9,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonamp.kernels._transfer import in_main_memory
 
-_GRAIN = 1 << 15  # elements: the least that torch gives a thread
+_GRAIN = 1 << 15  # elements: the fewest that torch gives a thread
 
 
 def block_size() -> int:
-    """Return the elements of a block: a grain for each thread, and enough to outweigh the call.
+    """Return the number of elements of a block, which gives each thread work for one grain.
 
-    1 MiB of FP32, where there are eight threads or fewer.
+    A block has at least 1 MiB of FP32, so that its arithmetic outweighs the calls of torch.
     """
     return _GRAIN * max(8, torch.get_num_threads())
 
@@ -23,25 +23,26 @@ def block_size() -> int:
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the elements of tensors of one shape, block by block, as views.
 
-    A tensor that is given twice is yielded twice, as the same view. Tensors on a GPU, small
+    A tensor that is passed twice is yielded twice, as the same view. Tensors on a GPU, small
     tensors, and tensors of different layouts are yielded whole.
     """
     yield from cut(*tensors) or (tensors,)
 
 
 def cut(*tensors: Tensor) -> list[tuple[Tensor, ...]] | None:
-    """Return the blocks of ``blocks`` as a list; None: the tensors stay whole."""
+    """Return the blocks that ``blocks`` yields as a list, or None if the tensors stay whole."""
     first, size = tensors[0], block_size()
     whole = first.numel() <= size or first.device.type != "cpu"
     flat = None if whole or any(map(is_traceable_wrapper_subclass, tensors)) else _flat(tensors)
     if flat is None:
         return None
+    # by identity: an update in place of a parameter must show in a copy that is the same tensor
     parts = {key: tensor.split(size) for key, tensor in flat.items()}
     return list(zip(*(parts[id(tensor)] for tensor in tensors), strict=True))
 
 
 class Scratch:
-    """Memory for intermediate results of a block's arithmetic, used again by the next block."""
+    """Memory for intermediate results of one block, which the next block reuses."""
 
     def __init__(self) -> None:
         self._memory: dict[Any, Tensor] = {}
@@ -50,21 +51,23 @@ class Scratch:
         """Return contiguous memory of the shape of ``like``, with arbitrary values.
 
         Args:
-            name: the name of the use; one name is one piece of memory.
+            name: name of the use; calls with one name and dtype share memory.
             like: a tensor on a CPU.
-            dtype: the dtype of the elements.
+            dtype: dtype of the elements.
         """
         memory = self._memory.get((name, dtype))
         if memory is None or memory.numel() < like.numel():
             memory = self._memory[name, dtype] = torch.empty(like.shape, dtype=dtype)
         if memory.shape == like.shape:
             return memory
+        # the last block of a tensor is shorter, and takes the beginning of the memory
         return memory.view(-1)[: like.numel()].view(like.shape)
 
 
 def _flat(tensors: tuple[Tensor, ...]) -> dict[int, Tensor] | None:
-    """Return the flattened tensors by id, in one common order; None: no order fits them all."""
+    """Return the flattened tensors by id, in one common order, or None if no order fits all."""
     first = tensors[0]
+    # In one order of memory, element k of every flattened tensor belongs to the same place.
     order = sorted(range(first.dim()), key=first.stride, reverse=True)
     laid_out = {id(tensor): tensor.permute(order) for tensor in tensors}
     if not all(tensor.is_contiguous() for tensor in laid_out.values()):
@@ -73,18 +76,21 @@ def _flat(tensors: tuple[Tensor, ...]) -> dict[int, Tensor] | None:
 
 
 def overflows(value: Tensor, half: torch.dtype) -> Tensor | None:
-    """Tell whether an element that is finite becomes inf in ``half``, 0-d bool.
+    """Tell whether a finite element becomes inf in ``half``, as a 0-d bool tensor.
 
-    The two extremes are enough, since rounding keeps the order.
+    The two extremes are enough, because rounding keeps the order.
 
     Returns:
-        None where the host knows that no element overflows.
+        None if the host knows that no element overflows.
     """
     if not value.numel():
         return None
     known = [in_main_memory(extreme) for extreme in torch.aminmax(value)]
     largest = torch.finfo(half).max
+    # NaN fails this comparison, too, and then the extremes say nothing of the other elements
     if all(extreme is not None and abs(extreme) <= largest for extreme in known):
         return None
+    # Without inf and NaN, and rounded before the test, because rounding takes values just above the
+    # largest down to it.
     extremes = torch.stack(torch.aminmax(value.nan_to_num(0.0, 0.0, 0.0)))
     return extremes.to(half).isinf().any()

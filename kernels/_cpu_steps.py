@@ -1,7 +1,7 @@
-"""Updates of optimizers in main memory: the bits of the eager twins, at memory speed.
+"""Updates of optimizers in main memory, with the bits of the eager twins at memory speed.
 
-A twin is the specification, and makes a tensor for each result. The updates here work in place, in
-blocks that stay in the cache, and reuse one memory for intermediate results.
+A twin is the specification, and creates a tensor for each result. The updates here work in place,
+in blocks that stay in the cache, and reuse memory for intermediate results.
 """
 
 from collections.abc import Iterator
@@ -15,23 +15,24 @@ from tritonamp.kernels._blocks import Scratch, cut, overflows
 from tritonamp.kernels._transfer import in_main_memory
 from tritonamp.kernels._update_lists import UpdateLists
 
-_MOST_WAITING = 1 << 20  # bytes of results, in memory beside their targets
+_MOST_WAITING = 1 << 20  # bytes of results that wait in memory of their own
 
 
 class CpuUpdate:
     """An update of tensors in main memory.
 
-    Large tensors are updated in place, block by block, since results that wait leave the cache.
-    Results of small tensors are collected, and written whenever they reach 1 MiB: an error before
-    that leaves all tensors unchanged.
+    Large tensors are updated in place, block by block, because results that wait would leave the
+    cache. Results of small tensors are collected and written whenever they reach 1 MiB. An error
+    before that leaves all tensors unchanged.
 
     Args:
-        lists: of the step.
+        lists: lists of the step.
         grad_scale: 0-d factor on the gradients, or None.
     """
 
     def __init__(self, lists: UpdateLists, grad_scale: Tensor | None) -> None:
         self._lists = lists
+        # a factor of 1 is known without a wait here, and saves a pass over the gradients
         self._grad_scale = None if in_main_memory(grad_scale) == 1.0 else grad_scale
         self._results: list[tuple[Tensor, Tensor]] = []
         self._waiting = 0  # bytes of the results that wait
@@ -40,23 +41,23 @@ class CpuUpdate:
         self._scratch = Scratch()
 
     def blocks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the elements of tensors of one shape; each block is updated before the next."""
+        """Yield blocks of tensors of one shape; each is updated before the next one is yielded."""
         parts = cut(*tensors)
         self._in_place = parts is not None
         yield from parts or (tensors,)
         self._in_place = False
 
     def load(self, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values of ``target`` in ``dtype``, for the caller to change and to store."""
-        # in place, the caller changes the target itself, where the dtype is the same
+        """Return the values of ``target`` in ``dtype``, which the caller may change and store."""
+        # in place, the caller changes the target itself if the dtype is the same
         return target.to(dtype, copy=not self._in_place)
 
     def scratch(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return reusable memory for an intermediate result; None: allocate new memory."""
+        """Return reusable memory for an intermediate result; None: the caller allocates."""
         return self._scratch(name, like, dtype) if self._in_place else None
 
     def gradient(self, grad: Tensor, dtype: torch.dtype, maximize: bool) -> Tensor:
-        """Return the gradient to descend, unscaled and clipped; it may be the one given."""
+        """Return the gradient to descend along, unscaled and clipped; it may be ``grad`` itself."""
         memory = self.scratch("gradient", grad, dtype)
         if grad.dtype != dtype:
             grad = grad.to(dtype) if memory is None else memory.copy_(grad)
@@ -65,9 +66,9 @@ class CpuUpdate:
         return torch.neg(grad, out=memory) if maximize else grad
 
     def store(self, target: Tensor, value: Tensor) -> None:
-        """Store ``value``, rounded to the dtype of ``target``, there: now or at the end."""
+        """Store ``value``, rounded to the dtype of ``target``: now if in place, else later."""
         if self._in_place:
-            if value is not target:  # the caller has not changed the target itself
+            if value is not target:  # else the caller has changed the target itself
                 target.copy_(value)
             return
         self._results.append((target, value))
@@ -76,7 +77,7 @@ class CpuUpdate:
             self._write_waiting()
 
     def store_param(self, param: Tensor, copy: Tensor, value: Tensor, number: int) -> None:
-        """Store a parameter and its copy; set the flag where a finite element became inf there."""
+        """Store a parameter and its copy; set the flag if a finite element became inf there."""
         self.store(param, value)
         if copy is param:
             return
@@ -86,7 +87,7 @@ class CpuUpdate:
             self._overflows.append((self._lists.overflow(copy.device)[number], found))
 
     def write_results(self) -> None:
-        """Write what waits; nothing here takes memory, so nothing can fail half-way."""
+        """Write the waiting results. Nothing here allocates, so nothing can fail half-way."""
         self._write_waiting()
         for overflow, found in self._overflows:
             overflow.logical_or_(found)
@@ -100,10 +101,11 @@ class CpuUpdate:
 
 def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Run the update of ``adamw_torch``, with the same bits."""
+    # A flag on the CPU is read without a wait, so that a skip costs nothing.
     if in_main_memory(found_inf):
         return
     updates = CpuUpdate(lists, grad_scale)
-    corrected: dict[Any, tuple[Tensor, Tensor]] = {}  # by step count: most share it
+    corrected: dict[Any, tuple[Tensor, Tensor]] = {}  # by step count, which most tensors share
     names = "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
     rows = zip(lists.rows(names), lists.tensors["steps"], strict=True)
     for (row, rule, number), steps in rows:
@@ -119,6 +121,7 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
         updates.store(steps, step)
         for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy in updates.blocks(*row):
             p, m, v = (updates.load(x, compute) for x in (param, exp_avg, exp_avg_sq))
+            # p may be the parameter itself, and then changes in place below
             before = p.clone() if counts_lost else p
             grad = updates.gradient(grad, compute, maximize)
             # weight decay
@@ -126,10 +129,12 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
                 if decoupled_weight_decay:
                     p.mul_(1 - lr * weight_decay)
                 else:
+                    # not in place: the gradient may be the user's own tensor
                     grad = grad + weight_decay * p
             # moments
             m.lerp_(grad, (1 - beta1).to(m) if isinstance(beta1, Tensor) else 1 - beta1)
             memory = updates.scratch("square, then denominator", v, compute)
+            # the product of gradients is rounded before the sum, as in adamw_torch
             v.mul_(beta2).add_(torch.mul(grad, 1 - beta2, out=memory).mul_(grad))
             v_max = torch.maximum(max_exp_avg_sq, v) if amsgrad else v
             # update
@@ -151,7 +156,7 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
 
 
 def _add_quotient(to: Tensor, a: Tensor, b: Tensor, factor: Tensor) -> None:
-    """Add ``factor * a / b``, in one pass where the host knows the factor. Bits are the same."""
+    """Add ``factor * a / b``, in one pass if the host knows the factor. The bits are the same."""
     value = in_main_memory(factor)
     if value is None:
         to.add_((factor * a).div_(b))
@@ -172,6 +177,7 @@ def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
             memory = updates.scratch("direction", grad, compute)
             # weight decay
             if weight_decay != 0:
+                # into scratch memory, because the gradient may be the user's own tensor
                 grad = torch.add(grad, p, alpha=weight_decay, out=memory)
             # momentum
             if momentum != 0:

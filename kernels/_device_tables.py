@@ -1,4 +1,4 @@
-"""The tables of one device, filled on the host and sent there."""
+"""The tables of one device, which are filled on the host and copied to the device."""
 
 import ctypes
 import functools
@@ -15,15 +15,15 @@ from tritonamp.kernels._tables import Table, stored
 from tritonamp.kernels._transfer import upload
 
 MIN_CHUNK, MAX_CHUNK = 1 << 12, 1 << 16
-"""Elements that one program works on; multiples of every kernel's tile."""
+"""Bounds of the number of elements of a chunk; multiples of every kernel's tile."""
 PROGRAMS = 4096
-"""Programs to aim at: several times a GPU's capacity, so that the last ones leave little idle."""
+"""Number of programs to aim at, several times a GPU's capacity, so that few are idle at the end."""
 
 Rows = list[tuple[int, list[Tensor]]]
-"""The rows of one table: the place of each in the lists, and the tensors that kernels work on."""
+"""Rows of one table: the place of each row in the lists, and the tensors that kernels access."""
 Kind = tuple[tuple[torch.dtype | None, ...], bool]
-"""The kind of a table, shared by its rows: the dtype of each list (None where it repeats
-"params"), and whether all pointers are multiples of 16 bytes.
+"""Properties that the rows of a table share: the dtype of each list (None if it repeats "params"),
+and whether all pointers are multiples of 16 bytes.
 """
 
 
@@ -39,17 +39,17 @@ class DeviceTables:
         rows      of chunks          table 0 | table 1 | ...     int32
 
     Args:
-        device: the device of the tables.
-        lists: the lists that kernels work on, by name, on all devices.
-        coded: see ``TensorLists``.
-        may_repeat: see ``TensorLists``.
-        numbers: see ``TensorLists``.
-        places: the places in the lists of tensors on this device.
-        before: the number of chunks on earlier devices.
+        device: device of the tables.
+        lists: lists of tensors on all devices, by name.
+        coded: names of the lists of codes, as in ``TensorLists``.
+        may_repeat: names of the lists that may repeat "params", as in ``TensorLists``.
+        numbers: index of each tensor in the results of kernels.
+        places: places in the lists of the tensors on this device.
+        before: number of chunks on earlier devices.
 
     Attributes:
         tables: one table for each kind of row.
-        copies: list, place, and the copy that kernels work on instead of the tensor there.
+        copies: list name, place, and the copy that kernels access instead of the tensor there.
     """
 
     def __init__(
@@ -64,20 +64,23 @@ class DeviceTables:
     ) -> None:
         self.copies: list[tuple[str, int, Tensor]] = []
         self._coded = coded
+        # One kernel build serves one set of dtypes and one alignment, so each kind of row is a
+        # launch of its own.
         kinds = self._rows_by_kind(lists, may_repeat, places)
         self._order = [[i for i, _ in rows] for rows in kinds.values()]
-        # places that vectors are loaded from: one element alone needs no alignment
+        # places whose pointers must stay aligned; a single element is never loaded as a vector
         self._vectors = [[i for i, used in rows if used[0].numel() > 1] for rows in kinds.values()]
         contents = [_Contents.of(rows, numbers) for rows in kinds.values()]
-        nothing = torch.zeros((len(lists) + 3, 0), dtype=torch.int64)  # there may be no table
+        nothing = torch.zeros((len(lists) + 3, 0), dtype=torch.int64)  # cat refuses an empty list
         columns = torch.cat([nothing, *(c.columns for c in contents)], 1)
+        # the int32 rows are viewed as int64, so that all tables are one tensor and one copy
         self._host = torch.cat([columns.flatten(), *(c.rows.view(torch.int64) for c in contents)])
-        # a ctypes view of the tensor's memory: faster to write
+        # a ctypes view of the tensor's memory, because tensors are slower to write to
         self._memory = (ctypes.c_int64 * len(self._host)).from_address(self._host.data_ptr())
         on_cpu = device.type == "cpu"
         self._device = self._host if on_cpu else torch.empty_like(self._host, device=device)
         self._width = columns.shape[1]
-        self._column = {name: k for k, name in enumerate(lists, start=3)}  # behind the numbers
+        self._column = {name: k for k, name in enumerate(lists, start=3)}  # after the numbers
         self.tables = self._views(device, list(lists), list(kinds), contents, before)
         self._send(0, len(self._host))
 
@@ -89,7 +92,7 @@ class DeviceTables:
         contents: Sequence["_Contents"],
         before: int,
     ) -> list[Table]:
-        """Return the tables that lie in the memory on the device."""
+        """Return tables that are views of the device's memory."""
         size = (len(names) + 3) * self._width
         columns = self._device[:size].view(-1, self._width)
         rows = self._device[size:].view(torch.int32)
@@ -117,17 +120,19 @@ class DeviceTables:
     def _rows_by_kind(
         self, lists: Mapping[str, Sequence[Tensor]], may_repeat: frozenset[str], places: list[int]
     ) -> dict[Kind, Rows]:
+        # insertion order, because the order of the tables is that of the partial sums
         kinds: dict[Kind, Rows] = {}
         for i in places:
             given = [tensors[i] for tensors in lists.values()]
             if not given[0].numel():  # a row without chunks would belong to no program
                 continue
+            # the first list's order in memory, because kernels use one offset for all lists
             strides = memory_strides(given[0])
             used, dtypes = [], []
             for name, tensor in zip(lists, given, strict=True):
                 repeats = name in may_repeat and tensor is lists["params"][i]
                 dtypes.append(None if repeats else tensor.dtype)
-                # a repeated tensor is not loaded, and codes are in the order of memory already
+                # a repeated tensor is not loaded, and codes already lie in the order of memory
                 is_loaded = not repeats and name not in self._coded
                 used.append(self._kernel_tensor(name, i, tensor, strides) if is_loaded else tensor)
             aligned = _aligned([t.data_ptr() for t in used if t.numel() > 1])
@@ -135,7 +140,7 @@ class DeviceTables:
         return kinds
 
     def _kernel_tensor(self, name: str, i: int, tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-        """Return a tensor, or a copy: all of a place have the same elements at the same offsets."""
+        """Return ``tensor``, or a copy with ``strides``: a kernel uses one offset for all lists."""
         fits = tensor.numel() <= 1 or tensor.stride() == strides
         if fits and tensor.dtype == stored(tensor.dtype):
             return tensor
@@ -146,7 +151,7 @@ class DeviceTables:
         return copy
 
     def fits_pointers(self, name: str, pointers: Sequence[int]) -> bool:
-        """Tell whether these pointers have the alignment that the tables promise to kernels."""
+        """Tell whether the pointers have the alignment that the kernels were built for."""
         used = self._kernel_pointers(name, pointers)
         return all(
             _aligned([used[i] for i in vectors])
@@ -155,8 +160,9 @@ class DeviceTables:
         )
 
     def send_pointers(self, name: str, pointers: Sequence[int]) -> None:
-        """Give a list new pointers."""
+        """Replace the pointers of one list, and send them to the device."""
         used = self._kernel_pointers(name, pointers)
+        # only this list's row of the columns is sent; nothing else of a plan moves
         at = begin = self._column[name] * self._width
         for order in self._order:
             self._memory[at : at + len(order)] = [used[i] for i in order]
@@ -164,7 +170,7 @@ class DeviceTables:
         self._send(begin, begin + self._width)
 
     def _kernel_pointers(self, name: str, pointers: Sequence[int]) -> Sequence[int]:
-        """Return the pointers with those to copies in the place of those to copied tensors."""
+        """Return the pointers, with those of copied tensors replaced by those of their copies."""
         instead = {i: copy.data_ptr() for copied, i, copy in self.copies if copied == name}
         return [instead.get(i, p) for i, p in enumerate(pointers)] if instead else pointers
 
@@ -176,13 +182,14 @@ class DeviceTables:
 class _Contents(NamedTuple):
     """The contents of one table, on the host.
 
-    Both tensors end at a multiple of 16 bytes, so that every table starts at one.
+    Both tensors are padded to a multiple of 16 bytes, so that every table starts at one.
 
     Attributes:
-        columns: sizes, first chunks, numbers, and pointers by list.
-        rows: the row that each chunk belongs to.
-        chunk: the elements of a chunk.
-        chunks: the number of chunks.
+        columns: sizes, first chunks, numbers, and pointers by list; int64 of shape (3 + lists,
+            rows).
+        rows: row that each chunk belongs to, int32 of shape (chunks,).
+        chunk: elements of a chunk.
+        chunks: number of chunks.
     """
 
     columns: Tensor
@@ -198,6 +205,7 @@ class _Contents(NamedTuple):
         firsts = [0, *itertools.accumulate(counts)][:-1]
         pointers = zip(*([t.data_ptr() for t in used] for _, used in rows), strict=True)
         columns = torch.tensor([sizes, firsts, [numbers[i] for i, _ in rows], *pointers])
+        # int32, because every program loads one entry, and there may be thousands of chunks
         of_chunks = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(
             torch.tensor(counts)
         )
@@ -210,29 +218,32 @@ class _Contents(NamedTuple):
 
 
 def _aligned(pointers: Sequence[int]) -> bool:
-    # all are multiples of 16 where their bits, taken together, are: faster than one by one
+    # One OR of all addresses shows whether each is a multiple of 16, faster than one test each.
     return functools.reduce(operator.or_, pointers, 0) % 16 == 0
 
 
 def _even(rows: int) -> int:
-    """Return the padded number of columns: every table starts at a multiple of 16 bytes."""
+    """Return the padded number of columns, so that tables start at multiples of 16 bytes."""
     return rows + rows % 2
 
 
 def _chunk(numel: int) -> int:
+    # closed form instead of autotuning: chunks decide the order of partial sums, and so their bits
     return min(max(-(-numel // PROGRAMS // MIN_CHUNK) * MIN_CHUNK, MIN_CHUNK), MAX_CHUNK)
 
 
 def memory_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides that kernels work in: the tensor's, or, where it has gaps, a copy's."""
+    """Return the tensor's strides if it is dense, else the strides of a contiguous copy."""
     if _is_dense(tensor):
         return tensor.stride()
+    # on meta, where only strides are computed and no memory is taken
     return torch.empty(tensor.shape, device="meta").stride()
 
 
 def _is_dense(tensor: Tensor) -> bool:
     """Tell whether the elements lie next to each other in some order, each once."""
     expected = 1
+    # the stride of a dimension of size 1 is arbitrary, and never used
     steps = [
         (stride, size)
         for stride, size in zip(tensor.stride(), tensor.shape, strict=True)

@@ -1,4 +1,4 @@
-"""Functions that torch.compile does not trace: run between its graphs, or while it traces."""
+"""Functions that torch.compile does not trace, and functions that it calls while it traces."""
 
 import inspect
 from collections.abc import Callable
@@ -18,12 +18,12 @@ _REASON = (
 def between_graphs(function: F) -> F:
     """Mark ``function`` so that torch.compile ends its graph before a call and traces none of it.
 
-    The functions that it calls are not traced either. It does the work of
+    Functions that ``function`` calls are not traced either. The mark has the effect of
     ``torch.compiler.disable`` without a frame around each call, and without the import of dynamo,
     which takes seconds.
 
     Args:
-        function: a function, or a result of ``contextlib.contextmanager``: its block ends the
+        function: a function, or a result of ``contextlib.contextmanager``, whose block ends the
             graph, too, and is not compiled.
     """
     marked: Any = never_alone(function)
@@ -37,8 +37,8 @@ def between_graphs(function: F) -> F:
 def never_alone(function: F) -> F:
     """Mark ``function`` so that torch.compile makes no graph of its own for a call of it.
 
-    A call inside of a graph is part of that. A call between graphs, as of a forward hook of the
-    compiled module itself, runs as it is.
+    A call inside a graph becomes part of that graph. A call between graphs, such as one by a
+    forward hook of the compiled module, runs uncompiled.
     """
     # skip the frame of the function, and all frames below it
     nowhere = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
@@ -47,10 +47,10 @@ def never_alone(function: F) -> F:
 
 
 def constant_to_dynamo(function: F) -> F:
-    """Have torch.compile run ``function`` while it traces, and take the result as a constant.
+    """Make torch.compile call ``function`` while it traces, and treat the result as a constant.
 
-    It is what torch.compiler.assume_constant_result does (in all supported versions), without the
-    import of dynamo, which takes seconds.
+    The mark has the effect of torch.compiler.assume_constant_result (in all supported versions)
+    without the import of dynamo, which takes seconds.
     """
     marked: Any = function
     marked._dynamo_marked_constant = True

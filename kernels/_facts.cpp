@@ -1,5 +1,6 @@
-// What _facts.py asks of many tensors at once, in one call each. Every function takes a list, and
-// returns None where it holds anything but plain tensors and parameters: Python's answer counts then.
+// Answers to the questions of _facts.py about many tensors, in one call each. Every function takes
+// a list and returns None if it holds anything but plain tensors and parameters: then Python
+// answers.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -10,24 +11,25 @@
 #include <string>
 #include <vector>
 
-// torch/csrc/autograd/python_variable.h, which takes twenty seconds to compile
+// declared here, because torch/csrc/autograd/python_variable.h takes twenty seconds to compile
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 
 namespace {
 
 PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
-Py_ssize_t offset = 0;  // in a tensor's object: of the pointer to its TensorImpl
+Py_ssize_t offset = 0;  // of the pointer to the TensorImpl, in a tensor's object
 
 at::TensorImpl* impl_of(PyObject* tensor) {
   return *reinterpret_cast<at::TensorImpl**>(reinterpret_cast<char*>(tensor) + offset);
 }
 
+// Exact types: a subclass may answer differently than the tensor that it holds, so Python asks it.
 bool is_plain(PyObject* tensor) {
   return Py_TYPE(tensor) == tensor_type || Py_TYPE(tensor) == parameter_type;
 }
 
-// Calls take(tensor, i) for each tensor of a list; false where there is something else.
+// Calls take(tensor, i) for each tensor of a list. Returns false at anything else.
 template <class Take>
 bool each(PyObject* list, Take take) {
   const Py_ssize_t count = PyList_GET_SIZE(list);
@@ -39,7 +41,7 @@ bool each(PyObject* list, Take take) {
   return true;
 }
 
-// Runs what may throw as torch does; what it throws becomes Python's error.
+// Runs code that may throw as torch does. An exception becomes an error of Python.
 template <class Ask>
 PyObject* answer(PyObject* list, Ask ask) {
   if (!PyList_CheckExact(list)) Py_RETURN_NONE;
@@ -63,6 +65,7 @@ PyObject* numbers(PyObject* list, Number number) {
   });
 }
 
+// The callers keep the objects alive while they compare, so an address identifies one.
 PyObject* identities(PyObject*, PyObject* list) {
   return numbers(list, [](PyObject* tensor) { return reinterpret_cast<uint64_t>(tensor); });
 }
@@ -79,27 +82,28 @@ PyObject* versions(PyObject*, PyObject* list) {
   });
 }
 
-// Appends all of how a tensor lies; false where it is not dense.
+// Appends everything about a tensor's layout. Returns false if the tensor is not dense.
 bool describe(const at::TensorImpl* impl, std::vector<int64_t>& kind) {
   if (impl->layout() != at::kStrided) return false;
   const auto sizes = impl->sizes();
   const bool contiguous = impl->is_contiguous();
-  kind.push_back(static_cast<int64_t>(impl->key_set().raw_repr()));  // kind of device, negated
+  kind.push_back(static_cast<int64_t>(impl->key_set().raw_repr()));  // kind of device, negation bit
   kind.push_back(
       static_cast<int64_t>(impl->dtype().toScalarType()) << 32 |
       static_cast<int64_t>(impl->device().index() + 1) << 16 |
       static_cast<int64_t>(sizes.size()) << 1 | static_cast<int64_t>(contiguous));
   for (const int64_t size : sizes) kind.push_back(size);
+  // Contiguous strides follow from the sizes, and are left out because most tensors have them.
   if (!contiguous) {
     for (const int64_t stride : impl->strides()) kind.push_back(stride);
   }
   return true;
 }
 
-// facts([lists]): how they lie, and where their elements begin, 64 bits each; see _facts.py.
+// facts([lists]): the layout and the addresses of the elements, 64 bits each, as in _facts.py.
 PyObject* facts(PyObject*, PyObject* lists) {
   return answer(lists, [&]() -> PyObject* {
-    static std::vector<int64_t> kind, pointers;  // whose memory is used again
+    static std::vector<int64_t> kind, pointers;  // reused by the next call; the GIL protects them
     kind.clear();
     pointers.clear();
     PyObject* first = PyList_GET_SIZE(lists) ? PyList_GET_ITEM(lists, 0) : nullptr;
@@ -112,6 +116,7 @@ PyObject* facts(PyObject*, PyObject* lists) {
         if (!is_plain(tensor)) Py_RETURN_NONE;
         at::TensorImpl* impl = impl_of(tensor);
         pointers.push_back(reinterpret_cast<int64_t>(impl->mutable_data()));
+        // A tensor of the first list has been described there.
         if (k > 0 && tensor == PyList_GET_ITEM(first, i))
           kind.push_back(-1);
         else if (!describe(impl, kind))
@@ -124,7 +129,7 @@ PyObject* facts(PyObject*, PyObject* lists) {
   });
 }
 
-// True where all are dense.
+// Returns True if all tensors are dense.
 PyObject* dense(PyObject*, PyObject* list) {
   return answer(list, [&]() -> PyObject* {
     bool strided = true;
@@ -138,6 +143,8 @@ PyObject* dense(PyObject*, PyObject* list) {
 
 PyObject* grads(PyObject*, PyObject* list) {
   return answer(list, [&]() -> PyObject* {
+    // An unset slot of a list that PyList_New returned is null, so the list can be dropped
+    // half-way.
     PyObject* found = PyList_New(PyList_GET_SIZE(list));
     if (found == nullptr) return nullptr;
     const bool plain = each(list, [&](PyObject* tensor, Py_ssize_t i) {
@@ -152,14 +159,15 @@ PyObject* grads(PyObject*, PyObject* list) {
 
 PyObject* count_write(PyObject*, PyObject* list) {
   return answer(list, [&]() -> PyObject* {
+    // Checked before the first write, because Python would count the writes again.
     if (!each(list, [](PyObject*, Py_ssize_t) {})) Py_RETURN_NONE;
     each(list, [](PyObject* tensor, Py_ssize_t) { impl_of(tensor)->bump_version(); });
     Py_RETURN_TRUE;
   });
 }
 
-// prepare(a plain tensor, the address of its TensorImpl, type of parameters): True where the
-// pointer to it was found, once, in the tensor's object.
+// prepare(a plain tensor, the address of its TensorImpl, type of parameters): True if the pointer
+// to the TensorImpl was found exactly once in the tensor's object.
 PyObject* prepare(PyObject*, PyObject* args) {
   PyObject *tensor = nullptr, *parameter = nullptr;
   unsigned long long address = 0;

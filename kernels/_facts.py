@@ -1,7 +1,7 @@
 """Facts of many tensors at once, by which a step is compared with earlier steps.
 
 The Python functions are the specification. Once ``use_native`` has built ``_facts.cpp``, C++
-answers for lists of plain tensors, in a thirtieth of the time.
+answers for lists of plain tensors in a thirtieth of the time.
 """
 
 import itertools
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tritonamp.kernels._native import PLAIN_STEPS, build
 
+# attrgetter with map keeps the loop over the tensors in C
 _grad = operator.attrgetter("grad")
 _version = operator.attrgetter("_version")  # private, but as old as autograd: counts writes
 _device = operator.attrgetter("device")
@@ -22,7 +23,7 @@ _dtype = operator.attrgetter("dtype")
 
 
 class _InPython:
-    """A stand-in for the C++ module: it answers nothing, so that Python does."""
+    """Stand-in for the C++ module. Each function returns None, so that Python answers."""
 
     @staticmethod
     def ask(tensors: Any) -> Any:
@@ -43,6 +44,7 @@ def use_native() -> None:
 
 def identities(tensors: Sequence[Tensor]) -> bytes:
     """Return the identities of the tensor objects, 64 bits each."""
+    # None, or no bytes for an empty list: then Python answers, here and below
     return _native.identities(tensors) or _packed(map(id, tensors))
 
 
@@ -57,7 +59,7 @@ def versions(tensors: Sequence[Tensor]) -> bytes:
 
 
 def numbers(answer: bytes) -> Sequence[int]:
-    """Return 64-bit facts (bytes) as a number for each tensor."""
+    """Return the 64-bit facts in ``answer`` as a sequence with a number for each tensor."""
     return array("Q", answer)
 
 
@@ -67,22 +69,23 @@ def grads(params: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def dense(tensors: Sequence[Tensor | None]) -> Sequence[int]:
-    """Return the places of dense tensors, skipping None and sparse tensors."""
+    """Return the places of dense tensors, without those of None and of sparse tensors."""
     if _native.dense(tensors):
         return range(len(tensors))
     return [i for i, t in enumerate(tensors) if t is not None and not t.is_sparse]
 
 
 def facts(lists: Sequence[Sequence[Tensor]]) -> tuple[Any, bytes]:
-    """Return the facts that decide how kernels work on lists of dense tensors, of one length.
+    """Return the facts that decide how kernels access lists of dense tensors of one length.
 
     Returns:
-        the layout (devices, dtypes, sizes, strides, and the places where a tensor is the first
-        list's), and the addresses of the elements, 64 bits each, list after list.
+        The layout (devices, dtypes, sizes, strides, and the places where a list holds the tensor of
+        the first list), and the addresses of the elements, 64 bits each, list after list.
     """
     found: tuple[Any, bytes] | None = _native.facts(lists)
     if found is not None:
         return found
+    # identities of repeated tensors belong to the layout, because kernels leave repeated lists out
     kind = [
         (
             bytes(map(operator.is_, tensors, lists[0])),
@@ -97,7 +100,7 @@ def facts(lists: Sequence[Sequence[Tensor]]) -> tuple[Any, bytes]:
 
 
 def count_write(tensors: Sequence[Tensor]) -> None:
-    """Count a write to each, which torch has not seen."""
+    """Tell autograd of a write to each tensor, because it cannot see what kernels write."""
     if not _native.count_write(tensors):
         torch.autograd.graph.increment_version(tensors)
 

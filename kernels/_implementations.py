@@ -1,4 +1,4 @@
-"""An operation's two implementations, and the choice between them."""
+"""The two implementations of an operation, and the choice between them."""
 
 import contextlib
 import functools
@@ -18,13 +18,15 @@ from tritonamp.kernels._sample import ListSample, Sample
 from tritonamp.kernels.device import runs_triton
 
 MIN_NUMEL = 1 << 16
-"""Elements below which ATen is faster: its launch is cheaper by more than a kernel saves."""
+"""Number of elements below which ATen is faster, because its launch costs less host time."""
 
 
 class Implementations:
-    """An operation's kernel and its eager twin, each of which can stand in for the other.
+    """A Triton kernel and its eager twin, which are interchangeable.
 
-    Attributes:
+    Args:
+        triton_function: launches the kernel.
+        torch_function: the eager twin, named "<operation>_torch", with the same signature.
         samples: calls for the checks that hold for every operation.
     """
 
@@ -40,22 +42,27 @@ class Implementations:
         _operations[self.name] = self
 
     def uses_triton(self, backend: str, x: Tensor) -> bool:
-        """Tell whether ``backend`` means the kernel where ``x`` is.
+        """Tell whether ``backend`` selects the kernel on the device of ``x``.
 
         Args:
             backend: "auto", "triton" or "eager".
-            x: the tensor that the operation works on.
+            x: a tensor on the device of the operation.
         """
         return backend == "triton" or (
             backend == "auto" and runs_triton(x.device) and self.name not in failures
         )
 
     def run(self, backend: str, uses_triton: bool, *args: Any) -> Any:
-        """Run the kernel, or its eager twin.
+        """Run the kernel or its eager twin.
+
+        Args:
+            backend: "auto", "triton" or "eager".
+            uses_triton: the kernel runs, instead of the twin.
+            args: arguments of both functions.
 
         Raises:
-            KernelError: the kernel cannot be compiled; under "auto" a warning instead, and eager
-                torch from then on.
+            KernelError: the kernel cannot be compiled and ``backend`` is "triton". Under "auto" a
+                warning is given, and eager torch runs from then on.
         """
         if not uses_triton:
             return self.torch_function(*args)
@@ -64,6 +71,7 @@ class Implementations:
         except KernelError as error:
             if backend == "triton":
                 raise
+            # remembered, because a compilation that fails would take seconds in every call
             failures[self.name] = str(error)
             warnings.warn(
                 f"{self.name} runs in eager torch from now on: {error}",
@@ -74,13 +82,16 @@ class Implementations:
 
 
 class TraceableOp(Implementations):
-    """An operation on a tensor that tracers can follow; it returns one, or a tuple.
+    """An operation on a tensor that tracers can record. It returns a tensor or a tuple of tensors.
 
-    Attributes:
-        left_to_inductor: torch.compile gets the eager twin: Inductor's code moves no more bytes,
-            and fuses with its neighbours, as a kernel of ours cannot.
-        prepared: a function with the arguments of ``triton_function``; it returns the same work
-            prepared for tensors that lie in memory like these.
+    Args:
+        triton_function: launches the kernel.
+        torch_function: the eager twin, named "<operation>_torch", with the same signature.
+        samples: calls for the checks that hold for every operation.
+        left_to_inductor: torch.compile traces the eager twin, because Inductor's code moves no more
+            bytes and fuses with its neighbours, which our kernel cannot do.
+        prepared: takes the arguments of ``triton_function`` and returns a function that does the
+            same work on tensors of the same layout.
     """
 
     samples: tuple[Sample, ...]
@@ -97,8 +108,9 @@ class TraceableOp(Implementations):
         super().__init__(triton_function, torch_function, samples)
         self.left_to_inductor = left_to_inductor
         self.prepared = prepared
-        # A partial has no source code: triton_op would look for kernels in it (in vain: ``launch``
-        # gets them as arguments) with a helper of inductor's, which takes seconds to import.
+        # triton_op searches a function's source for kernels, with a helper of Inductor that takes
+        # seconds to import. A partial has no source. Nothing is lost, because ``Launch`` passes
+        # kernels as arguments, where the search would miss them.
         function: Any = functools.partial(triton_function)
         function.__globals__ = triton_function.__globals__  # where the schema's types are looked up
         self.traceable = torch.library.triton_op(
@@ -106,20 +118,21 @@ class TraceableOp(Implementations):
         )
 
     def __call__(self, backend: str, x: Tensor, *args: Any) -> Any:
-        """Run the operation; "auto" takes the kernel only where ``x`` is large enough to gain.
+        """Run the operation; "auto" takes the kernel only if ``x`` is large enough to gain.
 
         Raises:
-            KernelError: see ``run``.
+            KernelError: the kernel cannot be compiled and ``backend`` is "triton".
         """
         return self.chosen(backend, x)(x, *args)
 
     def chosen(self, backend: str, x: Tensor) -> Callable[..., Any]:
-        """Return the function to call for ``x``: the eager twin, or one that runs the kernel."""
+        """Return the function to call for ``x``, which is the eager twin or runs the kernel."""
         if backend == "eager":
             return self.torch_function
         watched = torch.compiler.is_compiling() or has_torch_dispatch(x)
         if backend == "auto" and not self._gains(x, watched):
             return self.torch_function
+        # A custom op only for tracers, because its dispatch costs 9 to 20 us in a call on the host.
         if watched:
             return self.traceable
         return self.triton_function if backend == "triton" else self._kernel_or_twin
@@ -129,10 +142,10 @@ class TraceableOp(Implementations):
         return self.chosen(backend, x) is not self.torch_function
 
     def _gains(self, x: Tensor, watched: bool) -> bool:
-        """Tell whether the kernel runs where ``x`` is, and is worth it."""
+        """Tell whether the kernel can run on the device of ``x`` and is faster there."""
         if x.numel() < MIN_NUMEL or not runs_triton(x.device) or self.name in failures:
             return False
-        # DTensor and its like shard eager operations
+        # DTensor and similar classes shard eager operations, and know no rule for a kernel
         return not watched or not (
             (self.left_to_inductor and _is_compiling()) or is_traceable_wrapper_subclass(x)
         )
@@ -143,7 +156,7 @@ class TraceableOp(Implementations):
 
 def _is_compiling() -> bool:
     """Tell whether torch.compile traces the running code."""
-    # private (torch 2.11 to 2.15): while AOTAutograd traces, the public name is False in 2.11
+    # private (torch 2.11 to 2.15): in 2.11 the public function is False while AOTAutograd traces
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
@@ -151,7 +164,7 @@ _operations: dict[str, Implementations] = {}
 
 
 def operations() -> dict[str, Implementations]:
-    """Import all modules of kernels, and return the operations with a kernel by name."""
+    """Import all modules of kernels, and return the operations that have a kernel, by name."""
     package = __name__.rpartition(".")[0]
     for module in pkgutil.iter_modules(sys.modules[package].__path__):
         importlib.import_module(f"{package}.{module.name}")
@@ -159,12 +172,14 @@ def operations() -> dict[str, Implementations]:
 
 
 failures: dict[str, str] = {}
-"""Operations whose kernel could not be compiled here, and why: "auto" runs them in eager torch."""
+"""Operations whose kernel could not be compiled in this process, and the reason. "auto" runs them
+in eager torch.
+"""
 
 
 @contextlib.contextmanager
 def compile_failure() -> Iterator[None]:
-    """Make every compilation fail inside of the block, and restore the caches after it."""
+    """Make every compilation fail in the block, and restore the caches after it."""
     earlier = dict(failures)
     failures.clear()
     try:

@@ -1,4 +1,4 @@
-"""Launching a kernel: look it up, compile it if it is new, start it."""
+"""Launch of a kernel: find the compiled kernel or compile it, then start it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from tritonamp.kernels.device import (
 
 
 class Operand(IntEnum):
-    """Placeholders for the tensors that change in every step, in the launches of an update."""
+    """Placeholders in the launches of an update for tensors that each step passes."""
 
     GRAD_SCALE = 0
     FOUND_INF = 1
@@ -29,22 +29,23 @@ class KernelError(RuntimeError):
     """A kernel could not be compiled or loaded; nothing was launched."""
 
 
-# private (torch 2.11 to 2.15): the modes that record or simulate operations in the place of running
-# them, which torch keeps apart from all others. FakeTensorMode, make_fx, torch.export and
-# AOTAutograd are made of these; any other mode looks on, and runs what it sees
+# Private (torch 2.11 to 2.15): the modes that record or simulate operations instead of running
+# them. FakeTensorMode, make_fx, torch.export and AOTAutograd consist of them. Any other mode
+# observes an operation and runs it.
 _MODE = torch._C._TorchDispatchModeKey
 _TRACERS = _MODE.FAKE, _MODE.PROXY, _MODE.FUNCTIONAL
 
 
 def is_traced(x: Tensor) -> bool:
-    """Tell whether a kernel on ``x`` is to be recorded, as by a tracer, instead of run."""
+    """Tell whether a tracer records a kernel on ``x`` instead of running it."""
+    # the length of the stack first: it is 0 in nearly every call, and costs one C call
     return (torch._C._len_torch_dispatch_stack() > 0 and _has_tracer()) or (
         type(x) is not Tensor and _is_wrapper(x)
     )
 
 
 def has_torch_dispatch(x: Tensor) -> bool:
-    """Tell whether a ``__torch_dispatch__`` sees operations on ``x``: of any mode, or its class."""
+    """Tell whether a ``__torch_dispatch__``, of a mode or of a class, sees operations on ``x``."""
     return torch._C._len_torch_dispatch_stack() > 0 or (type(x) is not Tensor and _is_wrapper(x))
 
 
@@ -57,20 +58,21 @@ def _is_wrapper(x: Tensor) -> bool:
 
 
 class Launch:
-    """A launch of a kernel, which may be repeated: each call gives the tensors that change, if any.
+    """A launch of a kernel that can be repeated with other tensors.
 
-    Compiled kernels are looked up by dtypes, alignment, sizes beyond 2**31 and constants, in less
-    time than Triton's own launch takes. A repeated call reads little more than addresses.
+    Compiled kernels are found by dtypes, alignment, sizes beyond 2**31 and constants, in less time
+    than Triton's own launch takes. A repeated call reads little more than addresses.
 
     Args:
-        kernel: takes tensors, sizes and constants.
-        grid: the number of programs along each axis.
-        sizes: numbers that are marked ``do_not_specialize``.
-        constants: the ``tl.constexpr``.
-        num_warps: warps of 32 threads, see ``compile_options``.
-        maxnreg: the most registers that a thread may take.
-        tensors: the tensors of all calls, of which the first is fixed; an ``Operand`` stands for a
-            tensor that each call gives. None: a call gives all.
+        kernel: a ``triton.jit`` function whose parameters are tensors, sizes and constants, in this
+            order.
+        grid: number of programs along each axis.
+        sizes: arguments that the kernel marks as ``do_not_specialize``.
+        constants: values of the ``tl.constexpr`` parameters.
+        num_warps: warps of 32 threads; ``compile_options`` converts them for AMD.
+        maxnreg: largest number of registers of a thread, or None for no limit.
+        tensors: fixed arguments; an ``Operand`` marks a slot that each call fills. The first must
+            be fixed. None: each call passes all tensors.
     """
 
     __slots__ = (
@@ -96,19 +98,20 @@ class Launch:
         self.maxnreg = maxnreg
         self._tensors = tensors
         self._operands = [(i, t) for i, t in enumerate(tensors or ()) if isinstance(t, Operand)]
-        # by device and alignment: the cache that the kernel was found in, and its start function
+        # by device and alignment: the start function, and the dictionary that the kernel was found
+        # in, since broken_compiler() exchanges it
         self._runs: dict[Any, tuple[Any, Any]] = {}
 
     def __call__(self, *given: Tensor) -> None:
-        """Run the kernel on the tensors' device, on the current stream.
+        """Run the kernel on the tensors' device, on its current stream.
 
         Args:
-            given: the tensors that change, of the same dtypes in every call; ``Operand`` says which
-                is which.
+            given: tensors for the slots, by ``Operand``, or all tensors. A slot has one dtype in
+                all calls.
 
         Raises:
-            KernelError: it could not be compiled or loaded.
-            UnsupportedDeviceError: the tensors are where kernels do not run.
+            KernelError: the kernel could not be compiled or loaded.
+            UnsupportedDeviceError: kernels do not run on the device of the tensors.
         """
         tensors = given if self._tensors is None else self.all_tensors(given)
         if is_traced(tensors[0]):
@@ -118,6 +121,8 @@ class Launch:
         if INTERPRETED:
             _interpret(self.kernel, self.grid, tensors, (*self.sizes, *self.constants))
             return
+        # One OR over the addresses settles alignment in the usual case, in which all are multiples
+        # of 16. Only other calls need a key with a flag for each tensor.
         pointers = 0
         for tensor in given:
             pointers |= tensor.data_ptr()
@@ -126,6 +131,7 @@ class Launch:
         if pointers & 15:
             kind = device, *[tensor.data_ptr() & 15 == 0 for tensor in given]
         kernels, run = self._runs.get(kind, _NOT_COMPILED)
+        # -1 is the CPU; the check is skipped once a kernel for this kind is known
         if kernels is not _compiled and device < 0:
             require_triton(tensors[0].device)
         # Triton compiles for, and starts on, the current device, not the tensors'
@@ -135,14 +141,15 @@ class Launch:
         if kernels is not _compiled:
             run = self._find(tensors)[self.grid]
             self._runs[kind] = _compiled, run
+        # a current stream may change between calls, as under torch.cuda.stream, so it is never kept
         stream = torch._C._cuda_getCurrentRawStream(device)
         run(*tensors, *self.sizes, *self.constants, stream=stream)
 
     def prepare(self, *given: Tensor) -> None:
-        """Compile the kernel of a call with these tensors, and run nothing.
+        """Compile the kernel for a call with these tensors without running it.
 
         Raises:
-            KernelError: it could not be compiled or loaded.
+            KernelError: the kernel could not be compiled or loaded.
         """
         tensors = self.all_tensors(given)
         if INTERPRETED:
@@ -153,13 +160,13 @@ class Launch:
 
     @property
     def device(self) -> torch.device:
-        """The device of the fixed tensors."""
+        """Device of the fixed tensors."""
         assert self._tensors is not None
         device: torch.device = self._tensors[0].device
         return device
 
     def all_tensors(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the kernel's tensors in a call with these."""
+        """Return all tensor arguments of a call that passes ``given``."""
         if self._tensors is None:
             return given
         tensors = [*self._tensors]
@@ -171,13 +178,16 @@ class Launch:
         return compile_options(self.num_warps, self.maxnreg, amd_architecture(device))
 
     def _find(self, tensors: tuple[Tensor, ...]) -> Any:
-        """Return the compiled kernel, looked up by every input of its compilation."""
+        """Return the compiled kernel, found by everything that its compilation depends on."""
         device = tensors[0].get_device()
+        # kernels are defined at module level and live as long as the process, so an id is unique
         key: list[Any] = [id(self.kernel), device, self.num_warps, self.maxnreg, self.constants]
         pointers = 0
         for tensor in tensors:
             key.append(tensor.dtype)
             pointers |= tensor.data_ptr()
+        # As Triton specialises: an address by divisibility by 16, a size by whether 32 bits hold
+        # it. In the usual case, aligned and small, the key stays short.
         if pointers & 15 or max(self.sizes, default=0) >= 1 << 31:
             key += [tensor.data_ptr() & 15 == 0 for tensor in tensors]
             key += [size >= 1 << 31 for size in self.sizes]
@@ -195,24 +205,27 @@ def compile_options(
     """Return a kernel's compile options; torch 2.11's Inductor keeps ``num_warps`` alone.
 
     Args:
-        num_warps: warps of 32 threads; where waves have 64, half as many of these hold the threads.
-        maxnreg: the most registers that a thread may take. AMD's compiler knows no such option.
-        amd: one of ``AMD_WAVES``; None: an NVIDIA GPU.
+        num_warps: warps of 32 threads. A GPU with waves of 64 threads gets half as many.
+        maxnreg: largest number of registers of a thread, or None. Ignored on AMD, whose compiler
+            has no such option.
+        amd: one of ``AMD_WAVES``, or None for an NVIDIA GPU.
     """
     if amd is not None:
         num_warps, maxnreg = max(num_warps * WARP_SIZE // AMD_WAVES.get(amd, WARP_SIZE), 1), None
+    # fp_fusion is set explicitly because Triton 3.10 changes its default, and bits depend on it
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
     return options if maxnreg is None else {**options, "maxnreg": maxnreg}
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}  # a new one where those in it are to run no more
+# compiled kernels by key; broken_compiler() exchanges the dictionary, so that none of them runs
+_compiled: dict[tuple[Any, ...], Any] = {}
 _NOT_COMPILED = None, None
 _compiler_works = True
 
 
 @contextlib.contextmanager
 def broken_compiler() -> Iterator[None]:
-    """Refuse to compile a kernel inside of the block, or to run one from an earlier compilation."""
+    """Make every compilation fail in the block, and hide kernels that were compiled earlier."""
     global _compiled, _compiler_works
     earlier, _compiled = _compiled, {}
     _compiler_works = False
@@ -233,7 +246,8 @@ def _interpret(
 ) -> None:
     """Run ``kernel`` in Triton's interpreter.
 
-    That truncates to bfloat16 and loses its subnormals: FP32 stands in, and torch rounds.
+    bfloat16 tensors are replaced by FP32 ones, and torch rounds the results, because the
+    interpreter truncates to bfloat16 and loses its subnormals.
     """
     _check_compiler(kernel)
     stand_ins = [tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in tensors]
@@ -252,10 +266,10 @@ def _compile(
         compiled[grid]  # loads it onto the device, also where that failed before
     # a compiler can fail in any way: no C compiler, no ptxas for this GPU, a bug
     except Exception as error:
-        # An earlier kernel's error (an illegal address, a failed assertion) comes up at whatever
-        # asks the driver next, as loading does, and at everything after it. If there is one, this
-        # raises it as torch does everywhere: it says nothing about this kernel, and eager torch
-        # could not go on either.
+        # An earlier kernel's error (an illegal address, a failed assertion) is reported by the next
+        # call of the driver, such as this load, and by every call after it. If there is one, this
+        # raises it as torch does elsewhere, because it says nothing about this kernel, and eager
+        # torch could not continue either.
         torch.cuda.is_current_stream_capturing()
         raise KernelError(
             f"{kernel.__name__} cannot be compiled: {type(error).__name__}: {error}"

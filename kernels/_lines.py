@@ -1,9 +1,9 @@
-"""A contiguous tensor seen as lines along one dimension: how softmax and its kind address memory.
+"""Memory addresses in a contiguous tensor that is seen as lines along one dimension.
 
 A tensor of shape (outer, n, inner) holds groups of [rows, n] matrices. With inner == 1 it is one
-row-major matrix of ``outer`` rows; else ``outer`` matrices of ``inner`` rows, each column-major
-(neighbours in memory are rows). A program works on a tile of ROWS lines and BLOCK columns.
-Addresses are int64: tensors may exceed 2**31 elements.
+row-major matrix of ``outer`` rows. Otherwise it is ``outer`` column-major matrices of ``inner``
+rows, in which neighbours in memory are rows. A program computes a tile of ROWS lines and BLOCK
+columns. Addresses are int64, because tensors may exceed 2**31 elements.
 """
 
 import functools
@@ -19,28 +19,36 @@ from tritonamp.kernels.device import WARP_SIZE, tl, triton
 F = TypeVar("F", bound=Callable[..., Any])
 
 WIDEST = 16  # bytes that one instruction loads or stores
-MAX_VECTOR = 8  # half elements in them
-COLUMN_VECTOR = 4  # lines side by side that a thread holds: each one is summed up across lanes
+MAX_VECTOR = 8  # half elements in WIDEST bytes
+# Lines side by side that a thread holds. More would cost exchanges, because each line is summed up
+# across lanes.
+COLUMN_VECTOR = 4
 MAX_WARPS, LOOP_WARPS = 32, 8
 SHORT = 4096  # elements of a tile of several short lines
 MANY = 128  # programs that fill a GPU well enough; fewer share their lines with others
 MAX_SPLITS = 256
-MOST_SHAPES = 4096  # results that a function under ``cached_by_shape`` keeps
+# Results that a function under ``cached_by_shape`` keeps. A run with more shapes starts again,
+# instead of growing without bound.
+MOST_SHAPES = 4096
 
 
 class Tiling(NamedTuple):
-    """The way of a kernel over the lines of one tensor, computed from the shape.
+    """The tiles of a kernel over the lines of one tensor, computed from the shape.
 
     Attributes:
-        n: elements of a line. ``lines``: the number of lines.
-        whole: a program's tile covers whole lines, else the program moves along them.
-        splits: programs that share a line, each ``steps`` tiles of it.
-        grid: programs, (groups * blocks, splits, 1).
-        sizes: rows, n, blocks: of a group, see ``line_offsets``.
+        n: elements of a line.
+        lines: number of lines.
+        whole: a program's tile covers whole lines; else the program moves along them.
+        splits: number of programs that share a line.
+        steps: number of tiles of a line that one program computes.
+        grid: number of programs, (groups * blocks, splits, 1).
+        sizes: rows of a group, n, and blocks of a group, as in ``line_offsets``.
         layout: ROW_MAJOR, ALIGN, VEC, ROWS, BLOCK. ALIGN is a power of two that divides the
-            distance of two lines (row-major) or two columns; equal to BLOCK it says that every tile
-            is full and needs no mask. VEC is how many neighbours a thread loads at once; where it
-            is more than ALIGN, lines begin and end within vectors: their edges come one by one.
+            distance of two lines (row-major) or two columns; if it equals BLOCK, every tile is full
+            and needs no mask. VEC is the number of neighbours that a thread loads at once; if it is
+            more than ALIGN, lines begin and end within vectors, and their edges are loaded one by
+            one.
+        num_warps: warps of a program.
     """
 
     n: int
@@ -55,12 +63,13 @@ class Tiling(NamedTuple):
 
 
 def cached_by_shape(function: F) -> F:
-    """Remember the results of a function of a shape, dtypes and plain values; none is None."""
+    """Cache the results of a function of a shape, dtypes and plain values; no result is None."""
     known: dict[tuple[Any, ...], Any] = {}
 
     @functools.wraps(function)
     def wrapper(*args: Any) -> Any:
         try:
+            # not functools.cache, which would raise where a traced size has no hash
             found = known.get(args)
         except TypeError:  # a traced size has no hash
             return function(*args)
@@ -80,14 +89,16 @@ def tiling(
     """Return the tiling of a contiguous tensor for lines along some of its dimensions.
 
     Args:
-        shape: of the tensor.
-        first: dimension where the lines begin.
-        last: dimension where they end, included.
-        per_thread: elements that a thread is to hold.
-        longest: line that a program holds in its registers.
-        vec: elements that a thread accesses at once, 16 bytes of the widest dtype: twice as many
-            of half ones would leave gaps between the FP32 ones of neighbouring threads.
+        shape: shape of the tensor.
+        first: first dimension of the lines.
+        last: last dimension of the lines, included.
+        per_thread: elements that a thread holds.
+        longest: longest line that a program holds in its registers.
+        vec: elements that a thread accesses at once, 16 bytes of the widest dtype. 16 bytes of the
+            half dtype would leave gaps between the FP32 elements of neighbouring threads.
     """
+    # closed form instead of autotuning, which stalls a first call, and
+    # makes results vary between runs
     rank = max(len(shape), 1)
     first, last = in_range(first, rank), in_range(last, rank)
     outer, n, inner = (
@@ -99,28 +110,33 @@ def tiling(
     groups, rows, width = (1, outer, n) if row_major else (outer, inner, inner)
     align = next(power for power in (MAX_VECTOR, 4, 2, 1) if width % power == 0)
 
-    of_loop = per_thread if row_major else min(per_thread, 16)  # addresses take registers too
+    # a loop over columns holds fewer elements, because their addresses take registers, too
+    of_loop = per_thread if row_major else min(per_thread, 16)
     loop = LOOP_WARPS * WARP_SIZE * of_loop  # elements of a tile that moves along the lines
-    # a tile: whole lines where registers hold them, several where they are short
+    # a tile of whole lines if registers hold them, and of several lines if these are short
     if row_major:
         block = power_of_two(n, min(longest, MAX_WARPS * WARP_SIZE * per_thread))
         lines = power_of_two(rows, SHORT // block) if block <= 512 else 1
     else:
-        lines = power_of_two(rows, 64)  # side by side: they fill a sector of memory, and more
+        # as many lines side by side as fill a sector of memory, and more
+        lines = power_of_two(rows, 64)
         block = power_of_two(n, loop // lines)
     if block < n:  # the program moves along the lines
         block, per_thread = loop // lines, of_loop
-    # loops over rows read whole vectors, and edges apart; other tiles take vectors that fit
+    # Loops over rows read whole vectors, and the edges separately. Other tiles take vectors that
+    # divide the line, because a mask that ends inside a vector splits its load.
     if not row_major:
         vec = min(vec, align, COLUMN_VECTOR)
     elif block >= n:
         vec = min(vec, align)
-    if row_major and lines == 1 and n % block == 0:  # every tile is full
+    # every tile is full, and the kernel is built without masks
+    if row_major and lines == 1 and n % block == 0:
         align = block
     num_warps = min(max(lines * block // (WARP_SIZE * per_thread), 1), MAX_WARPS)
     blocks = -(-rows // lines)
 
-    # few long lines would leave a GPU idle: programs share them, four times as many as fill it
+    # A few long lines would leave a GPU idle, so programs share them,
+    # four times as many as fill it.
     splits, steps = 1, max(-(-n // block), 1)
     if steps > 1 and 0 < groups * blocks < MANY:
         steps = -(-steps // min(MAX_SPLITS, -(-4 * MANY // (groups * blocks)), steps))
@@ -134,13 +150,14 @@ def tiling(
 
 
 Dense = tuple[tuple[int, ...], tuple[int, ...]]
-"""A shape, and its contiguous strides."""
+"""A shape and its contiguous strides."""
 
 
 def dense(shape: Sequence[int]) -> Dense:
     """Return a shape and its contiguous strides, for ``new_empty_strided``.
 
-    That takes half of the time that ``new_empty`` needs, which knows many kinds of arguments.
+    ``new_empty_strided`` takes half the time of ``new_empty``, which accepts many kinds of
+    arguments.
     """
     strides = [1]
     for size in reversed(shape[1:]):
@@ -149,20 +166,20 @@ def dense(shape: Sequence[int]) -> Dense:
 
 
 def dtype_of(tensor: Tensor | None) -> torch.dtype | None:
-    """Return the dtype; None: there is no tensor."""
+    """Return the dtype of ``tensor``, or None if there is no tensor."""
     return None if tensor is None else tensor.dtype
 
 
 def contiguous_or(other: Tensor, tensor: Tensor | None) -> Tensor:
-    """Return the tensor in contiguous memory, or another where there is none.
+    """Return ``tensor`` in contiguous memory, or ``other`` if there is no tensor.
 
-    A kernel's pointer has to point somewhere, also where nothing is loaded.
+    A kernel's pointer has to be valid, also where nothing is loaded.
     """
     return other if tensor is None else tensor.contiguous()
 
 
 def in_range(dim: int, rank: int) -> int:
-    """Return ``dim`` counted from the front; raise torch's IndexError if there is none such."""
+    """Return ``dim`` counted from the front; raise torch's IndexError if it is out of range."""
     if not -rank <= dim < rank:
         raise IndexError(
             "Dimension out of range "
@@ -184,19 +201,20 @@ def line_offsets(
     pid, rows, n, blocks,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return the lines of program ``pid``, each [ROWS, 1]: starts, numbers (int64), which exist.
+    """Return offsets, numbers and mask of the lines of program ``pid``, each [ROWS, 1]; int64.
 
-    ``blocks`` programs share a group of ``rows`` lines. Where ALIGN < VEC, a line's start is that
-    of the vector that its first element lies in, ``line_lead`` elements before it.
+    ``blocks`` programs share a group of ``rows`` lines. If ALIGN < VEC, the offset of a line is
+    that of the vector that holds its first element, ``line_lead`` elements before that element.
     """
     i = tl.arange(0, ROWS)[:, None]
     if ROW_MAJOR:
+        # int64 before the product with n: a tensor may have more than 2**31 elements
         start = pid.to(tl.int64) * ROWS
         numbers = start + i
         if ALIGN < VEC:
             offs = start * n // VEC * VEC + i
         else:
-            n = n // VEC * VEC  # tells the compiler what divides it
+            n = n // VEC * VEC  # tells the compiler that VEC divides n, so that loads are vectors
             offs = start * n + i * n.to(tl.int64)
     else:
         rows = rows // VEC * VEC
@@ -204,6 +222,7 @@ def line_offsets(
         start = (pid % blocks).to(tl.int64) * ROWS
         numbers = group * rows + (start + i)
         offs = group * n * rows + (start + i)
+    # a constant mask of True disappears, so that loads depend on columns alone
     if ROWS == 1:
         return offs, numbers, tl.full([1, 1], True, tl.int1)
     else:
@@ -212,9 +231,9 @@ def line_offsets(
 
 @triton.jit
 def line_lead(pid, n, ALIGN: tl.constexpr, VEC: tl.constexpr):
-    """Return how many elements lie between what ``line_offsets`` says and a line's first one."""
+    """Return the offset of a line's first element relative to ``line_offsets``."""
     if ALIGN < VEC:
-        return pid.to(tl.int64) * n % VEC  # in 64 bits: it is added to n
+        return pid.to(tl.int64) * n % VEC  # in 64 bits, because it is added to n
     else:
         return 0
 
@@ -224,16 +243,18 @@ def column_offsets(
     start, end, rows,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the offsets of columns ``start`` to ``start + BLOCK`` from a line's start.
+    """Return the offsets of columns ``start`` to ``start + BLOCK`` from a line's start, and a mask.
 
-    The second result is the mask of columns before ``end``.
+    The mask is that of columns before ``end``.
     """
     j = tl.arange(0, BLOCK)[None, :]
     if ROW_MAJOR:
+        # tells the compiler that VEC divides the mask's bound, or it would load element by element
         end = end // VEC * VEC
         offs = start + j
     else:
         offs = (start + j).to(tl.int64) * (rows // VEC * VEC)
+    # a constant mask of True, which the compiler removes: every tile is full
     if ALIGN == BLOCK and ROW_MAJOR:
         return offs, tl.full([1, BLOCK], True, tl.int1)
     else:
@@ -242,7 +263,7 @@ def column_offsets(
 
 @triton.jit
 def segment_bounds(n, steps, ALIGN: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """Return where this program's segment of a shared line begins and ends; int64."""
+    """Return the begin and the end of this program's segment of a shared line; int64."""
     lead = line_lead(tl.program_id(0), n, ALIGN, VEC)
     begin = lead + tl.program_id(1).to(tl.int64) * steps * BLOCK
     return begin, min(begin + steps * BLOCK, lead + n)
@@ -259,11 +280,12 @@ def whole_vectors(begin, end, ALIGN: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def edge_offsets(begin, end, first, last, VEC: tl.constexpr):
-    """Return where columns lie that fill no vector: ``begin`` to ``first``, ``last`` to ``end``.
+    """Return the columns that fill no vector, and a mask, both of shape [1, 256].
 
-    And which of these places, [1, 256], there are: as many as such a program has threads. Of a tile
-    of the 2 VEC places that can be there, each thread would compute all (Triton 3.6 and 3.8).
+    These are the columns from ``begin`` to ``first`` and from ``last`` to ``end``.
     """
+    # 256 places, one for each thread of such a program. With a tile of the 2 VEC places that can
+    # exist, each thread would compute all of them (Triton 3.6 and 3.8).
     k = tl.arange(0, 256)[None, :]
     offs = tl.where(k < VEC, first, last) - VEC + k
     return offs, (offs >= tl.where(k < VEC, begin, first)) & (offs < end)

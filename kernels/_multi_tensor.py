@@ -1,4 +1,4 @@
-"""Lists of tensors for kernels that take any number of tensors in one launch."""
+"""Lists of tensors for kernels that process any number of tensors in one launch."""
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,32 +15,34 @@ from tritonamp.kernels._shards import any_sharded, to_local
 from tritonamp.kernels._transfer import upload
 from tritonamp.kernels.device import INTERPRETED, is_capturing, runs_triton
 
-_PLANS = 24  # three a step (statistics, step counts, update), of eight kinds of steps in turn
+# three for a step (statistics, step counts, update), for eight kinds of steps that alternate
+_PLANS = 24
 
 
 class Memory:
     """The memory of earlier steps: plans, and tensors that kernels read and write.
 
-    A step is like an earlier one, and launches its plan again, or its plan is built. A captured
-    CUDA graph has a plan of its own, which nothing writes to later.
+    A step that is like an earlier one repeats the launches of its plan; any other step builds a
+    plan. A captured CUDA graph has a plan of its own, which no later step writes to.
     """
 
     def __init__(self) -> None:
         self._room = _PLANS
-        self._plans: list[Plan] = []  # the last used one first
+        self._plans: list[Plan] = []  # most recently used first
         self._kept: dict[tuple[str, torch.device, tuple[int, ...]], Tensor] = {}
         self._sent: dict[tuple[str, torch.device, tuple[int, ...]], list[Any]] = {}
 
     @property
     def has_plans(self) -> bool:
-        """Whether any step has left a plan; without kernels there are none."""
+        """Whether an earlier step has left a plan. Without kernels there are none."""
         return bool(self._plans)
 
     def find_plan(self, facts: Facts) -> Plan | None:
-        """Return the plan of an earlier step on lists of these facts; None: there is none."""
-        # compared, not hashed: a hash reads all of the facts, and the next step has new ones
+        """Return the plan of an earlier step whose lists had the same kind, or None."""
+        # compared, not hashed, because a hash reads all facts, and each step has new objects
         for k, plan in enumerate(self._plans):
             if plan.fits(facts):
+                # the most recently used plan comes first, so that a steady run compares once
                 if k:
                     self._plans.insert(0, self._plans.pop(k))
                 return plan
@@ -52,20 +54,20 @@ class Memory:
             self._plans = [plan, *self._plans[: self._room - 1]]
 
     def make_room(self, parts: int) -> None:
-        """Keep more plans from now on, for steps that launch on so many parts of their lists."""
+        """Keep more plans, for steps that launch on ``parts`` parts of their lists."""
         self._room = max(self._room, parts * _PLANS)
 
     def forget_plans(self) -> list[Tensor]:
-        """Forget the plans, which hold addresses, and return the tensors that last."""
+        """Forget the plans, which hold addresses, and return the persistent tensors."""
         self._plans.clear()
         return list(self._kept.values())
 
     def kept(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return the tensor of this name, device, and shape, always the same one; zeros at first.
+        """Return the persistent tensor of this name, device and shape; it starts as zeros.
 
-        It is kept when other shapes come, since a CUDA graph may have captured it.
+        Other shapes do not replace it, because a CUDA graph may have captured it.
         """
         tensor = self._kept.get((name, device, shape))
         if tensor is None:
@@ -74,7 +76,7 @@ class Memory:
         return tensor
 
     def all_kept(self, name: str, size: int) -> list[Tensor]:
-        """Return the memory of that name, on all devices, that has something for ``size``."""
+        """Return the persistent tensors of this name whose first dimension is ``size``."""
         return [
             tensor
             for (kept_name, _, shape), tensor in self._kept.items()
@@ -86,14 +88,23 @@ class Memory:
     ) -> Tensor:
         """Return rows of numbers on the device; changed numbers are sent without waiting.
 
-        The tensor is the same for each name and shape, but a CUDA graph gets a tensor of its own.
-        None stands for a number that the caller writes there.
+        Args:
+            name: name of the persistent tensor.
+            rows: numbers, all rows of one length. None is sent as 0: the caller writes that number.
+            dtype: dtype of the result.
+            device: device of the result.
+
+        Returns:
+            A tensor of shape (rows, numbers), the same one for each name and shape. A CUDA graph
+            gets a tensor of its own.
         """
         shape = len(rows), len(rows[0])
         if is_capturing(device):
+            # a replay reads it later, when eager steps have sent other numbers to the kept tensor
             target = torch.empty(shape, dtype=dtype, device=device)
         else:
             target = self.kept(name, shape, dtype, device)
+            # hyperparameters rarely change, and comparing them costs less than a copy to the device
             if self._sent.get((name, device, shape)) == rows:
                 return target
             self._sent[name, device, shape] = rows
@@ -103,25 +114,25 @@ class Memory:
 
 
 class TensorLists:
-    """Named lists of n tensors each; those at one place have the same shape and device. A value.
+    """Named lists of n tensors each; tensors at one place share shape and device. A value.
 
-    A step makes one, asks its facts once, and drops it. Kernels work on a copy of a tensor with
-    gaps, or of another layout than the first list's tensor at that place. A list of ``may_repeat``
-    counts as empty at places where it holds the very tensor of "params". A sharded tensor is
-    represented by this rank's part.
+    A step makes one, asks for its facts once, and drops it. If a tensor has gaps, or another layout
+    than the first list's tensor at its place, kernels access a copy. A list of ``may_repeat``
+    counts as absent at places where it holds the very tensor of "params". A sharded tensor is
+    replaced by this rank's part.
 
     Args:
-        lists: the lists by name.
-        memory: the memory of earlier steps; None: nothing lasts.
-        numbers: the tensors' rows in results that kernels write, ascending; None: 0 to n - 1.
-        size: the number of rows in such results; None: n.
-        may_repeat: names of lists that may hold the tensors of "params", the first list, again.
-        scalars: names of lists of 0-d tensors, which kernels find in tables of their own.
-        coded: names of lists of 1-D tensors of codes, in the order of memory of "params", which
-            kernels take as they are.
-        orders: the strides of "params" when the codes at each place were made, by which lists are
-            compared with those of earlier steps; empty: there are no codes.
-        sharded: whether any tensor is sharded; None: the types of the first list's tell.
+        lists: lists of tensors, by name.
+        memory: memory of earlier steps, or None if nothing persists.
+        numbers: indices of the tensors in results of kernels, ascending; None: 0 to n - 1.
+        size: length of such results; None: n.
+        may_repeat: names of lists that may hold tensors of "params", the first list, again.
+        scalars: names of lists of 0-d tensors, which get tables of their own.
+        coded: names of lists of 1-D tensors of codes, in the memory order of "params", which
+            kernels access as they are.
+        orders: strides of "params" at each place when its codes were made, part of the comparison
+            with earlier steps; empty without codes.
+        sharded: whether any tensor is sharded; None: decided by the types of the first list.
     """
 
     def __init__(
@@ -165,7 +176,7 @@ class TensorLists:
         coded: Collection[str] = (),
         orders: Sequence[Hashable] = (),
     ) -> "TensorLists":
-        """Return new ``TensorLists``: these or others of the same name, and further lists."""
+        """Return new ``TensorLists`` in which ``lists`` replace or extend these."""
         return TensorLists(
             memory=self.memory,
             numbers=self.numbers,
@@ -179,7 +190,7 @@ class TensorLists:
         )
 
     def part(self, places: Sequence[int], moved: Mapping[Tensor, Tensor]) -> "TensorLists":
-        """Return the lists at some places, with other tensors instead of those that have moved."""
+        """Return the lists at some places, with the tensors of ``moved`` replaced."""
         return TensorLists(
             memory=self.memory,
             numbers=[self.numbers[i] for i in places],
@@ -202,21 +213,22 @@ class TensorLists:
     def kept(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return memory that lasts, see ``Memory.kept``."""
+        """Return a persistent tensor of the memory, as ``Memory.kept`` does."""
         return self.memory.kept(name, shape, dtype, device)
 
     def uses_triton(
         self, backend: str, operation: Implementations, names: tuple[str, ...] | None = None
     ) -> bool:
-        """Tell whether ``operation`` on these lists runs its kernel.
+        """Tell whether ``operation`` runs its kernel on these lists.
 
-        Kernels do not take float64, nor wrapper subclasses.
+        Kernels accept neither float64 nor wrapper subclasses.
 
         Args:
             backend: "auto", "triton" or "eager".
-            operation: whose kernel it is.
-            names: the lists that it works on; None: all.
+            operation: operation that has the kernel.
+            names: names of the lists that the operation works on; None: all.
         """
+        # tracers see the eager twin, because addresses of traced tensors do not exist
         if not len(self) or torch.compiler.is_compiling():
             return False
         first = next(iter(self._lists.values()))[0]  # a plan checks the others, once
@@ -226,20 +238,23 @@ class TensorLists:
         return len(devices) > 0 and (INTERPRETED or all(map(runs_triton, devices)))
 
     def plan(self, names: tuple[str, ...] | None = None) -> Plan:
-        """Return the plan of these lists (None: of all), found or built."""
+        """Return the plan of the named lists (None: of all), found or built."""
         plan = self.known_plan(names)
         if plan is None:
             lists = {name: self._lists[name] for name in names or self._lists}
             facts, kinds = self.facts(names), (self._scalars, self._coded, self.may_repeat)
             plan = Plan(lists, *kinds, self.numbers, facts)
             self._plans[names] = plan
+            # A replay reads a captured plan's tables. If the plan were kept, a later step would
+            # write its own pointers into them.
             if not self._is_captured():
                 self.memory.keep_plan(plan)
         return plan
 
     def known_plan(self, names: tuple[str, ...] | None = None) -> Plan | None:
-        """Return the plan of these lists (None: of all) if an earlier step has built it."""
+        """Return the plan of the named lists (None: of all) if an earlier step has built it."""
         plan = self._plans.get(names)
+        # without plans there is nothing to compare, and the facts need not be asked for
         if plan is None and self.memory.has_plans and not self._is_captured():
             plan = self.memory.find_plan(self.facts(names))
             if plan is not None:
@@ -247,7 +262,8 @@ class TensorLists:
         return plan
 
     def facts(self, names: tuple[str, ...] | None = None) -> Facts:
-        """Return the facts of these lists (None: of all); they are asked once."""
+        """Return the facts of the named lists (None: of all), collected once."""
+        # kept, because a step asks for a plan several times, and facts take a look at every tensor
         found = self._facts.get(names)
         if found is None:
             lie, pointers = facts([self._lists[name] for name in names or self._lists])
@@ -262,26 +278,29 @@ class TensorLists:
     def launches(
         self, written: Sequence[str] = (), names: tuple[str, ...] | None = None
     ) -> Iterator[Plan]:
-        """Yield the plan, for a ``with`` block that launches kernels on the lists.
+        """Yield the plan to a ``with`` block that launches kernels on the lists.
 
         Args:
-            written: lists that the kernels write to.
-            names: lists that they work on; None: all.
+            written: names of the lists that the kernels write to.
+            names: names of the lists that the kernels work on; None: all.
         """
         plan = self.plan(names)
         plan.send_pointers(self.facts(names))
-        # tensors with gaps or of another layout: kernels work on copies in the first list's order
+        # tensors with gaps or another layout: kernels access copies in the first list's order
         for name, i, copy in plan.copies:
             copy.copy_(self._lists[name][i])
         yield plan
         for name, i, copy in plan.copies:
             if name in written:
                 self._lists[name][i].copy_(copy)
-        for name in ("params", "copies"):  # autograd may have saved these
+        # Autograd may have saved these, and cannot see that a kernel writes to them. State and
+        # flags are never saved.
+        for name in ("params", "copies"):
             if name in written:
                 count_write(self._lists[name])
 
 
 def _local(lists: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
-    """Return the lists with sharded tensors (DTensor) replaced by this rank's parts."""
+    """Return the lists with each sharded tensor (DTensor) replaced by this rank's part."""
+    # kernels take addresses, which only the parts have
     return {name: list(map(to_local, tensors)) for name, tensors in lists.items()}

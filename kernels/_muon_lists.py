@@ -15,7 +15,7 @@ class MuonRule(NamedTuple):
     """Hyperparameters of one group, named as in ``torch.optim.Muon``.
 
     Attributes:
-        compute: the dtype of the matrix products; torch's Muon has bfloat16.
+        compute: dtype of the matrix products; torch's Muon uses bfloat16.
     """
 
     lr: float | Tensor
@@ -29,11 +29,11 @@ class MuonRule(NamedTuple):
     compute: torch.dtype = torch.bfloat16
 
     def numbers(self) -> Sequence[float | Tensor]:
-        """Return what the kernels read."""
+        """Return the row of numbers that the kernels read."""
         return *self[:3], float(self.nesterov)
 
     def lr_ratio(self, rows: int, columns: int) -> float:
-        """Return the factor on the learning rate of a matrix."""
+        """Return the factor on the learning rate for a matrix of this shape."""
         if self.adjust_lr_fn is None or self.adjust_lr_fn == "original":
             return math.sqrt(max(1, rows / columns))
         if self.adjust_lr_fn == "match_rms_adamw":
@@ -42,13 +42,13 @@ class MuonRule(NamedTuple):
 
 
 class MuonLists(UpdateLists):
-    """The lists of one step with a place for the update of each matrix, "updates".
+    """The lists of one step, extended by memory for the update of each matrix, "updates".
 
-    Matrices of one group and shape lie behind one another, for batched products, in memory of this
-    step alone: which of them have gradients may differ from step to step.
+    Matrices of one group and shape are adjacent in memory, for batched products. The memory belongs
+    to this step alone, because the matrices that have gradients may differ between steps.
 
     Args:
-        lists: of the step, without updates.
+        lists: lists of the step without updates.
 
     Attributes:
         stacks: updates (k, m, n) of one group and shape, and the group's rule.
@@ -59,6 +59,7 @@ class MuonLists(UpdateLists):
         rows = zip(lists.tensors["params"], lists.tensors.numbers, strict=True)
         for place, (param, number) in enumerate(rows):
             dtype = torch.promote_types(param.dtype, torch.float32)
+            # by group too, because coefficients and the number of iterations belong to a group
             key = lists.groups[number], param.device, dtype, tuple(param.shape)
             places.setdefault(key, []).append(place)
         self.stacks: list[tuple[Tensor, Any]] = []
@@ -66,6 +67,7 @@ class MuonLists(UpdateLists):
         for (group, device, dtype, shape), found in places.items():
             stack = torch.empty(len(found), *shape, dtype=dtype, device=device)
             self.stacks.append((stack, lists.rules[group]))
+            # views of the stack, so that kernels write where the products read
             for place, matrix in zip(found, stack.unbind(), strict=True):
                 updates[place] = matrix
         tensors = lists.tensors.with_lists(("copies",), (), {"updates": updates})
@@ -73,16 +75,18 @@ class MuonLists(UpdateLists):
 
 
 def orthogonalize_(matrices: Tensor, rule: MuonRule) -> None:
-    """Replace matrices (k, m, n) by nearly orthogonal ones, times the factor on their lr."""
+    """Replace matrices (k, m, n) by nearly orthogonal ones, times ``rule.lr_ratio``."""
     a, b, c = rule.ns_coefficients
-    # normalised before it is rounded: the values of a half matrix are at most 1
+    # normalised before it is rounded, because the values of a half matrix are then at most 1
     norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).clamp_(min=rule.eps)
     compute = _compute_dtype(rule, matrices)
     x = (matrices / norms).to(compute)
     is_tall = x.shape[1] > x.shape[2]
-    x = x.mT if is_tall else x  # then ``gram`` has the shorter side, and so have its products
+    # transposed, so that ``gram`` and its products have the shorter side
+    x = x.mT if is_tall else x
     for _ in range(rule.ns_steps):
         gram = torch.bmm(x, x.mT)
+        # beta and alpha save a pass over the matrices, as in torch.optim.Muon
         gram_update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, gram_update, x, beta=a)
     matrices.copy_(x.mT if is_tall else x)

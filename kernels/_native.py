@@ -1,4 +1,4 @@
-"""C++ that stands in for Python, built on this machine where it has a compiler."""
+"""C++ that replaces Python code, built on the user's machine if it has a compiler."""
 
 import functools
 import hashlib
@@ -21,15 +21,15 @@ from tritonamp.kernels.device import triton
 logger = logging.getLogger("tritonamp")
 
 PLAIN_STEPS = os.environ.get("TRITONAMP_PLAIN_STEPS") == "1"
-"""Whether steps keep no plan and use no C++: the reference for the faster ways."""
+"""Whether steps keep no plan and use no C++. Such steps are the reference for the faster ones."""
 
 
 class Attempt(NamedTuple):
     """A built module, or the reason why there is none.
 
     Attributes:
-        module: None where it could not be.
-        problem: "" where it could.
+        module: the module, or None if it could not be built.
+        problem: the reason if it could not be built, else "".
     """
 
     module: Any
@@ -38,20 +38,20 @@ class Attempt(NamedTuple):
 
 @functools.cache
 def build(name: str) -> Attempt:
-    """Build the module of ``name``.cpp where Triton keeps its kernels, or find it there.
+    """Build the module of ``name``.cpp, or find it where Triton keeps its kernels.
 
-    It takes seconds, once for each version of torch, of Python, and of the source.
+    A build takes seconds, once for each version of torch, of Python, and of the source.
     """
     try:
         module = _loaded(f"{name}_native", _built(Path(__file__).with_name(f"{name}.cpp")))
         sample = torch.empty(0)
-        # private (torch 2.11 to 2.15): the address of what a tensor's object stands for
+        # private (torch 2.11 to 2.15): the address of the TensorImpl of a tensor's object
         if module.prepare(sample, sample._cdata, nn.Parameter):
             return Attempt(module)
         problem = "a tensor's object is not as expected"
     # a compiler can fail in any way, and so can a read-only folder
     except Exception as error:
-        said = getattr(error, "stderr", None) or error  # by a compiler
+        said = getattr(error, "stderr", None) or error  # what a compiler printed
         problem = f"{type(error).__name__}: {str(said)[:500]}"
     logger.info("%s.cpp is not used, and steps take the host longer: %s", name, problem)
     return Attempt(None, problem)
@@ -72,6 +72,7 @@ def _built(source: Path) -> str:
         f"-L{torch_folder / 'lib'}",
         *("-ltorch_python", "-ltorch_cpu", "-lc10"),
     ]
+    # The library depends on all of these: one built for another torch must not be loaded.
     key = "\n".join([source.read_text(), torch.__version__, sys.version, *command])
     cache = triton.runtime.cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     library = source.stem + "_native" + sysconfig.get_config_var("EXT_SUFFIX")
@@ -81,6 +82,7 @@ def _built(source: Path) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, library)
         subprocess.run([*command, "-o", str(path)], check=True, capture_output=True, text=True)
+        # Triton's cache puts a file in place in one step: no other process loads half of one.
         return str(cache.put(path.read_bytes(), library, binary=True))
 
 

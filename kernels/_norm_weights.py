@@ -1,7 +1,7 @@
 """Gradients of a norm's weight and bias: partial sums over lines, [wanted, parts, n] in FP32.
 
-The kernel for whole lines keeps the sums in registers. Sums over long lines take a launch of their
-own, which is in this file.
+The kernel for whole lines keeps the sums in registers. Sums over long lines take the launch in this
+file.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,9 @@ from tritonamp.kernels._lines import Tiling, dense
 from tritonamp.kernels._norms import load_gradients, load_stats
 from tritonamp.kernels.device import tl, triton
 
+# Rows of partial sums, a fixed number, so that every GPU gives the same bits.
 PARTS = 32
-ROWS, COLUMNS = 8, 256  # of a tile
+ROWS, COLUMNS = 8, 256  # lines and columns of a tile
 WARPS = 8
 
 
@@ -24,7 +25,8 @@ def store_part(
     part_ptr, part, n, sums, columns, exist, VEC: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Write one row of partial sums, [parts, n]."""
-    n = n // VEC * VEC  # tells the compiler what divides it
+    n = n // VEC * VEC  # tells the compiler that VEC divides n, so that stores are vectors
+    # lines of the tile are added here, once, instead of in every step
     if ROWS > 1:
         sums = tl.sum(sums, 0, keep_dims=True)
     tl.store(part_ptr + part.to(tl.int64) * n + columns, sums, mask=exist)
@@ -37,9 +39,10 @@ def norm_weights_kernel(
     VEC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add up ``steps`` tiles of long lines, of BLOCK columns."""
-    n = n // VEC * VEC  # tells the compiler what divides it
+    n = n // VEC * VEC  # tells the compiler that VEC divides n, so that loads are vectors
     part = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    # a program owns its columns and a fixed range of lines: no atomics, and one order of additions
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
     for step in range(0, steps):
@@ -47,6 +50,7 @@ def norm_weights_kernel(
         numbers = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         valid = numbers < rows
         mean, rstd = load_stats(mean_ptr, rstd_ptr, numbers, valid, CENTER)
+        # evict_first, because dx is done, and nothing reads these tiles again
         grad, _, h = load_gradients(
             g_ptr, x_ptr, x_ptr, numbers * n + columns, columns, valid & (columns < n), mean, rstd,
             CENTER, False, "evict_first",
@@ -60,13 +64,14 @@ def norm_weights_kernel(
 
 
 def shape_of_parts(number: int, n: int, wants: tuple[bool, bool]) -> tuple[int, int, int]:
-    """Return the shape of the partial sums, one row at least: a pointer must point somewhere."""
+    """Return the shape of the partial sums, at least one row, because a pointer must be valid."""
     return max(sum(wants), 1), number, n
 
 
 def sums_of_long(t: Tiling, center: bool, wants: tuple[bool, bool]) -> Callable[..., Tensor]:
-    """Return a function that sums grad * h and grad, as wanted, into at most PARTS parts."""
+    """Return a function that sums grad * h and grad, if wanted, into at most PARTS parts."""
     tiles = -(-t.lines // ROWS)
+    # steps first, and then only as many parts as these steps need: none is empty
     steps = -(-tiles // PARTS)
     shape = shape_of_parts(-(-tiles // steps), t.n, wants)
     room = dense(shape)

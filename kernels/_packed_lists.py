@@ -1,6 +1,6 @@
-"""Operations on packed state: their launches, what twins read and write, samples and builds.
+"""Operations on packed state: their launches, loads and stores of their twins, samples and builds.
 
-Parameters are half with int16 remainders, or FP32; moments are codes of one byte, see
+Parameters are half with int16 remainders, or FP32. Moments are codes of one byte, in the format of
 ``_small_state``.
 """
 
@@ -29,13 +29,15 @@ from tritonamp.kernels._update_lists import Hyperparameters, PendingWrites, Upda
 from tritonamp.kernels.device import WARP_SIZE
 
 LISTS = "params", "grads", "remainders", "moments"
-"""Lists of every operation on packed state; "moments" of shape (moments_size(numel, n),)."""
-MAX_REGISTERS = 128  # left to itself, ptxas takes fewer on sm_89, and spills
-_VEC = 4  # elements that a thread holds: a warp holds a block
+"""Names of the lists of every operation on packed state. "moments" have the shape
+(moments_size(numel, n),).
+"""
+MAX_REGISTERS = 128  # without a limit, ptxas takes fewer registers on sm_89 and spills
+_VEC = 4  # elements that a thread holds, so that a warp holds a block
 
 
 def half_name(table: Table) -> str | None:
-    """Return the name of a table's half type; None: its parameters are FP32."""
+    """Return the name of the half type of a table's parameters, or None if they are FP32."""
     dtype = table.dtypes["params"]
     return None if dtype is torch.float32 else str(dtype).removeprefix("torch.")
 
@@ -43,12 +45,19 @@ def half_name(table: Table) -> str | None:
 def packed_launch(
     table: Table, kernel: Any, operands: Sequence[Any], constants: tuple[Any, ...]
 ) -> Launch:
-    """Return the launch of a kernel on the lists ``LISTS``, see ``Table.launch_of``.
+    """Return the launch of a kernel on the lists ``LISTS``.
 
-    ``constants`` follow the types of parameters and gradients and the half type's name.
+    Args:
+        table: table of the lists.
+        kernel: a ``triton.jit`` function, as in ``Table.launch_of``.
+        operands: other tensors, or an ``Operand`` for each.
+        constants: constants after the types of parameters and gradients and the half type's name.
     """
     types = table.type("params"), table.type("grads"), half_name(table)
+    # unaligned builds need more than the limit, and would spill under it
     maxnreg = MAX_REGISTERS if table.aligned else None
+    # whole blocks in a tile also if pointers are not aligned, because the codes of a block share an
+    # exponent
     tile = WARP_SIZE * NUM_WARPS * _VEC
     return table.launch_of(
         kernel, LISTS, operands, (*types, *constants), _VEC, maxnreg=maxnreg, tile=tile
@@ -56,7 +65,7 @@ def packed_launch(
 
 
 def load_master_twin(param: Tensor, remainder: Tensor) -> Tensor:
-    """Return the FP32 master, shape (n,), in the order of memory of the parameter."""
+    """Return the FP32 master, shape (n,), in the memory order of the parameter."""
     values = in_order_of_memory(param)
     if remainder is param:  # an FP32 parameter is its own master
         return values.float()
@@ -68,7 +77,8 @@ def store_moment_twin(
 ) -> None:
     """Plan to write FP32 values, shape (n,), to codes and exponents of whole blocks."""
     codes, _ = moment
-    missing = (0, len(codes) - len(x))  # zeros fill the last block: they do not raise its exponent
+    # zeros fill the last block, because they do not raise its exponent
+    missing = (0, len(codes) - len(x))
     whole, bits = (torch.nn.functional.pad(t, missing) for t in (x, random))
     for target, value in zip(moment, encode(whole, bits, kind), strict=True):
         results.put(target, value)
@@ -77,13 +87,13 @@ def store_moment_twin(
 def store_master_twin(
     results: PendingWrites, param: Tensor, remainder: Tensor, p: Tensor, overflow: Tensor
 ) -> Tensor:
-    """Plan to write a master, shape (n,); return what the parameter will be, in its order."""
+    """Plan to write a master, shape (n,); return the parameter's later values, in its order."""
     if remainder is param:
         results.put(param, in_memory_of(param, p))
         return p
     half, rest = split_master(p, param.dtype)
     results.put(remainder[: param.numel()], rest)
-    # for the flag; the second write counts, since ``half`` rounds ties of bfloat16 away from 0
+    # put_copy sets the flag. The second write wins: ``half`` rounds ties of bfloat16 away from 0.
     results.put_copy(param, in_memory_of(param, p), overflow)
     results.put(param, in_memory_of(param, half))
     return half
@@ -98,7 +108,7 @@ def packed_lists(
     steps: list[Tensor],
     track_lost: bool = False,
 ) -> UpdateLists:
-    """Return lists of one group whose moments are 0; FP32 parameters are their own remainders."""
+    """Return lists of one group with moments of 0. FP32 parameters are their own remainders."""
     codes = [
         torch.zeros(moments_size(p.numel(), moments), dtype=torch.uint8, device=p.device)
         for p in params
@@ -117,12 +127,12 @@ def packed_lists(
 
 
 def packed_samples(rule: Hyperparameters, moments: int, bytes: int) -> list[ListSample]:
-    """Return the third step of an optimizer on half parameters, and on FP32 ones.
+    """Return samples of an optimizer's third step, on half parameters and on FP32 ones.
 
     Args:
-        rule: of all parameters.
-        moments: how many each parameter has.
-        bytes: that a step moves for each half parameter.
+        rule: hyperparameters of all parameters.
+        moments: number of moments of each parameter.
+        bytes: bytes that a step moves for each half parameter.
     """
 
     def args(tensors: list[Tensor], half: torch.dtype, halves: bool) -> tuple[Any, ...]:
@@ -140,6 +150,7 @@ def packed_samples(rule: Hyperparameters, moments: int, bytes: int) -> list[List
         found = [t for name in ("params", "moments", "steps") for t in lists[name]]
         if lists["remainders"][0] is lists["params"][0]:
             return found
+        # Masters are compared instead of remainders: an FP32 ulp may carry into the half value.
         rows = zip(lists["params"], lists["remainders"], strict=True)
         return found + [join_master(in_order_of_memory(p), r[: p.numel()]) for p, r in rows]
 
@@ -156,13 +167,13 @@ def packed_builds(
     moments: int,
     loses: bool = False,
 ) -> Iterator[Shipped]:
-    """Yield half parameters of both dtypes, and FP32 ones, with half and FP32 gradients.
+    """Yield calls on half parameters of both dtypes and on FP32 ones, with half and FP32 gradients.
 
     Args:
-        name: the name of the operation.
-        triton: its launcher.
-        rule: of all parameters.
-        moments: how many each parameter has.
+        name: name of the operation.
+        triton: the operation's Triton form.
+        rule: hyperparameters of all parameters.
+        moments: number of moments of each parameter.
         loses: whether the operation can count lost updates.
     """
     kinds = [(HALF, HALF), (BF16, BF16), (HALF, WIDE), (WIDE, HALF), (WIDE, WIDE)]
@@ -176,7 +187,9 @@ def packed_builds(
         steps = [torch.empty((), dtype=WIDE)]
         lists = packed_lists(params, grads, remainders, moments, rule, steps, lost)
         build = build_name(name, param, grad, not aligned and "unaligned", lost and "lost")
-        # the exponents of a tile change layouts: a byte for each block
+        # a byte for each block: the exponents of a tile are exchanged through shared memory
         shared = (32 if lost else 8) if aligned else None
+        # unaligned builds take more registers, since each element has an address and a mask of its
+        # own
         registers = MAX_REGISTERS if aligned else 208
         yield Shipped(build, triton, (lists, None, None), registers, max_shared=shared)

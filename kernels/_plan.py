@@ -1,4 +1,4 @@
-"""A plan: tables and launches for lists of tensors, valid for all lists of the same kind."""
+"""A plan: tables and launches for lists of tensors, valid for all lists of one kind."""
 
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -19,9 +19,9 @@ class Facts(NamedTuple):
     """The facts that decide which kernels run on lists of tensors, and on which memory.
 
     Attributes:
-        kind: names of the lists, the numbers and their size, and the tensors' layout. Lists of one
+        kind: names of the lists, numbers and their size, and layout of the tensors. Lists of one
             kind share a plan.
-        pointers: addresses of the elements, 64 bits each, list after list: they may move between
+        pointers: addresses of the elements, 64 bits each, list after list. They may change between
             steps.
     """
 
@@ -30,24 +30,24 @@ class Facts(NamedTuple):
 
 
 class Plan:
-    """The tables of lists of one kind, and the launches that read them.
+    """The tables for lists of one kind, and the launches that read them.
 
-    It is built once, from the tensors one by one. A later step sends pointers that have moved, and
-    launches again. A plan holds no tensor of the lists.
+    A plan is built once, from the tensors one by one. A later step sends the pointers that have
+    changed and repeats the launches. A plan holds no tensor of the lists.
 
     Args:
-        lists: the lists that kernels work on, by name.
-        scalars: names of lists that have tables of their own: they differ from the others in shape.
-        coded: see ``TensorLists``.
-        may_repeat: see ``TensorLists``.
-        numbers: see ``TensorLists``.
-        facts: the facts of these lists.
+        lists: lists of tensors, by name.
+        scalars: names of lists of 0-d tensors, which get tables of their own.
+        coded: names of the lists of codes, as in ``TensorLists``.
+        may_repeat: names of the lists that may repeat "params", as in ``TensorLists``.
+        numbers: index of each tensor in the results of kernels.
+        facts: facts of ``lists``.
 
     Attributes:
-        devices: the devices of the tensors; empty where kernels do not take them.
-        tables: the tables of these devices.
-        scalar_tables: the tables of ``scalars``.
-        copies: list, place, and the copy that kernels work on instead of the tensor there.
+        devices: devices of the tensors; empty if kernels do not accept them.
+        tables: tables of ``lists`` without ``scalars``, on these devices.
+        scalar_tables: tables of ``scalars``.
+        copies: list name, place, and the copy that kernels access instead of the tensor there.
     """
 
     def __init__(
@@ -61,8 +61,10 @@ class Plan:
     ) -> None:
         self._names = list(lists)
         self._kind, self._pointers = facts
+        # kept with the plan, because they read its tables
         self._launches: dict[Hashable, Any] = {}
         self.devices = _kernel_devices(lists, coded)
+        # a table's rows have one number of elements for all lists, which step counts do not share
         shaped = {name: tensors for name, tensors in lists.items() if name not in scalars}
         apart = {name: tensors for name, tensors in lists.items() if name in scalars}
         parts = _parts(self.devices, shaped, coded, may_repeat, numbers)
@@ -73,9 +75,9 @@ class Plan:
         self._parts = {name: scalar_parts if name in apart else parts for name in lists}
 
     def fits(self, facts: Facts) -> bool:
-        """Tell whether lists of these facts can be launched on by this plan."""
-        # Tensors may move between steps, as gradients do; aligned ones stay aligned, since kernels
-        # are compiled for that.
+        """Tell whether this plan can launch on lists that have ``facts``."""
+        # Tensors may move between steps, as gradients do. Aligned ones must stay aligned, because
+        # kernels were compiled for that.
         return facts.kind == self._kind and all(
             part.fits_pointers(name, numbers_of(pointers))
             for name, pointers in self._moved_lists(facts)
@@ -83,7 +85,7 @@ class Plan:
         )
 
     def send_pointers(self, facts: Facts) -> None:
-        """Send the pointers that have moved to the tables."""
+        """Send the pointers that have changed to the tables."""
         for name, pointers in self._moved_lists(facts):
             for part in self._parts[name]:
                 part.send_pointers(name, numbers_of(pointers))
@@ -98,6 +100,7 @@ class Plan:
 
     def _moved_lists(self, facts: Facts) -> Iterator[tuple[str, bytes]]:
         """Yield name and new pointers of each list that has moved."""
+        # one comparison of bytes is the whole cost of a step whose tensors stayed
         if facts.pointers == self._pointers or not self.devices:
             return
         length = len(facts.pointers) // len(self._names)
@@ -118,6 +121,7 @@ def _parts(
     parts: list[DeviceTables] = []
     for device in devices:
         places = [i for i, t in enumerate(next(iter(lists.values()))) if t.device == device]
+        # chunks are numbered over all devices, since each has its own slot among the partial sums
         before = sum(table.chunks for part in parts for table in part.tables)
         parts.append(DeviceTables(device, lists, coded, may_repeat, numbers, places, before))
     return parts
@@ -126,8 +130,12 @@ def _parts(
 def _kernel_devices(
     lists: Mapping[str, Sequence[Tensor]], coded: Collection[str]
 ) -> list[torch.device]:
-    """Return the tensors' devices; none if kernels do not take them, or none has elements."""
+    """Return the devices of the tensors, or none if kernels cannot run on these lists.
+
+    Kernels need an element somewhere, one device at each place, and dtypes of ``DTYPES``.
+    """
     rows = list(zip(*lists.values(), strict=True))
+    # codes are bytes that a kernel decodes itself, so their dtype is not in DTYPES
     numbers = (tensors for name, tensors in lists.items() if name not in coded)
     suited = (
         any(row[0].numel() for row in rows)

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 LARGE = 1 << 26
-"""Elements of a large call: more than any GPU's L2 cache holds."""
+"""Number of elements of a large call, more than the L2 cache of any GPU holds."""
 
+# shapes and a dimension: short lines, columns, a single element, lines just above a power of two,
+# odd lengths, and more lines than programs of a small grid
 LINES = [((3, 9), 1), ((4, 130, 3), 1), ((1,), 0), ((5, 8193), 1), ((2, 50257), 1), ((4097, 33), 0)]
 LISTS: dict[str, list[tuple[int, ...]]] = {
+    # sizes on both sides of a block, and tensors without elements
     "tensors of 0 to 12289 elements": [(0,), (), (1,), (5, 7), (1023,), (1024,), (4099,), (12289,)],
     "40 tensors of 33 elements": [(3, 11)] * 40,
 }
@@ -27,10 +30,11 @@ class Call(NamedTuple):
     """A call of an operation, on which kernel and eager twin must agree.
 
     Attributes:
-        what: a description of the arguments, for people.
-        args: maker of the arguments: each time the same values, in new memory.
-        results: the tensors to compare, from the arguments and the returned value.
-        moves: bytes that have to be read and written; 0: too few to be of interest.
+        what: description of the arguments, for the user.
+        args: function that returns the arguments, the same values in new memory each time.
+        results: function that returns the tensors to compare, from the arguments and the returned
+            value.
+        moves: number of bytes that must be read and written, or 0 if the number is not of interest.
     """
 
     what: str
@@ -39,22 +43,24 @@ class Call(NamedTuple):
     moves: int = 0
 
     def run(self, function: Callable[..., Any]) -> Sequence[Tensor]:
-        """Return the results of ``function``: the operation's kernel or its eager twin."""
+        """Return the results of ``function``, which is the operation's kernel or its eager twin."""
         args = self.args()
         return self.results(args, function(*args))
 
 
 class Sample(NamedTuple):
-    """How to call an operation on a tensor of halves of any shape and strides, along a dimension.
+    """Calls of an operation on a half tensor of any shape and strides, along a dimension.
 
     Attributes:
-        args: maker of the operation's arguments from the tensor and the dimension.
-        reads, writes: bytes for each element of the tensor, of whole lines; None: see its tests.
-        of_line: bytes read and written for each line in addition.
-        parts: FP32 numbers that a segment of a shared line leaves; 0: lines are not shared.
-        any_order: torch adds up in an order of its own, which strides change.
-        rows_only: lines are brought together first, so that a kernel sees those alone.
-        variant: what tells it from the operation's other samples.
+        args: function that returns the operation's arguments for a tensor and a dimension.
+        reads, writes: bytes read and written for each element of whole lines, or None if the
+            operation's own tests count them.
+        of_line: additional bytes read and written for each line.
+        parts: number of FP32 results of a segment of a shared line, or 0 if lines are not shared.
+        any_order: torch adds up in an order of its own, which depends on strides.
+        rows_only: elements of a line are made neighbours first, so that a kernel sees only such
+            lines.
+        variant: name of the sample among those of the operation.
     """
 
     args: Callable[[Tensor, int], tuple[Any, ...]]
@@ -67,23 +73,24 @@ class Sample(NamedTuple):
     variant: str = ""
 
     def calls(self, device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Call]:
-        """Yield calls of awkward shapes, strides and values, of the half dtypes in turn."""
+        """Yield calls with awkward shapes, strides and values, with the half dtypes in turn."""
         makers: list[tuple[str, Callable[[], Tensor], int]] = [
             (f"{list(shape)} along {dim}", functools.partial(_values, shape, device), dim)
             for shape, dim in LINES
         ]
         makers.append(("[3, 9] transposed", lambda: _values((9, 3), device).t(), 1))
         makers.append(("inf, NaN and 65504 in [5, 140]", lambda: _special(device), 1))
+        # dtypes take turns, because every case with every dtype would double the time
         for (what, make, dim), dtype in zip(makers, itertools.cycle(dtypes), strict=False):
             yield self._call(what, make, dim, dtype)
 
     @property
     def moves_much(self) -> bool:
-        """Whether its time is that of moving bytes."""
+        """Whether moving bytes takes most of the time of a call."""
         return True
 
     def large(self, device: torch.device, dtype: torch.dtype) -> Call:
-        """Return a call of ``LARGE`` elements."""
+        """Return a call on ``LARGE`` elements."""
         shape = LARGE >> 12, 1 << 12
         call = self._call(str(list(shape)), lambda: torch.randn(shape, device=device), 1, dtype)
         return call._replace(moves=LARGE * ((self.reads or dtype.itemsize) + (self.writes or 0)))
@@ -94,13 +101,16 @@ class Sample(NamedTuple):
 
 
 class ListSample(NamedTuple):
-    """How to call an operation on lists of tensors of any shapes.
+    """Calls of an operation on lists of tensors of any shapes.
 
     Attributes:
-        args: maker of the operation's arguments from FP32 tensors, which are theirs, and half.
-        results: what the call left, from the arguments and what was returned.
-        bytes: that have to move for each element; 0: the operation works on a few numbers.
-        variant: what tells it from the operation's other samples.
+        args: function that returns the operation's arguments for FP32 tensors, which it may change,
+            and a half dtype.
+        results: function that returns the results of a call, from the arguments and the returned
+            value.
+        bytes: bytes that must be moved for each element, or 0 if the operation works on a few
+            numbers.
+        variant: name of the sample among those of the operation.
     """
 
     args: Callable[[list[Tensor], torch.dtype], tuple[Any, ...]]
@@ -109,7 +119,7 @@ class ListSample(NamedTuple):
     variant: str = ""
 
     def calls(self, device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Call]:
-        """Yield calls of awkward lists, of the half dtypes in turn."""
+        """Yield calls with awkward lists, with the half dtypes in turn."""
         makers = [
             (what, functools.partial(_lists, shapes, device)) for what, shapes in LISTS.items()
         ]
@@ -118,11 +128,11 @@ class ListSample(NamedTuple):
 
     @property
     def moves_much(self) -> bool:
-        """Whether its time is that of moving bytes."""
+        """Whether moving bytes takes most of the time of a call."""
         return self.bytes > 0
 
     def large(self, device: torch.device, dtype: torch.dtype) -> Call:
-        """Return a call of half of ``LARGE`` elements: there are up to six lists of them."""
+        """Return a call on half of ``LARGE`` elements, because there are up to six such lists."""
         shape = 8, LARGE >> 12, 1 << 8
         call = self._call(
             f"8 of {list(shape[1:])}", lambda: [*torch.rand(shape, device=device).unbind()], dtype
@@ -143,24 +153,26 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _values(shape: tuple[int, ...], device: torch.device, seed: int = 0) -> Tensor:
-    """Return FP32 numbers of both signs around 1/8, so that no long sum cancels.
+    """Return FP32 numbers of both signs around 1/8, for which no long sum cancels.
 
-    They are the same on every device.
+    The numbers are the same on every device.
     """
+    # drawn on the CPU, because generators of devices give other numbers
     generator = torch.Generator().manual_seed(seed)
     return ((torch.randn(shape, generator=generator) + 0.5) / 4).to(device)
 
 
 def _special(device: torch.device) -> Tensor:
-    """Return five lines, four of which hold a special value."""
+    """Return five lines, of which four hold a special value."""
     x = _values((5, 140), device)
     for line, value in enumerate(_SPECIAL):
         x[line, 0] = value
+    # inf and -inf in one line, whose sum is NaN
     x[0, -1] = _SPECIAL[0]
     return x
 
 
 def _lists(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[Tensor]:
-    """Return tensors of these shapes, a transposed one, and one at an odd address."""
+    """Return tensors of these shapes, a transposed tensor, and one at an unaligned address."""
     tensors = [_values(shape, device, seed) for seed, shape in enumerate(shapes)]
     return [*tensors, _values((7, 5), device).t(), _values((4098,), device)[1:]]

@@ -1,4 +1,4 @@
-"""DTensors, of which each rank has a part: kernels work on the part."""
+"""DTensors, of which each rank holds a part. Kernels work on the part."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,23 +10,24 @@ _PLAIN = {Tensor, Parameter}
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor, of which each rank has a part."""
-    # private, where DTensor of torch 2.11 to 2.15 keeps its part: asked without importing DTensor,
-    # which only FSDP2 and tensor parallelism need
+    """Return whether a tensor is a DTensor, of which each rank holds a part."""
+    # private: the attribute in which DTensor of torch 2.11 to 2.15 keeps its part. DTensor is not
+    # imported, because only FSDP2 and tensor parallelism need it.
     return hasattr(tensor, "_local_tensor")
 
 
 def any_sharded(tensors: Sequence[Tensor]) -> bool:
     """Return whether any of the tensors is a DTensor."""
+    # the set of types first: it answers for a list of plain tensors without a look at each tensor
     return not _PLAIN.issuperset(map(type, tensors)) and any(map(is_sharded, tensors))
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor; the tensor itself where it is not sharded."""
+    """Return this rank's part of a tensor, or the tensor itself if it is not sharded."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
 def set_local(tensor: Any, data: Any) -> None:
-    """Have a DTensor hold the parts of ``data``, another one, after ``tensor.data = data``."""
+    """Make a DTensor hold the parts of the DTensor ``data``, after ``tensor.data = data``."""
     tensor._local_tensor, tensor._spec = data._local_tensor, data._spec

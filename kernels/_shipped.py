@@ -16,22 +16,23 @@ LEVELS = (
     (WIDE, WIDE, None),
     (HALF, HALF, None),
 )
-"""Dtypes of parameters, gradients and copies at the levels: masters with copies, FP32 parameters
-without any (None), half ones alone.
+"""Dtypes of parameters, gradients and copies at the levels: FP32 masters with half copies, FP32
+parameters without a copy (None), half parameters alone.
 """
 
 
 class Shipped(NamedTuple):
-    """A call whose kernels ``bench/static.py`` builds, and the limits of the builds.
+    """A call whose kernels ``bench/static.py`` builds, and the limits for the builds.
 
     Attributes:
-        name: a unique name, for people.
-        function: an operation's Triton form.
-        args: the arguments of the call, tensors on the meta device.
-        max_registers: registers of a thread.
-        max_instructions: for each element, None where a tile is too small to judge.
-        exp2: MUFU.EX2 instructions for each element.
-        max_shared: bytes of shared memory; None: any.
+        name: a unique name, for the user.
+        function: the Triton form of an operation.
+        args: arguments of the call, tensors on the meta device.
+        max_registers: largest number of registers of a thread.
+        max_instructions: largest number of instructions for each element, or None if a tile is too
+            small for that number to matter.
+        exp2: number of MUFU.EX2 instructions for each element.
+        max_shared: largest number of bytes of shared memory, or None for no limit.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Shipped(NamedTuple):
 
 
 def build_name(*words: object) -> str:
-    """Return the words that are not False in a row, dtypes without "torch."."""
+    """Return the words, without those that are False, joined by spaces; dtypes without "torch."."""
     return " ".join(str(word) for word in words if word is not False).replace("torch.", "")
 
 
@@ -62,10 +63,11 @@ def shipped_update(
     Args:
         aligned: all pointers are multiples of 16 bytes.
         level: one of ``LEVELS``.
-        states: dtypes of the optimizer's state by name; "params": there is no such state.
-        rule: of the group.
-        track_lost: see ``UpdateLists``.
-        state: see ``UpdateLists``.
+        states: dtypes of the optimizer's state by name, or "params" for a state that the group
+            lacks.
+        rule: hyperparameters of the group.
+        track_lost: the update counts lost updates, as in ``UpdateLists``.
+        state: number format of the moments, as in ``UpdateLists``.
         optional: names of states that a group may lack.
     """
     param, grad, copy = level
@@ -80,11 +82,20 @@ def shipped_lists(
     scalars: Collection[str] = (),
     **dtypes: torch.dtype | str,
 ) -> TensorLists:
-    """Return lists of one small tensor each, for ``shipped``; a name repeats that list."""
-    lists: dict[str, Any] = {}  # of tensors
+    """Return lists of one small tensor each for ``shipped``.
+
+    Args:
+        aligned: all pointers are multiples of 16 bytes.
+        may_repeat: names of lists that may repeat "params".
+        scalars: names of lists of 0-d tensors.
+        dtypes: dtype of each list by name, or the name of the list that it repeats.
+    """
+    lists: dict[str, Any] = {}
     for name, dtype in dtypes.items():
         if isinstance(dtype, str):
+            # the same tensors, which is how a step says that parameters have no copies
             lists[name] = lists[dtype]
         else:
+            # one element in, the address of a half or FP32 tensor is no multiple of 16
             lists[name] = [torch.empty(4096 + 8, dtype=dtype)[0 if aligned else 1 :][:4096]]
     return TensorLists(may_repeat=may_repeat, scalars=scalars, **lists)

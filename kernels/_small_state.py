@@ -1,11 +1,11 @@
-"""Small forms of a step's FP32 numbers: bfloat16 moments, one-byte moments, masters in two halves.
+"""Compact forms of a step's FP32 values: bfloat16 moments, one-byte moments, masters in two halves.
 
 Every form has a Triton function and a twin in torch with the same bits. Moments are rounded
-stochastically, since the usual change of a second moment, a thousandth, is less than half the
-distance of two bfloat16 numbers: rounded to the nearest it would never decay. Where a rounding goes
-up is a hash of element and tensor at the first step, and moves on by the golden ratio with each:
-successive roundings spread evenly, which leaves less noise in a moment than independent ones do
-(Weyl's sequence), and a run that is repeated or resumed has the same bits.
+stochastically, because a second moment usually changes by a thousandth, which is less than half the
+distance of two bfloat16 numbers: rounded to the nearest, it would never decay. Whether an element
+is rounded up depends on a hash of element and tensor, to which every step adds the golden ratio
+(Weyl's sequence). Successive roundings then spread evenly, which leaves less noise in a moment than
+independent ones, and a run that is repeated or resumed has the same bits.
 """
 
 import torch
@@ -15,20 +15,22 @@ from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels.device import tl, triton
 
 BLOCK = 128
-"""Elements of a parameter whose codes share an exponent."""
+"""Number of elements of a parameter whose codes share an exponent."""
+# Kernels below repeat these constants as literals, because a jitted function can read no global
+# that is not a tl.constexpr.
 SIGNED, UNSIGNED = 15, 31
 """Kinds of codes, by the field of the largest exponent.
 
-A code is a float of 3 mantissa bits whose exponents count down from the block's. A signed one has 4
-bits of exponent: 17 powers of two below the block's largest value are its last. An unsigned one has
-5: 33 powers of two.
+A code is a float of 3 mantissa bits whose exponents count down from the block's exponent. A signed
+code has 4 exponent bits and reaches down 17 powers of two below the block's largest value. An
+unsigned code has 5 exponent bits and reaches down 33 powers of two.
 """
 _DROPPED = 20  # bits of an FP32 mantissa that a code lacks
-_LEAST_EXPONENT = 40  # of a block: units below stay normal numbers
+_LEAST_EXPONENT = 40  # of a block, for which units of its codes are normal numbers
 _NOT_FINITE = 255  # the exponent of a block with NaN
-_LARGEST = 1.875 * 2.0**127  # that a code can be
+_LARGEST = 1.875 * 2.0**127  # largest value of a code
 _GOLDEN = 0x9E3779B1  # of 2^32
-_NUMBER, _ELEMENT = 0x85EBCA77, 0x27D4EB2F  # odd, with bits spread out
+_NUMBER, _ELEMENT = 0x85EBCA77, 0x27D4EB2F  # odd factors with evenly spread bits
 _MIX1, _MIX2 = 0x85EBCA6B, 0xC2B2AE35  # the finaliser of MurmurHash3 (Appleby)
 _LEAST_HALF = 113  # the exponent of 2^-14, float16's least normal number
 _ULP_SHIFT = 25  # float16: the remainder counts 2^-15 of an ulp, which is 2^(exponent - 10)
@@ -39,24 +41,26 @@ _ULP_SHIFT = 25  # float16: the remainder counts 2^-15 of an ulp, which is 2^(ex
 
 @triton.jit
 def random_bits(offs, step, number):
-    """Return 32 random bits for each element's first moment, and for its second; uint32.
+    """Return 32 random bits for each element's first moment, and for its second moment; uint32.
 
     Args:
-        offs: elements of a tensor, int.
-        step: float, at most 2^24: with each both turn by the golden ratio.
-        number: of the tensor.
+        offs: indices of the elements in their tensor, integers.
+        step: step count, float of at most 2^24. Each step turns both results by the golden ratio.
+        number: index of the tensor.
     """
+    # 0x85EBCA77 exceeds int32, so the product is made in int64 and cut to 32 bits
     seed = (number.to(tl.int64) * 0x85EBCA77 & 0xFFFFFFFF).to(tl.uint32)
     h = (offs.to(tl.uint32) * 0x27D4EB2F) ^ seed
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     h ^= h >> 16
     turn = (step.to(tl.int64) * 0x9E3779B1 & 0xFFFFFFFF).to(tl.uint32)
+    # a second hash, because equal bits would round both moments of an element alike
     return h + turn, ((h * 0x9E3779B1) ^ (h >> 16)) + turn
 
 
 def random_bits_twin(like: Tensor, step: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return the bits of ``random_bits`` as int64, for each element in the order of memory."""
+    """Return the bits of ``random_bits`` as int64, for each element in memory order."""
     elements = torch.arange(like.numel(), device=like.device)
     h = (elements * _ELEMENT ^ number * _NUMBER) & 0xFFFFFFFF
     h = _times(h ^ (h >> 16), _MIX1)
@@ -67,8 +71,8 @@ def random_bits_twin(like: Tensor, step: Tensor, number: int) -> tuple[Tensor, T
 
 
 def _times(h: Tensor, factor: int) -> Tensor:
-    """Return the low 32 bits of a product of 32-bit numbers, without int64's overflow."""
-    # 16 bits at a time: a product of two 32-bit numbers may not fit int64
+    """Return the low 32 bits of a product of 32-bit numbers, without overflow of int64."""
+    # 16 bits at a time, because a product of two 32-bit numbers may not fit int64
     low, high = h & 0xFFFF, h >> 16
     return (low * factor + ((high * factor & 0xFFFF) << 16)) & 0xFFFFFFFF
 
@@ -77,14 +81,14 @@ def _times(h: Tensor, factor: int) -> Tensor:
 
 
 def in_memory_of(like: Tensor, flat: Tensor) -> Tensor:
-    """Return a view of n values, in the order of memory of ``like``, of its shape (n elements)."""
+    """Return a view of the n elements of ``flat`` in the shape and memory order of ``like``."""
     return flat.as_strided(like.shape, memory_strides(like))
 
 
 def in_order_of_memory(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return the elements of a tensor, shape (n,), in the order of memory of ``like``, or its own.
+    """Return the elements of a tensor, shape (n,), in the memory order of ``like``, or in its own.
 
-    It is a view where memory is in that order, else a copy.
+    The result is a view if the tensor has that memory order, else a copy.
     """
     strides = memory_strides(tensor if like is None else like)
     if tensor.stride() == strides:
@@ -97,12 +101,12 @@ def in_order_of_memory(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def padded(numel: int) -> int:
-    """Return the elements of whole blocks that hold ``numel``."""
+    """Return the number of elements of the whole blocks that hold ``numel`` elements."""
     return -(-numel // BLOCK) * BLOCK
 
 
 def moments_size(numel: int, moments: int) -> int:
-    """Return the bytes of the moments of a parameter: codes of each moment, then exponents."""
+    """Return the number of bytes of a parameter's moments: codes of each moment, then exponents."""
     return moments * (padded(numel) + padded(numel) // BLOCK)
 
 
@@ -121,12 +125,14 @@ def rounded(x, random, DROPPED: tl.constexpr):
     """Round FP32 stochastically to a mantissa without its last DROPPED bits; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     up = (random >> (32 - DROPPED)).to(tl.int32)
+    # A carry out of the mantissa raises the exponent, which gives the next number, or inf at the
+    # end. A NaN could carry into the sign, so it is kept.
     bits = ((bits + up) >> DROPPED) << DROPPED
     return tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
 
 
 def rounded_twin(x: Tensor, random: Tensor, dropped: int) -> Tensor:
-    """Return what ``rounded`` does; ``random`` is int64."""
+    """Return what ``rounded`` returns; ``random`` is int64."""
     up = (random >> (32 - dropped)).to(torch.int32)
     bits = ((x.view(torch.int32) + up) >> dropped) << dropped
     return torch.where(x.isnan(), x, bits.view(torch.float32))
@@ -137,7 +143,8 @@ def rounded_twin(x: Tensor, random: Tensor, dropped: int) -> Tensor:
 
 @triton.jit
 def block_exponents(r):
-    """Return the exponent of each row of values that were rounded to codes' mantissas; int32."""
+    """Return the exponent, int32, of each row of values that are rounded to codes' mantissas."""
+    # of rounded values, because rounding up may raise the largest exponent of a block
     return tl.maximum(tl.max((r.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1), 40)
 
 
@@ -145,13 +152,20 @@ def block_exponents(r):
 def encoded(x, r, exponent, random, KIND: tl.constexpr):
     """Return the codes, int32, of FP32 values.
 
-    ``r`` is ``rounded(x, random, 20)``, and ``exponent`` its block's. An unsigned code is 0 for 0
-    only: updates divide by it.
+    Args:
+        x: FP32 values.
+        r: the values after ``rounded(x, random, 20)``.
+        exponent: exponent of each value's block, from ``block_exponents(r)``.
+        random: the bits that ``r`` was rounded with.
+        KIND: 15 for signed codes, 31 for unsigned ones. An unsigned code is 0 only for 0, because
+            updates divide by it.
     """
     below = (exponent - KIND) << 3
     code = ((r.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >> 20) - below
-    # below the last power of two: multiples of a unit
+    # below the last power of two: multiples of a unit, 1 / per_unit (fields of x and 1 / x sum to
+    # 254)
     per_unit = ((256 + KIND - exponent) << 23).to(tl.float32, bitcast=True)
+    # a block with NaN has no unit; larger values are not encoded here, and would overflow int32
     units = tl.where(exponent == 255, 0.0, tl.minimum(tl.abs(x) * per_unit, 8.0))
     up = (random >> 12).to(tl.int32).to(tl.float32) * 9.5367431640625e-07  # 2^-20
     code = tl.where(code >= 8, code, (units + up).to(tl.int32))
@@ -166,6 +180,7 @@ def decoded(code, exponent, KIND: tl.constexpr):
     magnitude = code & 127 if KIND == 15 else code
     normal = ((magnitude + ((exponent - KIND) << 3)) << 20).to(tl.float32, bitcast=True)
     unit = ((exponent - KIND - 2) << 23).to(tl.float32, bitcast=True)
+    # no exponent bits: a multiple of the unit, as subnormal numbers are
     x = tl.where(magnitude >= 8, normal, magnitude.to(tl.float32) * unit)
     if KIND == 15:
         x = tl.where(code >= 128, -x, x)
@@ -174,7 +189,7 @@ def decoded(code, exponent, KIND: tl.constexpr):
 
 @triton.jit
 def load_moment(codes, exponents_ptr, offs, blocks, end, KIND: tl.constexpr):
-    """Return FP32 moments of whole blocks, one a row of ``offs``, and zeros from ``end`` on."""
+    """Return FP32 moments of whole blocks, a block in a row of ``offs``; zeros from ``end`` on."""
     code = tl.load(codes + offs, mask=offs < end, other=0).to(tl.int32)
     exponent = tl.load(exponents_ptr + blocks, mask=blocks * 128 < end, other=40).to(tl.int32)
     return decoded(code, tl.expand_dims(exponent, 1), KIND)
@@ -182,10 +197,12 @@ def load_moment(codes, exponents_ptr, offs, blocks, end, KIND: tl.constexpr):
 
 @triton.jit
 def store_moment(codes, exponents_ptr, offs, blocks, end, x, random, KIND: tl.constexpr):
-    """Store FP32 moments of whole blocks, one a row of ``offs``, up to ``end``.
+    """Store FP32 moments of whole blocks, a block in each row of ``offs``, up to ``end``.
 
-    Magnitudes beyond the largest code are held there: a block with one inf would be lost.
+    Magnitudes beyond the largest code become the largest code, because an inf would take the
+    exponent of its whole block.
     """
+    # comparisons instead of a clamp, because they take fewer registers
     x = tl.where(x > 3.190147189883798e38, 3.190147189883798e38, x)  # NaN stays NaN
     if KIND == 15:
         x = tl.where(x < -3.190147189883798e38, -3.190147189883798e38, x)
@@ -197,18 +214,19 @@ def store_moment(codes, exponents_ptr, offs, blocks, end, x, random, KIND: tl.co
 
 
 def encode(x: Tensor, random: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
-    """Return codes and exponents of blocks of FP32 values of shape (n,), n a multiple of BLOCK.
+    """Return codes and exponents of blocks of FP32 values.
 
     Args:
-        x: the values.
-        random: int64 (n,); None: round down in magnitude, which is exact for decoded values.
+        x: FP32 values of shape (n,), where n is a multiple of BLOCK.
+        random: random bits, int64 of shape (n,). None: round down in magnitude, which is exact for
+            decoded values.
         kind: SIGNED or UNSIGNED.
 
     Returns:
-        uint8 of shape (n,), and uint8 of shape (n / BLOCK,).
+        Codes, uint8 of shape (n,), and exponents, uint8 of shape (n / BLOCK,).
     """
     random = torch.zeros_like(x, dtype=torch.int64) if random is None else random
-    x = x.clamp(-_LARGEST, _LARGEST)  # a block with one inf would be lost
+    x = x.clamp(-_LARGEST, _LARGEST)  # an inf would take the exponent of its whole block
     bits = rounded_twin(x, random, _DROPPED).view(torch.int32)
     exponent = ((bits >> 23) & 0xFF).view(-1, BLOCK).amax(1).clamp_min(_LEAST_EXPONENT)
     e = exponent.repeat_interleave(BLOCK)
@@ -226,7 +244,7 @@ def encode(x: Tensor, random: Tensor | None, kind: int) -> tuple[Tensor, Tensor]
 
 
 def decode(code: Tensor, exponent: Tensor, kind: int) -> Tensor:
-    """Return the FP32 values, shape (n,), of what ``encode`` returned."""
+    """Return the FP32 values, shape (n,), of codes and exponents that ``encode`` returned."""
     code, e = code.to(torch.int32), exponent.to(torch.int32).repeat_interleave(BLOCK)
     magnitude = code & 127 if kind == SIGNED else code
     normal = ((magnitude + ((e - kind) << 3)) << _DROPPED).view(torch.float32)
@@ -242,16 +260,18 @@ def decode(code: Tensor, exponent: Tensor, kind: int) -> Tensor:
 
 @triton.jit
 def joined(half, remainder, BF16: tl.constexpr):
-    """Return the FP32 masters of half values, given in FP32, and their int16 remainders."""
+    """Return FP32 masters from half values, given in FP32, and int16 remainders."""
     bits = half.to(tl.int32, bitcast=True)
     if BF16:
-        # an outsider may have written 0, inf or NaN, from which there is no way down
+        # Other code may have written 0, inf or NaN to the half value. Its remainder then means
+        # nothing: added to these bits, it would make a NaN of 0, and a number of inf.
         magnitude = bits & 0x7FFFFFFF
         alone = ((magnitude == 0) & (remainder < 0)) | (magnitude >= 0x7F800000)
         whole = bits + tl.where(alone, 0, remainder.to(tl.int32))
         return whole.to(tl.float32, bitcast=True)
-    exponent = tl.maximum((bits >> 23) & 0xFF, 113)  # of 2^-14, float16's least
+    exponent = tl.maximum((bits >> 23) & 0xFF, 113)  # of 2^-14, float16's least normal number
     unit = ((exponent - 25) << 23).to(tl.float32, bitcast=True)
+    # exact for the half value's own remainder from 2^-14 on: their sum is an FP32 number
     return half + remainder.to(tl.float32) * unit
 
 
@@ -260,13 +280,15 @@ def split(x, BF16: tl.constexpr):
     """Return half values, in FP32, and int32 remainders of FP32 masters."""
     bits = x.to(tl.int32, bitcast=True)
     if BF16:
-        # ties away from 0: then 16 bits are enough
+        # Ties away from 0, because a remainder then lies in -2^15 to 2^15 - 1 and 16 bits are
+        # enough.
         half = ((bits + 0x8000) >> 16) << 16
         half = tl.where(x != x, 0x7FC00000, half)
         remainder = tl.where((half & 0x7FFFFFFF) >= 0x7F800000, 0, bits - half)
         return half.to(tl.float32, bitcast=True), remainder
     half = x.to(tl.float16).to(tl.float32)
     exponent = tl.maximum((half.to(tl.int32, bitcast=True) >> 23) & 0xFF, 113)
+    # 279 = 254 + 25: the reciprocal of the unit in joined
     per_unit = ((279 - exponent) << 23).to(tl.float32, bitcast=True)
     finite = tl.abs(half) < float("inf")
     units = tl.where(finite, (x - tl.where(finite, half, 0.0)) * per_unit, 0.0)
@@ -275,10 +297,11 @@ def split(x, BF16: tl.constexpr):
 
 @triton.jit
 def load_master(params, remainders, offs, mask, whole, HALF: tl.constexpr):
-    """Return stored parameters in FP32, and their FP32 masters, the same where HALF is None."""
+    """Return stored parameters in FP32, and their FP32 masters; both are equal if HALF is None."""
     stored = tl.load(params + offs, mask=mask, other=0.0).to(tl.float32)
     if HALF is None:
         return stored, stored
+    # remainders are padded to whole blocks, so their mask ends later than the parameters'
     remainder = tl.load(remainders + offs, mask=offs < whole, other=0)
     return stored, joined(stored, remainder, HALF == "bfloat16")
 
@@ -287,14 +310,15 @@ def load_master(params, remainders, offs, mask, whole, HALF: tl.constexpr):
 def store_master(
     p, params, remainders, overflow_ptr, offs, mask, whole, HALF: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Store FP32 masters, ROWS blocks of 128; return what the parameters are now, in FP32.
+    """Store FP32 masters of ROWS blocks; return the values of the parameters afterwards, in FP32.
 
-    The flag says that a finite master has no finite half value.
+    The flag is set if a finite master has no finite half value.
     """
     if HALF is not None:
         half, remainder = split(p, HALF == "bfloat16")
         tl.store(remainders + offs, remainder.to(tl.int16), mask=offs < whole)
         beyond = (tl.abs(half) == float("inf")) & (tl.abs(p) < float("inf")) & mask
+        # (ROWS, 32, 4): the four elements of a thread, which reduces them without shared memory
         of_thread = tl.max(tl.reshape(beyond.to(tl.int32), (ROWS, 32, 4)), 2)
         tl.store(overflow_ptr + of_thread * 0, 1, mask=of_thread != 0)
         p = half
@@ -306,13 +330,14 @@ def join_master(half: Tensor, remainder: Tensor) -> Tensor:
     """Return the FP32 masters of half values and their remainders, with the bits of ``joined``.
 
     Args:
-        half: float16 or bfloat16, of any shape.
-        remainder: int16 of that shape.
+        half: half values, float16 or bfloat16 of any shape.
+        remainder: int16, of the shape of ``half``.
     """
     wide, r = half.float(), remainder.to(torch.int32)
     bits = wide.view(torch.int32)
     if half.dtype is torch.bfloat16:
-        # an outsider may have written 0, inf or NaN, from which there is no way down
+        # Other code may have written 0, inf or NaN to the half value. Its remainder then means
+        # nothing: added to these bits, it would make a NaN of 0, and a number of inf.
         magnitude = bits & 0x7FFFFFFF
         alone = ((magnitude == 0) & (r < 0)) | (magnitude >= 0x7F800000)
         return (bits + torch.where(alone, 0, r)).view(torch.float32)
@@ -321,17 +346,17 @@ def join_master(half: Tensor, remainder: Tensor) -> Tensor:
 
 
 def split_master(x: Tensor, half_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return half values and int16 remainders of FP32 masters: ``join_master`` gives them back.
+    """Return half values and int16 remainders of FP32 masters, the inverse of ``join_master``.
 
-    The bits are those of ``split``.
-
-    Exact in bfloat16 for all finite values that round to finite ones. Exact in float16 from 2^-14
-    to 65504 in magnitude; smaller ones are off by 2^-40 (1 + 2^-24) at most, and -0 becomes 0. The
-    half value of bfloat16 is the nearest, ties away from 0; of float16 the nearest, ties to even.
+    The bits are those of ``split``. In bfloat16 the result is exact for all finite values that
+    round to finite ones. In float16 it is exact from 2^-14 to 65504 in magnitude; smaller values
+    are off by 2^-40 (1 + 2^-24) at most, and -0 becomes 0. The half value is the nearest one, ties
+    away from 0 in bfloat16 and to even in float16.
     """
     bits = x.view(torch.int32)
     if half_dtype is torch.bfloat16:
-        # ties away from 0: then 16 bits are enough
+        # Ties away from 0, because a remainder then lies in -2^15 to 2^15 - 1 and 16 bits are
+        # enough.
         half = torch.where(x.isnan(), 0x7FC00000, ((bits + 0x8000) >> 16) << 16)
         r = torch.where((half & 0x7FFFFFFF) >= 0x7F800000, 0, bits - half)
         return half.view(torch.float32).bfloat16(), r.to(torch.int16)

@@ -1,4 +1,4 @@
-"""How large the squares of gradients may become in an optimizer's FP32 state."""
+"""Bounds of the squared gradients that an optimizer's FP32 state holds."""
 
 import ctypes
 import functools
@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 
 from tritonamp.kernels._optimizers import NORM, OPTIMIZERS, SUM
 
-# below bfloat16's largest number, which is below FP32's: state="bf16" may round up
+# below bfloat16's largest number, because state="bf16" may round up to it; FP32's is larger
 LARGEST_SQUARE = 3.37e38
 
 
 class Squares(NamedTuple):
-    """How a bound of all squares in an optimizer's state moves: ``keep * bound + gain * amax^2``.
+    """Movement of a bound of all squares in an optimizer's state: ``keep * bound + gain * amax^2``.
 
-    Both are FP32 values. A ``gain`` of 0: the optimizer does not square its gradients.
+    Both are FP32 values. A ``gain`` of 0 means that the optimizer does not square its gradients.
     """
 
     keep: float
@@ -31,8 +31,8 @@ OF_ANY_MEAN = Squares(0.0, 1.0)  # a mean is not above the largest square, whate
 def squares_of(optimizers: Iterable[Optimizer]) -> Squares:
     """Return the numbers of a bound that holds for all ``optimizers``.
 
-    They are known by the name of their class, or of a class that it is derived from. Others are
-    taken for optimizers that do not square their gradients.
+    Optimizers are recognised by the name of their class or of one of its bases. All others are
+    treated as optimizers that do not square their gradients.
     """
     found = NO_SQUARES
     for optimizer in optimizers:
@@ -42,6 +42,7 @@ def squares_of(optimizers: Iterable[Optimizer]) -> Squares:
             continue
         for group in optimizer.param_groups:
             squares = _of_group(key, group)
+            # groups nearly always agree, and a comparison is cheaper than a new tuple in each step
             if found is NO_SQUARES:
                 found = squares
             elif squares != found:
@@ -57,16 +58,19 @@ def _key_of(kind: type) -> str | None:
 
 def _of_group(key: str, group: dict[str, Any]) -> Squares:
     if key == SUM:
+        # Adagrad never forgets a square
         return Squares(1.0, 1.0)
     if key == NORM:
+        # the sum of the squares of p elements is at most p times the largest square
         return Squares(0.0, float(max((p.numel() for p in group["params"]), default=1)))
     if key not in group:
         return NO_SQUARES
     decay = group[key][1] if key == "betas" else group[key]
-    # a tensor on a device is not read: the host would wait
+    # a tensor is not read, because the host would wait for its device
     return OF_ANY_MEAN if isinstance(decay, Tensor) else _of_decay(decay)
 
 
 @functools.cache
 def _of_decay(decay: float) -> Squares:
+    # as FP32 values, which kernels and twins then use alike
     return Squares(ctypes.c_float(decay).value, ctypes.c_float(1.0 - decay).value)

@@ -1,4 +1,4 @@
-"""Tables of pointers on a device: the arguments of one launch on lists of tensors."""
+"""Tables of pointers on a device, the arguments of a launch on lists of tensors."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,24 +10,24 @@ from tritonamp.kernels._launch import Launch
 from tritonamp.kernels.device import INTERPRETED, WARP_SIZE, tl, triton
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
-"""Dtypes that kernels take."""
+"""Names in ``triton.language`` of the dtypes that kernels accept."""
 NUM_WARPS = 8
 
 
 class Table(NamedTuple):
-    """The rows of one launch; they share the device, each list's dtype, and alignment.
+    """The rows of one launch, a tensor each. They share device, dtype of each list, and alignment.
 
     Attributes:
-        device: the device of the table and its tensors.
-        pointers: by list, int64 of shape (rows,).
-        numel: int64 of shape (rows,): elements.
-        first: int64 of shape (rows,): the first chunk.
-        number: int64 of shape (rows,): the tensor's number.
-        rows: int32 of shape (chunks,): the row that each chunk belongs to.
+        device: device of the table and its tensors.
+        pointers: addresses by list, int64 of shape (rows,).
+        numel: number of elements of each tensor, int64 of shape (rows,).
+        first: number of each tensor's first chunk, int64 of shape (rows,).
+        number: index of each tensor in the results of kernels, int64 of shape (rows,).
+        rows: row that each chunk belongs to, int32 of shape (chunks,).
         chunk: elements of a chunk.
-        chunks: the number of chunks.
-        before: the number of chunks in earlier tables.
-        dtypes: by list; None where the list only repeats an earlier one.
+        chunks: number of chunks.
+        before: number of chunks in earlier tables.
+        dtypes: dtype by list, or None where the list repeats "params".
         aligned: all pointers are multiples of 16 bytes.
     """
 
@@ -44,7 +44,7 @@ class Table(NamedTuple):
     aligned: bool
 
     def type(self, name: str) -> Any:
-        """Return a kernel's type for the list's elements; None where it repeats an earlier list."""
+        """Return the list's element type in ``triton.language``, or None if it repeats "params"."""
         dtype = self.dtypes[name]
         return None if dtype is None else getattr(tl, DTYPES[stored(dtype)])
 
@@ -63,14 +63,15 @@ class Table(NamedTuple):
         """Return the launch of ``kernel`` on every chunk.
 
         Args:
-            kernel: takes pointers, columns, operands, sizes and constants, in this order.
-            names: lists whose pointers come first; the table's columns follow.
-            operands: other tensors, or their ``Operand``, after the columns.
-            constants: the constants in front of VEC and BLOCK.
-            vec: elements that a thread holds where the tensors are aligned.
-            sizes: the sizes after the size of a chunk.
-            maxnreg: the most registers that a thread may take.
-            tile: elements of a program's tile; None: ``vec`` for each thread.
+            kernel: a ``triton.jit`` function of pointers, columns, operands, sizes and constants,
+                in this order.
+            names: lists whose pointers come first; the columns of the table follow.
+            operands: other tensors, or an ``Operand`` for each, after the columns.
+            constants: constants before VEC and BLOCK.
+            vec: elements that a thread holds if the tensors are aligned.
+            sizes: sizes after the size of a chunk.
+            maxnreg: largest number of registers of a thread, or None.
+            tile: elements of a program's tile, or None for ``vec`` elements for each thread.
             num_warps: warps of 32 threads.
         """
         vec = vec if self.aligned else 1  # a load of several elements needs an aligned pointer
@@ -89,19 +90,23 @@ class Table(NamedTuple):
 
 @triton.jit
 def chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC: tl.constexpr):
-    """Return where this program's chunk starts, ends in whole vectors, and ends; int64."""
+    """Return where this program's chunk begins, its whole vectors end, and it ends; int64."""
+    # The table is int64, and so are offsets: a tensor may have more than 2**31 elements.
     numel = tl.load(numel_ptr + row)
     begin = (tl.program_id(0) - tl.load(first_ptr + row)) * (
         chunk // VEC * VEC
-    )  # tells the compiler what divides it
+    )  # tells the compiler that VEC divides begin
+    # A mask that could end inside a vector would make the compiler load element by element. So a
+    # loop stops at the last multiple of VEC, and the caller handles the tail.
     end = tl.minimum(begin + chunk, numel)
     return begin, end // VEC * VEC, end
 
 
 @triton.jit
 def element_pointer(pointers, row, TYPE: tl.constexpr, VEC: tl.constexpr):
-    """Return the address in a table as a pointer to TYPE, a multiple of 16 bytes if VEC > 1."""
+    """Return an address of a table as a pointer to TYPE, a multiple of 16 bytes if VEC > 1."""
     pointer = tl.load(pointers + row).to(tl.pointer_type(TYPE))
+    # without this promise no load is 16 bytes wide, because a loaded address has no alignment
     if VEC > 1:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
@@ -109,30 +114,34 @@ def element_pointer(pointers, row, TYPE: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def tail_offsets(whole, VEC: tl.constexpr):
-    """Return the offsets behind a chunk's whole vectors.
+    """Return the offsets after a chunk's whole vectors.
 
-    All warps compute a tail, the first one stores it: formally a race. What a late warp makes of
-    values that were stored already goes nowhere.
+    All warps compute a tail and the first one stores it, which is formally a race. It is harmless,
+    because the results of a warp that loads values already stored are not stored.
     """
     return whole + tl.arange(0, VEC)
 
 
 @triton.jit
 def store_copy(copies, flag_ptr, offs, mask, x, VEC: tl.constexpr):
-    """Store FP32 ``x``, rounded; set the flag where a finite one became infinite.
+    """Store FP32 ``x``, rounded to the copies' type; set the flag if a finite element became inf.
 
-    A thread holds VEC elements, and stores the flag once for all of them.
+    A thread holds VEC elements and stores the flag once for all of them.
     """
+    # checked here, where both values are in registers: a check later would read the copies again
     rounded = x.to(copies.dtype.element_ty)
     tl.store(copies + offs, rounded, mask=mask)
     beyond = (tl.abs(rounded.to(tl.float32)) == float("inf")) & (tl.abs(x) < float("inf")) & mask
+    # reduced inside a thread, which needs no shared memory
     of_thread = tl.max(tl.reshape(beyond.to(tl.int32), (x.shape[0] // VEC, VEC)), 1)
+    # every thread that found one stores the same 1, so no atomic is needed
     tl.store(flag_ptr + 0 * of_thread, 1, mask=of_thread != 0)
 
 
 def stored(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that kernels work on for ``dtype``.
+    """Return the dtype in which kernels access elements of ``dtype``.
 
-    Triton's interpreter truncates to bfloat16 and loses its subnormals: FP32 stands in.
+    In Triton's interpreter bfloat16 becomes FP32, because the interpreter truncates to bfloat16 and
+    loses its subnormals.
     """
     return torch.float32 if INTERPRETED and dtype is torch.bfloat16 else dtype

@@ -1,4 +1,4 @@
-"""Copies from one device to another; the host waits only where it is the one that reads."""
+"""Copies between devices. The host waits only if it is the one that reads the result."""
 
 import ctypes
 
@@ -7,31 +7,32 @@ from torch import Tensor
 
 
 def upload(values: Tensor, target: Tensor) -> None:
-    """Copy a tensor on the CPU to one of the same shape and dtype on a device, without waiting.
+    """Copy a CPU tensor to one of the same shape and dtype on a device, without waiting.
 
-    The pinned memory in between is torch's to reuse: it gives a piece to nobody else before the
-    copy out of it is through, and what is pinned while a CUDA graph captures stays untouched as
-    long as the graph lives (since torch 2.11).
+    torch reuses the pinned memory in between only after the copy out of it is done. Memory that is
+    pinned during the capture of a CUDA graph stays untouched while the graph lives (since torch
+    2.11).
     """
     if target.is_cuda:
+        # A copy out of pageable memory makes the host wait, and is refused while a graph is
+        # captured.
         values = torch.empty_like(values, pin_memory=True).copy_(values)
     target.copy_(values, non_blocking=True)
 
 
 def transfer(x: Tensor, device: torch.device) -> Tensor:
-    """Return ``x`` on ``device``; the host waits where that is the CPU, and only there.
-
-    Another GPU waits by itself. The CPU does not: it would read memory that the copy has not
-    reached yet.
-    """
+    """Return ``x`` on ``device``; the host waits only if ``device`` is the CPU."""
+    # Another GPU waits for the copy by itself. The CPU does not: without the wait it would read
+    # memory that the copy has not reached.
     return x if x.device == device else x.to(device, non_blocking=device.type != "cpu")
 
 
 def in_main_memory(flag: Tensor | None) -> float | None:
-    """Return the value of a 0-d tensor on the CPU; None: it is elsewhere, or has no memory.
+    """Return the value of a 0-d FP32 tensor on the CPU, or None for any other argument.
 
-    It is read past torch, so it costs no op, and nobody takes it for a wait.
+    The value is read from memory without an op of torch, so it costs little and counts as no wait.
     """
+    # a subclass or a fake tensor may have no memory at this address
     plain = type(flag) is Tensor and flag.device.type == "cpu" and flag.dtype is torch.float32
     if flag is None or not plain or torch.compiler.is_compiling():
         return None

@@ -1,4 +1,4 @@
-"""The lists of one optimizer's step, with its hyperparameters on their way to the device."""
+"""The lists and hyperparameters of one optimizer's step, and how they reach the device."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,25 +16,26 @@ from tritonamp.kernels._transfer import in_main_memory, transfer
 
 
 class Hyperparameters(Protocol):
-    """Hyperparameters of one parameter group, as an op's own NamedTuple."""
+    """Hyperparameters of one parameter group, as an operation's own NamedTuple."""
 
     def numbers(self) -> Sequence[float | Tensor]:
-        """Return the row that the op's kernel reads; tensors are 0-d."""
+        """Return the row of numbers that the operation's kernel reads; tensors in it are 0-d."""
 
 
 class UpdateLists:
     """The lists and hyperparameters of one step of an optimizer. A value.
 
     Attributes:
-        tensors: "params", "grads", "copies" (the parameter again where there is none), and the
-            optimizer's state by the op's names, in FP32 (the parameter again where a group has no
-            such state); "steps", the step counts, 0-d float32, of an optimizer that counts.
+        tensors: "params", "grads", "copies" (the parameter itself where there is no copy), and the
+            optimizer's state under the operation's names, in FP32 (the parameter itself where a
+            group has no such state); "steps", step counts as 0-d float32 tensors, if the optimizer
+            counts them.
         rules: hyperparameters by group.
-        groups: the group of each tensor, by number.
-        track_lost: whether to count, in memory kept as "lost" (int64, by number), the elements
-            whose half value stayed the same although the update was not zero, and all those whose
-            update was not zero; 0 for parameters that have no half value.
-        state: the number format of moments: "fp32", "bf16" or "8bit".
+        groups: number of each tensor's group.
+        track_lost: whether to count lost updates in memory that is kept as "lost", int64 by number:
+            elements whose half value stayed although the update was not zero, and all elements
+            whose update was not zero. Both are 0 for parameters without a half value.
+        state: number format of the moments: "fp32", "bf16" or "8bit".
     """
 
     def __init__(
@@ -56,7 +57,10 @@ class UpdateLists:
         """Return hyperparameters, float64 (groups, n), and groups, int32, on the device."""
         if device not in self._numbers:
             rows, tensors = self._rows(device)
+            # In memory on the device instead of kernel arguments, so that a schedule of the
+            # learning rate neither recompiles a kernel nor re-captures a graph.
             memory = self.tensors.memory
+            # FP64, as in torch, because kernels compute 1 - beta and bias corrections from them
             numbers = memory.sent_rows("rules", rows, torch.float64, device)
             for g, k, value in tensors:
                 numbers[g, k].copy_(transfer(value, device))
@@ -65,7 +69,7 @@ class UpdateLists:
         return self._numbers[device]
 
     def _rows(self, device: torch.device) -> tuple[list[Sequence[Any]], list[tuple[Any, ...]]]:
-        """Return numbers by group, and (group, place, value) of tensors on the device."""
+        """Return rows of numbers by group, and (group, place, value) of tensors on a device."""
         rows: list[Sequence[Any]] = []
         tensors = []
         for g, rule in enumerate(self.rules):
@@ -74,6 +78,9 @@ class UpdateLists:
             for k, value in enumerate(row):
                 if not isinstance(value, Tensor):
                     continue
+                # A CPU tensor is read at no cost. A tensor on a device is copied there instead,
+                # because reading it would make the host wait, and a captured graph has to see its
+                # later values.
                 if value.device.type == "cpu" != device.type:
                     row[k] = float(value)
                 else:
@@ -82,7 +89,8 @@ class UpdateLists:
         return rows, tensors
 
     def lost(self, device: torch.device) -> Tensor:
-        """Return the counts of ``track_lost``, by number."""
+        """Return the counts of lost updates, by number."""
+        # one row if nothing is counted, because the kernel's pointer must be valid
         size = self.tensors.size if self.track_lost else 1
         return self.tensors.kept("lost", (size, 2), torch.int64, device)
 
@@ -91,12 +99,12 @@ class UpdateLists:
         return self.tensors.kept("overflow", (self.tensors.size,), torch.int32, device)
 
     def numbers_and_flags(self, device: torch.device) -> tuple[Any, ...]:
-        """Return a kernel's arguments behind the lists: groups, rules, factor, skip, overflow."""
+        """Return a kernel's arguments after the lists: groups, rules, factor, skip, overflow."""
         rules, groups = self.numbers(device)
         return groups, rules, Operand.GRAD_SCALE, Operand.FOUND_INF, self.overflow(device)
 
     def rows(self, names: Sequence[str]) -> Iterator[tuple[Any, Any, int]]:
-        """Yield the lists' tensors at each place (complex as real), with rule and number."""
+        """Yield the tensors at each place, complex ones as real ones, with rule and number."""
         lists = (map(_as_real, self.tensors[name]) for name in names)
         for row, number in zip(zip(*lists, strict=True), self.tensors.numbers, strict=True):
             yield row, self.rules[self.groups[number]], number
@@ -113,11 +121,11 @@ class UpdateLists:
 
         Args:
             operation: kernel and twin.
-            on_cpu: the faster form; it takes these lists, ``grad_scale`` and ``found_inf``. None:
+            on_cpu: faster form, a function of these lists, ``grad_scale`` and ``found_inf``; None:
                 there is none.
             backend: "auto", "triton" or "eager".
-            grad_scale: 0-d factor on the gradients, or None: 1.
-            found_inf: 0-d, not 0: skip; None: as 0.
+            grad_scale: 0-d factor on the gradients, or None for 1.
+            found_inf: 0-d flag, not 0 for a skip, or None for 0.
         """
         uses_triton = self.tensors.uses_triton(backend, operation)
         if on_cpu is not None and not uses_triton and self._is_in_main_memory(found_inf):
@@ -126,7 +134,7 @@ class UpdateLists:
             operation.run(backend, uses_triton, self, grad_scale, found_inf)
 
     def _is_in_main_memory(self, found_inf: Tensor | None) -> bool:
-        """Tell whether all parameters, and the decision to skip, are in main memory."""
+        """Tell whether all parameters and the flag that decides a skip are in main memory."""
         known = found_inf is None or in_main_memory(found_inf) is not None
         return known and all(p.device.type == "cpu" for p in self.tensors["params"])
 
@@ -137,20 +145,21 @@ class UpdateLists:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Run all launches of an operation, or none where one cannot be compiled.
+        """Run all launches of an operation, or none if a kernel cannot be compiled.
 
         Args:
-            plan: the plan with the tables that the launches read.
-            launches: makes the launches, with ``Operand`` for tensors that each step gives.
-            grad_scale: 0-d factor on the gradients, or None: 1.
-            found_inf: 0-d, not 0: skip; None: as 0.
+            plan: plan with the tables that the launches read.
+            launches: function that makes the launches, with an ``Operand`` for each tensor that
+                changes between steps.
+            grad_scale: 0-d factor on the gradients, or None for 1.
+            found_inf: 0-d flag, not 0 for a skip, or None for 0.
         """
         operands = {}
         for device in plan.devices:
-            self.numbers(device)  # sent where they changed
+            self.numbers(device)  # sends the hyperparameters that have changed
             operands[device] = self._operands(device, grad_scale, found_inf)
 
-        # compile all kernels before the first one runs: a failure leaves no half of a step
+        # all kernels are compiled before the first one runs, so that a failure leaves no half step
         def prepare() -> list[tuple[Launch, torch.device]]:
             use_native()  # a first step waits for compilers anyway
             made = [(launch, launch.device) for launch in launches(self, plan)]
@@ -165,21 +174,22 @@ class UpdateLists:
     def _operands(
         self, device: torch.device, grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return by ``Operand`` the factor on gradients and the flag, float32, on the device."""
+        """Return the factor on gradients and the skip flag, by ``Operand``, FP32 on the device."""
         if grad_scale is None:
             grad_scale = self.tensors.kept("one", (), torch.float32, device).fill_(1.0)
         if found_inf is None:
             found_inf = self.tensors.kept("zero", (), torch.float32, device)
         elif found_inf.dtype is not torch.float32:
+            # a kernel is compiled for the dtype of its flag, so all steps pass one dtype
             found_inf = (found_inf != 0).float()
         return transfer(grad_scale, device).float(), transfer(found_inf, device)
 
 
 class PendingWrites:
-    """The results of an eager update, written at its end: all of them, or none.
+    """The results of an eager update, which are written at its end: all of them, or none.
 
     Args:
-        found_inf: 0-d; not 0: every target keeps its bits. None: as 0.
+        found_inf: 0-d flag; if it is not 0, every target keeps its bits. None: as 0.
     """
 
     def __init__(self, found_inf: Tensor | None) -> None:
@@ -187,26 +197,28 @@ class PendingWrites:
         self._rows: list[tuple[Tensor, Tensor]] = []
 
     def put(self, target: Tensor, value: Tensor) -> None:
-        """Plan to write ``value`` to ``target``, rounded to its dtype."""
+        """Plan to write ``value`` to ``target``, rounded to the dtype of ``target``."""
+        # rounded before the selection, so that a target that keeps its bits is not rounded
         value = value.to(target.dtype)
         if self._skip is not None:
+            # chosen on the device, because the host would have to wait for the flag
             value = torch.where(self._skip.to(target.device), target, value)
         self._rows.append((target, value))
 
     def put_copy(self, copy: Tensor, value: Tensor, overflow: Tensor) -> None:
-        """Plan to write ``value`` to ``copy``, and to set the flag where finite became inf."""
+        """Plan to write ``value`` to ``copy``, and set the flag if a finite element became inf."""
         self.put(copy, value)
         beyond = value.isfinite() & value.to(copy.dtype).isinf()
         self.put(overflow, overflow | beyond.any())
 
     def write(self) -> None:
-        """Write the results; nothing here allocates, so nothing can fail half-way."""
+        """Write the results. Nothing here allocates, so nothing can fail half-way."""
         for target, value in self._rows:
             target.copy_(value)
 
 
 def unscaled(grad: Tensor, grad_scale: Tensor | None, maximize: bool, dtype: torch.dtype) -> Tensor:
-    """Return the gradient to descend, unscaled and clipped."""
+    """Return the gradient to descend along, unscaled and clipped."""
     grad = grad.to(dtype)
     if grad_scale is not None:
         grad = grad * grad_scale.to(grad.device)
@@ -219,12 +231,13 @@ def update_samples(
     bytes: int,
     optional: Iterable[str] = (),
 ) -> list[ListSample]:
-    """Return the third step of an optimizer on FP32 masters with half copies, and on half alone.
+    """Return samples of an optimizer's third step, on masters with copies and on half parameters.
 
     Args:
-        rule: of all tensors.
-        states: by name, a state from what is to be the parameter; None: there is no such state.
-        bytes: that a step moves for each parameter with master and copy.
+        rule: hyperparameters of all tensors.
+        states: by name, a function that makes a state from the parameter's FP32 values; None: there
+            is no such state.
+        bytes: bytes that a step moves for each parameter with master and copy.
         optional: names of states that a group may lack.
     """
 
@@ -243,6 +256,7 @@ def update_samples(
                 **given,
                 copies=copies,
                 scalars=("steps",),
+                # not the first step, in which bias corrections hide errors of the moments
                 steps=[t.new_full((), 2.0) for t in tensors],
             ),
             rules=[rule],

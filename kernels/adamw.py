@@ -1,7 +1,7 @@
 """One step of AdamW or Adam over lists of tensors. 28 B/param with FP32 masters and half copies.
 
-Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), Kingma and Ba, "Adam"
-(2015), in the order of operations of ``torch.optim.AdamW``.
+Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), and Kingma and Ba,
+"Adam" (2015), in the order of operations of ``torch.optim.AdamW``.
 """
 
 import itertools
@@ -39,7 +39,7 @@ from tritonamp.kernels.device import WARP_SIZE, tl, triton
 class AdamRule(NamedTuple):
     """Hyperparameters of one group, named as in ``torch.optim.AdamW``.
 
-    ``decoupled_weight_decay`` is True for AdamW, False for Adam's L2 term.
+    ``decoupled_weight_decay`` is True for AdamW and False for Adam's L2 term.
     """
 
     lr: float | Tensor
@@ -52,13 +52,15 @@ class AdamRule(NamedTuple):
     maximize: bool
 
     def numbers(self) -> Sequence[float | Tensor]:
-        """Return what adam_rates_kernel reads."""
+        """Return the row of numbers that adam_rates_kernel reads."""
         signs = float(self.decoupled_weight_decay), -1.0 if self.maximize else 1.0
         return *self[:5], *signs
 
 
 OPTIONAL = ("max_exp_avg_sqs",)  # state that a group may lack
-_VEC = 4  # elements that a thread holds: with 8 the compiler converts layouts
+# Elements that a thread holds. With 8 the compiler converts layouts, which takes shared memory and
+# 117 to 255 registers instead of 54.
+_VEC = 4
 
 
 @triton.jit
@@ -68,7 +70,8 @@ def _update(
     AMSGRAD: tl.constexpr, COPY: tl.constexpr, LOST: tl.constexpr, BF16: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
-    """Update one tile; return which elements moved, and under LOST whose half value did not."""
+    """Update one tile; return which elements lost their update (under LOST), and which moved."""
+    # masked elements are loaded as 0, and none of their results is stored
     stored = tl.load(params + offs, mask=mask, other=0.0)
     m = tl.load(exp_avgs + offs, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(exp_avg_sqs + offs, mask=mask, other=0.0).to(tl.float32)
@@ -79,7 +82,8 @@ def _update(
     p = stored.to(tl.float32)
     p, m, v, v_max, moves = adam_update(p, grad, m, v, v_max, rates, AMSGRAD)
 
-    # of bfloat16, rounded to the nearest, a second moment would never decay: see _small_state
+    # Rounded to the nearest in bfloat16, a second moment would never decay (_small_state says why).
+    # Both moments get bits of their own.
     if BF16:
         random, other = random_bits(offs, step_count, number)
         m, v, v_max = rounded(m, random, 16), rounded(v, other, 16), rounded(v_max, other, 16)
@@ -90,6 +94,7 @@ def _update(
     # lost: the update is not zero, and the half value stays
     moves &= mask
     lost = moves
+    # the old half value is read before the stores below replace it
     if LOST:
         half = tl.load(copies + offs, mask=mask, other=0.0) if COPY else stored
         lost &= p.to(half.dtype) == half
@@ -101,6 +106,8 @@ def _update(
 
 @triton.jit
 def count_lost(lost_ptr, lost, moves):
+    """Add a tile's counts of lost and of moved elements to those of its tensor, int64."""
+    # atomics on integers are exact in any order, so the counts are the same in every run
     tl.atomic_add(lost_ptr, tl.sum(lost, 0).to(tl.int64), sem="relaxed")
     tl.atomic_add(lost_ptr + 1, tl.sum(moves, 0).to(tl.int64), sem="relaxed")
 
@@ -114,10 +121,12 @@ def adamw_kernel(
     AMSGRAD: tl.constexpr, LOST: tl.constexpr, BF16: tl.constexpr, RATES: tl.constexpr,
     VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk. COPY is the copies' type, or None. LOST: count half values that did not change.
+    """Update one chunk.
 
-    BF16: moments are rounded to bfloat16, whatever MOMENT, the type of their memory.
+    COPY is the type of the copies, or None. LOST counts the half values that do not change. BF16
+    rounds the moments to bfloat16, whatever the type MOMENT of their memory is.
     """
+    # A skip is decided on the device, and every program returns before it writes: all bits stay.
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
@@ -127,6 +136,7 @@ def adamw_kernel(
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
     exp_avgs = element_pointer(exp_avgs_ptr, row, MOMENT, VEC)
     exp_avg_sqs = element_pointer(exp_avg_sqs_ptr, row, MOMENT, VEC)
+    # pointers that are never read still need a type
     max_exp_avg_sqs, copies = exp_avg_sqs, params
     if AMSGRAD:
         max_exp_avg_sqs = element_pointer(max_exp_avg_sqs_ptr, row, MOMENT, VEC)
@@ -147,6 +157,8 @@ def adamw_kernel(
             all_moves += moves.to(tl.int32)
     if LOST:
         count_lost(lost_ptr + 2 * number, all_lost, all_moves)
+    # the tail's mask is separate, because a mask that ends inside a vector splits every load of the
+    # loop
     if whole < end:
         offs = tail_offsets(whole, VEC)
         lost, moves = _update(
@@ -164,9 +176,11 @@ def adamw_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
 
 def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
     yield from rate_launches(lists, plan)
+    # one launch for each kind of table, because types are constants of a kernel
     for t in plan.tables:
         amsgrad = t.type("max_exp_avg_sqs") is not None
         types = t.type("params"), t.type("grads"), t.type("copies"), t.type("exp_avgs")
+        # an FP32 parameter without a half copy has no half value to stay behind
         counts_lost = lists.track_lost and (types[2] or types[0]) != tl.float32
         flags = Operand.FOUND_INF, lists.overflow(t.device), lists.lost(t.device)
         operands = rates_of(lists, t.device), *flags
@@ -191,6 +205,7 @@ def rate_launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
 
 
 def rates_of(lists: UpdateLists, device: torch.device) -> Tensor:
+    """Return the memory of the rates, FP32 of shape (size, RATES)."""
     return lists.tensors.kept("rates", (lists.tensors.size, RATES), torch.float32, device)
 
 
@@ -205,7 +220,8 @@ def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
         before = max_exp_avg_sq.to(dtype)
         p, m, v, v_max, update = adam_update_twin(p, grad, m, v, before, rule, step)
         decayed, p = p, p + update
-        # of bfloat16, rounded to the nearest, a second moment would never decay: see _small_state
+        # Rounded to the nearest in bfloat16, a second moment would never decay (_small_state says
+        # why). FP64 moments are not rounded.
         if lists.state == "bf16" and dtype is torch.float32:
             both = random_bits_twin(param, step, number)
             random, other = (in_memory_of(param, bits) for bits in both)
@@ -232,12 +248,13 @@ def adamw(
     """Update parameters, moments, step counts and half copies in place, with arithmetic in FP32.
 
     Args:
-        lists: of n parameters (FP32 masters, or half parameters that have none), gradients of any
-            floating dtype, moments in FP32 (FP64 for FP64 parameters, which are stepped on in
-            FP64; bfloat16, rounded stochastically, where ``lists.state`` is "bf16"), step counts,
-            copies, and their hyperparameters.
-        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
-        found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
+        lists: lists of n parameters with their hyperparameters. "params" are FP32 masters, or half
+            parameters without masters; "grads" have any floating dtype; "exp_avgs", "exp_avg_sqs"
+            and "max_exp_avg_sqs" are FP32, or bfloat16 and rounded stochastically if
+            ``lists.state`` is "bf16"; FP64 parameters have FP64 moments and arithmetic; "steps" and
+            "copies" are as in ``UpdateLists``.
+        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None for 1.
+        found_inf: 0-d flag; any value other than 0 leaves every bit unchanged. None: always step.
         backend: "auto", "triton" or "eager".
     """
     on_cpu = adamw_on_cpu if lists.state == "fp32" else None
@@ -262,7 +279,7 @@ ADAMW = Implementations(adamw_triton, adamw_torch, [*_samples()])
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the dtypes of the levels, with amsgrad, lost updates and bfloat16 moments."""
+    """Yield calls for all levels, with amsgrad, lost updates and bfloat16 moments."""
     flags = (False, True)
     for level, amsgrad, aligned, lost, small in itertools.product(
         LEVELS, flags, flags, flags, flags

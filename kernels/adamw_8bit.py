@@ -1,8 +1,8 @@
-"""One step of AdamW or Adam whose state takes 4 bytes a parameter: 14.1 B/param in one pass.
+"""One step of AdamW or Adam with 4 bytes of state a parameter: 14.1 B/param in one pass.
 
-A half parameter is the upper part of its FP32 master, and an int16 remainder the lower part. Both
-moments have one byte an element, and one exponent for each block of 128. The arithmetic is that of
-``adamw``, in FP32, see ``_small_state`` for the formats.
+A half parameter is the upper part of its FP32 master, and an int16 remainder is the lower part.
+Both moments have one byte for each element and one exponent for each block of 128, in the formats
+of ``_small_state``. The arithmetic is that of ``adamw``, in FP32.
 """
 
 from collections.abc import Iterator
@@ -50,11 +50,13 @@ def _update(
     at, end, params, grads, remainders, moments, stride, overflow_ptr, rates, step_count, number,
     HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Update one tile of whole blocks; return lost and moving elements as ``adamw`` does."""
+    """Update one tile of whole blocks; return counts of lost and of moved elements by block."""
     row = tl.arange(0, ROWS)
     offs = at + (tl.expand_dims(row, 1) * 128 + tl.expand_dims(tl.arange(0, 128), 0))
-    # a block is stored whole, so that its codes share an exponent, also behind the last element
+    # A block is stored whole, elements after the last one included,
+    # because its codes share an exponent.
     blocks, mask, whole = at // 128 + row, offs < end, (end + 127) // 128 * 128
+    # memory of the moments: codes of both, then exponents of both, as split_moments has them
     exponents = moments + 2 * stride
     stored, master = load_master(params, remainders, offs, mask, whole, HALF)
     grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32)
@@ -64,6 +66,7 @@ def _update(
     moves &= mask
 
     random, other = random_bits(offs, step_count, number)
+    # encoded from registers in the same pass; only whole blocks know their exponent
     store_moment(moments, exponents, offs, blocks, whole, m, random, 15)
     store_moment(moments + stride, exponents + stride // 128, offs, blocks, whole, v, other, 31)
     now = store_master(p, params, remainders, overflow_ptr, offs, mask, whole, HALF, ROWS)
@@ -78,17 +81,23 @@ def adamw_8bit_kernel(
     PARAM: tl.constexpr, GRAD: tl.constexpr, HALF: tl.constexpr, LOST: tl.constexpr,
     RATES: tl.constexpr, VEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk. HALF: the name of a half parameter's type, or None. LOST: see ``adamw_kernel``."""
+    """Update one chunk.
+
+    HALF is the name of a half parameter's type, or None. LOST counts the half values that do not
+    change.
+    """
+    # Any flag but 0 skips, and nothing has been written yet: codes and exponents stay, too.
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
     number = tl.load(number_ptr + row)
-    # chunks are multiples of a tile, and so of a block: no two programs share an exponent
+    # chunks are multiples of a tile, and so of a block, so that no two programs share an exponent
     begin, _, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, TILE)
     params = element_pointer(params_ptr, row, PARAM, VEC)
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
     moments = element_pointer(moments_ptr, row, tl.uint8, VEC)
     stride = (tl.load(numel_ptr + row) + 127) // 128 * 128
+    # a pointer that is never read still needs a type
     remainders = moments
     if HALF is not None:
         remainders = element_pointer(remainders_ptr, row, tl.int16, VEC)
@@ -143,6 +152,7 @@ def adamw_8bit_torch(
         m, v = decode(*first, SIGNED)[:n], decode(*second, UNSIGNED)[:n]
         # unscale and clip
         grad = unscaled(grad, grad_scale, rule.maximize, torch.float32)
+        # the gradient may have another memory order than the codes
         grad = in_order_of_memory(grad, like=param)
         decayed, m, v, _, update = adam_update_twin(before, grad, m, v, v, rule, step)
         p = decayed + update
@@ -167,11 +177,12 @@ def adamw_8bit(
     """Update parameters, remainders and moments in place, with arithmetic in FP32.
 
     Args:
-        lists: of n parameters, half or FP32; gradients of any floating dtype; "remainders", int16
-            of shape (padded(numel),), the parameter again where it is FP32; "moments", uint8 of
-            shape (moments_size(numel, 2),); step counts, and hyperparameters without amsgrad.
-        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None.
-        found_inf: 0-d; any value other than 0 leaves every bit as it was. None: always step.
+        lists: lists of n parameters with their hyperparameters, without amsgrad. "params" are half
+            or FP32; "grads" have any floating dtype; "remainders" are int16 of shape
+            (padded(numel),), or the parameter itself if it is FP32; "moments" are uint8 of shape
+            (moments_size(numel, 2),); "steps" are step counts.
+        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None for 1.
+        found_inf: 0-d flag; any value other than 0 leaves every bit unchanged. None: always step.
         backend: "auto", "triton" or "eager".
     """
     lists.run(ADAMW_8BIT, None, backend, grad_scale, found_inf)
@@ -182,5 +193,5 @@ ADAMW_8BIT = Implementations(adamw_8bit_triton, adamw_8bit_torch, packed_samples
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield what ``packed_builds`` does, some of which count lost updates."""
+    """Yield the calls of ``packed_builds``, some of which count lost updates."""
     yield from packed_builds("adamw_8bit", adamw_8bit_triton, _RULE, 2, loses=True)

@@ -1,7 +1,7 @@
-"""The sum of two tensors, and its layer_norm or rms_norm, in one pass. 8 B/element.
+"""The sum of two tensors and the layer_norm or rms_norm of the sum, in one pass. 8 B/element.
 
-What a block of a transformer does where it adds to the residual stream. The norm is of the sum as
-it is rounded: the same bits as ``norm(x + residual)``.
+A block of a transformer computes both where it adds to the residual stream. The norm is that of the
+rounded sum, so that the bits are those of ``norm(x + residual)``.
 """
 
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ def add_norm_triton(
     eps: float,
     center: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # one kernel serves both operations, so that their arithmetic cannot differ
     run = _norm.norm_prepared(x, weight, bias, n, eps, center, x.dtype, added=True)
     total, y, stats = run(x, weight, bias, residual)
     return total, y, stats
@@ -39,6 +40,7 @@ def add_norm_torch(
     eps: float,
     center: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # rounded to the dtype of x before the norm, as the kernel does it
     total = x + residual
     return total, *_norm.norm_torch(total, weight, bias, n, eps, center, x.dtype)
 
@@ -53,17 +55,26 @@ def add_norm(
     center: bool,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add ``residual``, round the sum, and normalise what is left of it as ``norm`` does.
+    """Add ``residual``, round the sum, and normalise the rounded sum as ``norm`` does.
 
-    ``residual`` has the shape and dtype of ``x``. The other arguments are those of ``norm``.
+    Args:
+        x: float16, bfloat16 or float32, of any shape whose last dimensions have ``n`` elements.
+        residual: tensor of the shape and dtype of ``x``.
+        weight: n elements, half or float32, or None.
+        bias: n elements, half or float32, or None.
+        n: elements of a line.
+        eps: number that is added to the variance.
+        center: subtract the mean first (layer_norm), or not (rms_norm).
+        backend: "auto", "triton" or "eager".
 
     Returns:
-        the sum, and what ``norm`` returns of it in its own dtype.
+        The sum, and the results of ``norm`` for it, in the dtype of ``x``.
     """
     return ADD_NORM(backend, x, residual, weight, bias, n, eps, center)
 
 
 def _args(x: Tensor, dim: int, center: bool, affine: bool) -> tuple[Any, ...]:
+    # without the dtype of the result, which is always that of x
     lines, *others, _ = _norm.line_args(x, dim, center, affine)
     return lines, lines.flip(-1), *others
 

@@ -1,4 +1,4 @@
-"""FP32 masters to the half parameters that the forward uses. 6 B/param."""
+"""Copies of FP32 masters into the half parameters that the forward uses. 6 B/param."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,8 @@ from tritonamp.kernels._shipped import Shipped, build_name, shipped_lists
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, store_copy, tail_offsets
 from tritonamp.kernels.device import tl, triton
 
-_VEC = 4  # elements that a thread holds: FP32 in 16 bytes, which leaves no gaps between threads
+# FP32 in 16 bytes, which leaves no gaps between the loads of neighbouring threads
+_VEC = 4  # elements that a thread holds
 
 
 @triton.jit(do_not_specialize=("chunk",))
@@ -23,7 +24,7 @@ def cast_kernel(
     params_ptr, copies_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr, overflow_ptr, chunk,
     PARAM: tl.constexpr, COPY: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk."""
+    """Update one chunk of the copies."""
     row = tl.load(rows_ptr + tl.program_id(0))
     begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
     params = element_pointer(params_ptr, row, PARAM, VEC)
@@ -34,6 +35,7 @@ def cast_kernel(
         offs, mask = at + j, at + j < whole
         x = tl.load(params + offs, mask=mask, other=0.0)
         store_copy(copies, overflow_ptr, offs, mask, x, VEC)
+    # a tail of its own, because a mask that ends inside a vector splits every load of the loop
     if whole < end:
         offs = tail_offsets(whole, VEC)
         mask = offs < end
@@ -49,6 +51,7 @@ def cast_triton(lists: TensorLists) -> None:
 
 def _launches(lists: TensorLists, plan: Plan) -> Iterator[Launch]:
     for t in plan.tables:
+        # None: the parameters of this table are their own copies
         if t.dtypes["copies"] is not None:
             overflow = lists.kept("overflow", (lists.size,), torch.int32, t.device)
             types = t.type("params"), t.type("copies")
@@ -61,10 +64,12 @@ def cast_torch(lists: TensorLists) -> None:
         for i, (p, c) in enumerate(zip(lists["params"], lists["copies"], strict=True))
         if c is not p
     ]
+    # foreach refuses empty lists
     if pairs:
         torch._foreach_copy_([copy for _, _, copy in pairs], [param for _, param, _ in pairs])
     for i, param, copy in pairs:
         overflow = lists.kept("overflow", (lists.size,), torch.int32, param.device)
+        # in blocks, because the test for overflow passes over the values several times
         for (block,) in blocks(param.detach()):
             found = overflows(block, copy.dtype)
             if found is not None:
@@ -75,8 +80,8 @@ def cast(lists: TensorLists, backend: str = "auto") -> None:
     """Write each parameter, correctly rounded, into its copy.
 
     Args:
-        lists: "params", n FP32 tensors, and "copies", n tensors of the same shapes, usually half;
-            the parameter itself where there is no copy.
+        lists: "params", n FP32 tensors, and "copies", n tensors of the same shapes, usually half,
+            or the parameter itself where there is no copy.
         backend: "auto", "triton" or "eager".
     """
     CAST.run(backend, lists.uses_triton(backend, CAST), lists)
@@ -93,7 +98,7 @@ CAST = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield both halves, aligned and not."""
+    """Yield calls for both half dtypes, aligned and not."""
     for half in (torch.float16, torch.bfloat16):
         for aligned in (True, False):
             lists = shipped_lists(aligned, params=torch.float32, copies=half)
@@ -104,18 +109,16 @@ def shipped() -> Iterator[Shipped]:
 def fp32_value(half: Tensor, precise: Tensor) -> Tensor:
     """Return the FP32 value of a half tensor whose FP32 original is ``precise``, of its shape.
 
-    Wherever ``precise`` still rounds to what ``half`` holds it is the better value; elsewhere
-    somebody wrote to ``half`` since, and its own value counts.
+    An element of ``precise`` that still rounds to that of ``half`` is the better value. Otherwise
+    ``half`` has been written to since, and its own value counts.
     """
     with torch.no_grad():
         return torch.where(precise.to(half.dtype) == half, precise, half.float())
 
 
 def rounds_to(precise: Tensor, half: Tensor) -> Tensor:
-    """Tell where FP32 values round to half ones, a tie to either neighbour; bool.
-
-    State of "8bit" rounds ties of bfloat16 away from 0, torch rounds them to the even neighbour.
-    """
+    """Tell where FP32 values round to half values, a tie to either neighbour; bool."""
+    # State of "8bit" rounds ties of bfloat16 away from 0, and torch rounds them to even.
     rounded = precise.to(half.dtype)
     error = (precise - rounded.float()).abs()
     tie = error.isfinite() & ((precise - half.float()).abs() == error)

@@ -1,4 +1,4 @@
-"""What a step does: skip or go, how to scale the gradients, what the loss scale becomes."""
+"""The decision of a step: skip it or not, the factor on the gradients, and the next loss scale."""
 
 from collections.abc import Iterator
 from enum import IntEnum
@@ -19,17 +19,19 @@ _BLOCK = 1024
 
 
 class Slot(IntEnum):
-    """Where the numbers of a record are; the first six are the outcomes of a decision, too.
+    """Places of the numbers in a record. The first six are the outcomes of a decision, too.
 
     Attributes:
-        CLEAN, OVERFLOW, FAULT, OUTLIER, VETO, HUGE: how many decisions were clean, scale overflows,
-            forward faults, outliers, vetoed, and of finite gradients with squares that are not.
-        NORM, AMAX: total norm and largest magnitude, both unscaled, of the last clean one.
-        SQUARES: a bound of the squares that the clean ones have left in the optimizers' state.
-        SCALE: the scale that the last one used.
-        SKIPPED, SKIPPED_SCALE: outcome and scale of the last skipped one.
-        LOSS and the six behind it: of the last outlier the loss, its usual value and its limit,
-            the same of the norm, and how many standard deviations that is; see kernels.outliers.
+        CLEAN, OVERFLOW, FAULT, OUTLIER, VETO, HUGE: numbers of decisions that were clean, scale
+            overflows, forward faults, outliers or vetoed, or had finite gradients with squares
+            beyond FP32.
+        NORM, AMAX: total norm and largest magnitude of the last clean decision, both unscaled.
+        SQUARES: bound of the squares that clean decisions have left in the optimizers' state.
+        SCALE: scale that the last decision used.
+        SKIPPED, SKIPPED_SCALE: outcome and scale of the last skipped decision.
+        LOSS, USUAL_LOSS, LOSS_LIMIT: loss of the last outlier, its usual value and its limit.
+        OUTLIER_NORM, USUAL_NORM, NORM_LIMIT: the same of the norm.
+        SIGMAS: the limits in standard deviations, as in kernels.outliers.
     """
 
     CLEAN = 0
@@ -55,24 +57,26 @@ class Slot(IntEnum):
 
 CLEAN, OVERFLOW, FAULT, OUTLIER, VETO, HUGE = list(Slot)[:6]
 NORM, AMAX, SQUARES, SCALE, SKIPPED, SKIPPED_SCALE = list(Slot)[6:12]
-OUTLYING = 2.0  # instead of the flag of a loss: the step is an outlier
-EXCEEDING = 2.5  # instead of the flag of a loss: squares of its gradients leave FP32
-VETOED = 3.0  # instead of the flag of a loss: its largest value, so that a maximum keeps it
+# Values of a loss's flag besides 0 and 1. A veto is the largest, because micro-batches and ranks
+# combine flags with max, so that a veto survives.
+OUTLYING = 2.0  # the step is an outlier
+EXCEEDING = 2.5  # squares of the step's gradients leave FP32
+VETOED = 3.0  # the caller wants a skip
 LOSS = Slot.LOSS
-RECORD = len(Slot)  # numbers in front of a record's magnitudes
+RECORD = len(Slot)  # numbers before a record's magnitudes
 _SLOTS = tuple(map(int, Slot))[:12]  # for the kernel, and quick to look up
 
 
 class Evidence(NamedTuple):
-    """What a decision rests on: results of grad_stats, and two flags.
+    """Evidence of a decision: results of grad_stats, and two flags.
 
     Attributes:
-        amax, square_sum: results of grad_stats over all gradients that take part, shapes (n,) and
-            (k,).
-        loss_nonfinite: 0-d float32, 1 where the loss itself was inf or NaN; OUTLYING where the
-            step is an outlier; VETOED where somebody wants a skip, whatever loss and gradients are.
-        found_earlier: 0-d float32, not 0 where gradients of the same loss that were judged before
-            are to skip.
+        amax: magnitudes of all gradients that take part, float32 of shape (n,).
+        square_sum: sums of squares of these gradients, float32 of shape (k,).
+        loss_nonfinite: 0-d float32: 0; 1 if the loss was inf or NaN; OUTLYING if the step is an
+            outlier; VETOED if the caller wants a skip, whatever loss and gradients are.
+        found_earlier: 0-d float32, not 0 if gradients of the same loss that were judged earlier are
+            to be skipped.
     """
 
     amax: Tensor
@@ -82,18 +86,18 @@ class Evidence(NamedTuple):
 
 
 class ScaleRule(NamedTuple):
-    """How a loss scale moves. A fixed scale is ``min_scale == max_scale``.
+    """Movement of a loss scale. A fixed scale is ``min_scale == max_scale``.
 
-    - loss non-finite, an outlier, a veto, or huge gradients: nothing moves;
-    - gradients non-finite though the loss is finite: the growth count restarts, and at the
-      ``hysteresis``-th time without a clean step between, the scale is multiplied by
-      ``backoff_factor``, never below ``min_scale``;
-    - clean: after ``growth_interval`` in a row, or where ``headroom`` allows it at once, the scale
-      is multiplied by ``growth_factor``, never above ``max_scale``.
+    - Loss non-finite, an outlier, a veto, or huge gradients: nothing moves.
+    - Gradients non-finite though the loss is finite: the growth count restarts. At the
+      ``hysteresis``-th time without a clean step in between, the scale is multiplied by
+      ``backoff_factor``, never below ``min_scale``.
+    - Clean: after ``growth_interval`` clean steps in a row, or earlier if ``headroom`` allows it,
+      the scale is multiplied by ``growth_factor``, never above ``max_scale``.
 
-    ``headroom``: the scale also grows at every clean step as long as the largest scaled gradient
-    stays within that, and the scale below where an overflow followed on a clean step; that mark is
-    forgotten when the ``growth_interval`` is over. 0: no such growth.
+    With a positive ``headroom``, the scale also grows at each clean step while the largest scaled
+    gradient would stay within ``headroom``, and the scale below its ceiling. An overflow after a
+    clean step sets the ceiling; the ceiling is lifted when a ``growth_interval`` is over.
     """
 
     growth_factor: float
@@ -106,13 +110,13 @@ class ScaleRule(NamedTuple):
 
 
 class ScaleState(NamedTuple):
-    """A loss scale, and what it remembers; 0-d tensors.
+    """A loss scale and its memory, as 0-d tensors.
 
     Attributes:
         scale: float32.
-        growth_tracker: int32, clean steps in a row.
-        hysteresis_tracker: int32, overflows that are left before the scale backs off.
-        ceiling: float32, the highest that ``headroom`` grows to.
+        growth_tracker: int32, number of clean steps in a row.
+        hysteresis_tracker: int32, number of overflows that are left before the scale backs off.
+        ceiling: float32, highest scale that ``headroom`` lets grow.
     """
 
     scale: Tensor
@@ -122,12 +126,12 @@ class ScaleState(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What is remembered of decisions.
+    """The memory of decisions.
 
     Attributes:
-        numbers: float64 of shape (19 + names,): by ``Slot``, and scaled magnitudes by name of the
-            last skipped one.
-        places: int64 of shape (names,): which of the decision's gradients belongs to each name; -1:
+        numbers: float64 of shape (19 + names,): numbers by ``Slot``, then the scaled magnitudes of
+            the last skipped decision by name.
+        places: int64 of shape (names,): index of each name's gradient in the decision, or -1 for
             none.
     """
 
@@ -148,6 +152,8 @@ def _next_scale(
     clean = (found_inf == 0.0) & (fault == 0.0)
     lower = tl.maximum(scale * backoff_factor, min_scale)
     higher = tl.minimum(scale * growth_factor, max_scale)
+    # A fault of the forward moves nothing, because a lower scale would not
+    # help, and would sink for ever.
     # overflow: use up one unit of patience, back off when there is none left
     patience -= overflow.to(tl.int32)
     back_off = overflow & (patience <= 0)
@@ -186,31 +192,36 @@ def decide_kernel(
     SKIPPED_SCALE: tl.constexpr, OUTLYING: tl.constexpr, EXCEEDING: tl.constexpr,
     VETOED: tl.constexpr, LARGEST_SQUARE: tl.constexpr,
 ):  # fmt: skip
-    """One program. RECORD: 0, or how many numbers are in front of a record's magnitudes."""
-    # the scale may be the one that moves below: all threads have loaded it when the reductions meet
+    """Decide in one program. RECORD is the count of numbers before a record's magnitudes, or 0."""
+    # The scale may be the one that moves below, so all threads load it before the
+    # reductions, at which they meet.
     used, fault, earlier = tl.load(used_ptr), tl.load(fault_ptr), tl.load(earlier_ptr)
+    # correctly rounded, so that a scale that is a power of two unscales exactly
     inv_scale = tl.div_rn(1.0, used)
     j = tl.arange(0, BLOCK)
-    # 1/scale can leave FP32, and a finite scaled gradient times it too: look at the unscaled value
+    # 1/scale can leave FP32, as can a finite scaled gradient times it: look at the unscaled value
     bad = tl.zeros([BLOCK], tl.int32)
     largest = tl.zeros([BLOCK], tl.float32)
     for at in range(0, n, BLOCK):
         unscaled = tl.load(amax_ptr + at + j, mask=at + j < n, other=0.0) * inv_scale
+        # NaN fails the comparison, too; integers, because a reduction of flags takes no booleans
         bad |= (unscaled < float("inf")).to(tl.int32) ^ 1
         largest = tl.maximum(largest, tl.where(unscaled < float("inf"), unscaled, 0.0))
+    # partial sums are added in one order, so that every run has the same bits
     norm = total_norm(square_ptr, parts, inv_scale, BLOCK)
     peak = tl.max(largest, 0)
     factor, clipped = inv_scale, peak
     if CLIP:
         coefficient = tl.div_rn(max_norm, norm + 1e-6)
-        coefficient = tl.where(coefficient > 1.0, 1.0, coefficient)  # NaN stays NaN
+        coefficient = tl.where(coefficient > 1.0, 1.0, coefficient)  # minimum would drop a NaN
         factor *= coefficient
         clipped *= coefficient
     nonfinite = (tl.max(bad, 0) != 0) | ((tl.abs(factor) < float("inf")) == 0)
-    # a square that leaves FP32 would stay in the optimizer's state for ever
+    # a square that leaves FP32 would stay inf in the optimizer's state for ever
     squares = clipped.to(tl.float64) * clipped.to(tl.float64) * gain
     if RECORD > 0:
         squares += tl.load(numbers_ptr + SQUARES) * keep
+    # a huge square is the cause only if nothing else is: the other causes have counts of their own
     no_other = (nonfinite == 0) & (fault == 0.0) & (earlier == 0.0)
     fault = tl.where(no_other & (squares > LARGEST_SQUARE), EXCEEDING, fault)
     found_inf = (nonfinite | (fault != 0.0) | (earlier != 0.0)).to(tl.float32)
@@ -218,6 +229,7 @@ def decide_kernel(
     tl.store(verdict_ptr + 1, norm)
     tl.store(verdict_ptr + 2, factor)
     tl.store(verdict_ptr + 3, fault)
+    # after the verdict, which belongs to the scale that the backward used
     if MOVE:
         _next_scale(
             scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, found_inf, fault, peak,
@@ -229,7 +241,7 @@ def decide_kernel(
         outcome = tl.where(fault == EXCEEDING, HUGE, outcome)
         outcome = tl.where(fault == OUTLYING, OUTLIER, outcome)
         outcome = tl.where(fault == VETOED, VETO, outcome)
-        # as in _next_scale: the thread that stores the count is one that loaded it before
+        # as in _next_scale: the thread that stores the count has loaded it before
         tl.store(numbers_ptr + outcome, tl.load(numbers_ptr + outcome) + 1.0)
         tl.store(numbers_ptr + SCALE, used.to(tl.float64))
         if outcome == CLEAN:
@@ -239,6 +251,8 @@ def decide_kernel(
         else:
             tl.store(numbers_ptr + SKIPPED, outcome.to(tl.float64))
             tl.store(numbers_ptr + SKIPPED_SCALE, used.to(tl.float64))
+            # for the message of a skip: which gradients were not
+            # finite, of up to any number of names
             for at in range(0, names, BLOCK):
                 place = tl.load(places_ptr + at + j, mask=at + j < names, other=-1)
                 amax = tl.load(amax_ptr + place, mask=place >= 0, other=0.0)
@@ -255,14 +269,16 @@ def decide_triton(
     record: Record | None,
     verdict: Tensor,
 ) -> None:
+    # pointers have to point somewhere, also without a scale to move and without a record
     moved = state or (used_scale,) * 4
     numbers, places = record or (evidence.amax,) * 2
-    # a tensor's ``len`` is written in Python, and slow
+    # numel() instead of len(), which is written in Python for tensors, and slow
     lengths = evidence.amax.numel(), evidence.square_sum.numel(), places.numel() if record else 0
     launch = _launch_of(lengths, max_norm, rule, squares, state is not None, record is not None)
     launch(*evidence, used_scale, verdict, *moved, numbers, places)
 
 
+# a steady run decides with the same numbers in each step, so the launch is kept
 @cached_by_shape
 def _launch_of(
     lengths: tuple[int, int, int],
@@ -292,14 +308,15 @@ def decide_torch(
     amax, square_sum, loss_nonfinite, found_earlier = evidence
     inv_scale = used_scale.double().reciprocal().float()
     norm = square_sum.double().sum().sqrt().float() * inv_scale
+    # a decision may have no gradients, and max refuses an empty tensor
     largest = clipped = torch.cat([amax, amax.new_zeros(1)]).max() * inv_scale
     factor = inv_scale
     if max_norm is not None:
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         factor, clipped = inv_scale * coefficient, largest * coefficient
-    # 1/scale can leave FP32, and a finite scaled gradient times it too: look at the unscaled value
+    # 1/scale can leave FP32, as can a finite scaled gradient times it: look at the unscaled value
     nonfinite = ~torch.isfinite(amax * inv_scale).all() | ~torch.isfinite(factor)
-    # a square that leaves FP32 would stay in the optimizer's state for ever
+    # a square that leaves FP32 would stay inf in the optimizer's state for ever
     bound = squares.gain * clipped.double().square()
     if record is not None:
         bound = squares.keep * record.numbers[SQUARES] + bound
@@ -308,7 +325,7 @@ def decide_torch(
     found_inf = (nonfinite | (flag != 0) | (found_earlier != 0)).float()
     if record is not None:
         _note(record, amax, torch.stack([norm, largest, bound]), found_inf, flag, used_scale)
-    if state is not None:  # used_scale may be the one that moves
+    if state is not None:  # after all uses of used_scale, which may be state.scale itself
         _move_scale(state, rule, found_inf, flag, largest)
     verdict.copy_(torch.stack([found_inf, norm, factor, flag]))
 
@@ -317,7 +334,7 @@ def _move_scale(
     state: ScaleState, rule: ScaleRule, found_inf: Tensor, loss_nonfinite: Tensor, largest: Tensor
 ) -> None:
     scale, growth_tracker, hysteresis_tracker, ceiling = state
-    fault = loss_nonfinite != 0  # the forward's fault: a lower scale cannot help
+    fault = loss_nonfinite != 0  # of the forward, which a lower scale cannot help
     overflow = (found_inf != 0) & ~fault
     clean = ~fault & ~overflow
     lower = (scale * rule.backoff_factor).clamp(min=rule.min_scale)
@@ -355,7 +372,7 @@ def _note(
     for value, slot in ((EXCEEDING, HUGE), (OUTLYING, OUTLIER), (VETOED, VETO)):
         outcome = torch.where(flag == value, int(slot), outcome)
     numbers, places = record
-    # in place, so that a CUDA graph that captured this goes on counting
+    # in place, so that a CUDA graph that captured these tensors continues to count
     numbers[:NORM] += torch.arange(int(NORM), device=outcome.device) == outcome
     numbers[NORM:SCALE] = torch.where(outcome == CLEAN, of_clean, numbers[NORM:SCALE])
     numbers[SCALE].copy_(used_scale)
@@ -379,17 +396,17 @@ def decide(
     """Judge the gradients of one decision, move the loss scale, and note the outcome.
 
     Args:
-        evidence: what is known of the gradients and the losses.
+        evidence: facts of the gradients and losses.
         used_scale: 0-d float32, the loss scale that the backward used.
-        max_norm: clip the unscaled gradients to this total 2-norm
+        max_norm: total 2-norm to clip the unscaled gradients to
             (``torch.nn.utils.clip_grad_norm_``), or None.
-        state: the loss scale to move by ``rule``, or None.
-        rule: how it moves.
-        squares: of the optimizers that step; the bound that a record remembers moves by it.
-        record: written in place, or None.
-        verdict: float32 of shape (4,), receives found_inf (not 0: skip), the norm of the unscaled
-            gradients, the factor that turns a scaled gradient into the one to step with (1/scale,
-            times the clip coefficient), and the flag ``evidence.loss_nonfinite``, or EXCEEDING.
+        state: loss scale to move by ``rule``, or None.
+        rule: rule of the loss scale's movement.
+        squares: squares of the optimizers that step, by which the record's bound moves.
+        record: memory of decisions, updated in place, or None.
+        verdict: float32 of shape (4,), which receives found_inf (not 0: skip), the norm of the
+            unscaled gradients, the factor from a scaled gradient to the one to step with (1/scale
+            times the clip coefficient), and the flag ``evidence.loss_nonfinite`` or EXCEEDING.
         backend: "auto", "triton" or "eager".
     """
     args = evidence, used_scale, max_norm, state, rule, squares, record, verdict
@@ -397,7 +414,7 @@ def decide(
 
 
 def _numbers(rule: ScaleRule) -> tuple[float, ...]:
-    """Return them for a kernel, which tells integers and floating-point numbers apart."""
+    """Return the rule's numbers for a kernel, which distinguishes integers and floats by type."""
     growth, backoff, interval, hysteresis, *limits = map(float, rule)
     return growth, backoff, int(interval), int(hysteresis), *limits
 
@@ -415,7 +432,7 @@ def _decision(tensors: list[Tensor], overflow: bool) -> tuple[Any, ...]:
 
 
 def _decided(args: tuple[Any, ...], _: None) -> list[Tensor]:
-    """Return what was written; the numbers of a record are FP32 values."""
+    """Return the tensors that a decision wrote, with the record's numbers as FP32 values."""
     return [args[-1], *args[3], args[6].numbers.float()]
 
 
@@ -436,7 +453,7 @@ DECIDE = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield a decision with everything, and a bare one."""
+    """Yield a decision with all its parts, and a bare one."""
     rule = ScaleRule(2.0, 0.5, 2000, 1, 2.0**-24, 2.0**24)
     flag = torch.zeros((), device="meta")
     state = ScaleState(flag, flag.int(), flag.int(), flag)

@@ -1,4 +1,4 @@
-"""Questions about the hardware, Triton and other processes are answered here and nowhere else."""
+"""The one place that answers questions about the hardware, Triton and other processes."""
 
 import contextlib
 import functools
@@ -11,15 +11,17 @@ import torch
 
 
 class _NoTriton:
-    """Stand-in for ``triton`` and ``triton.language`` where they cannot be imported.
+    """Stand-in for ``triton`` and ``triton.language`` where Triton cannot be imported.
 
-    Kernels are defined, never run.
+    Modules of kernels can then be imported; their kernels are defined and never run.
     """
 
+    # annotations of kernels read it when a kernel is defined
     constexpr = None
     __version__ = None
 
     def jit(self, function: Any = None, **options: Any) -> Any:
+        # used both as @triton.jit and as @triton.jit(...), which has to return a decorator
         return function if function is not None else lambda function: function
 
 
@@ -32,9 +34,9 @@ logger = logging.getLogger("tritonamp")
 
 BACKENDS = ("auto", "triton", "eager")
 WARP_SIZE = 32
-"""Threads that run as one on every NVIDIA GPU; tiles and numbers of warps are counted in it."""
+"""Threads of a warp on every NVIDIA GPU. Tiles and numbers of warps are counted in it."""
 AMD_WAVES = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32, "gfx1201": 32}
-"""AMD's architectures that kernels are built for, and how many threads run as one there."""
+"""AMD architectures that kernels are built for, and the number of threads of a wave on each."""
 MIN_CAPABILITY = (7, 0)  # the first Tensor Cores
 MIN_BF16_CAPABILITY = (8, 0)
 _TURING = (7, 5)
@@ -42,16 +44,16 @@ _TURING_WITHOUT_TENSOR_CORES = re.compile(r"\b(GTX 16\d\d|MX[45]50|T\d{3,4})\b")
 
 
 class UnsupportedDeviceError(RuntimeError):
-    """An explicit request that this device, or this installation, cannot carry out."""
+    """An explicit request that this device or this installation cannot satisfy."""
 
 
 class Backend(NamedTuple):
-    """What runs the operations, and why.
+    """The implementation that runs the operations, and the reason for the choice.
 
     Attributes:
         name: "triton" or "eager".
-        reason: one sentence for people.
-        requested: "auto", "triton" or "eager".
+        reason: one sentence for the user.
+        requested: "auto", "triton" or "eager", as the caller asked.
     """
 
     name: str
@@ -60,7 +62,7 @@ class Backend(NamedTuple):
 
 
 def triton_version() -> str | None:
-    """Return the installed Triton's version, or None where it cannot be imported."""
+    """Return the version of the installed Triton, or None if it cannot be imported."""
     return triton.__version__
 
 
@@ -69,36 +71,41 @@ def _probe() -> None:
     pass
 
 
+# @triton.jit reads TRITON_INTERPRET when it decorates, and the variable may have changed since
+# then. So a decorated function is asked, not the environment.
 INTERPRETED = triton_version() is not None and not isinstance(_probe, triton.runtime.JITFunction)
-"""Whether kernels run in Triton's interpreter, on any device: TRITON_INTERPRET=1 was set when they
-were imported.
+"""Whether kernels run in Triton's interpreter, on any device.
+
+TRITON_INTERPRET=1 has to be set before this module is imported.
 """
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA device; None for everything else.
+    """Return the compute capability of an NVIDIA device, or None for any other device.
 
-    Initialises CUDA for a CUDA device.
+    A CUDA device is initialised.
     """
+    # torch built for ROCm calls AMD devices "cuda", too: only torch.version.cuda separates them
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)
 
 
 def amd_architecture(device: torch.device) -> str | None:
-    """Return the architecture of an AMD device, like "gfx942"; None for everything else.
+    """Return the architecture of an AMD device, such as "gfx942", or None for any other device.
 
-    torch built for ROCm calls such a device "cuda", too. Initialises it.
+    torch built for ROCm calls an AMD device "cuda". The device is initialised.
     """
     if device.type != "cuda" or torch.version.hip is None or not torch.cuda.is_available():
         return None
-    # with features behind it: gfx90a:sramecc+:xnack-
+    # gcnArchName lists features after the architecture: gfx90a:sramecc+:xnack-
     name: str = torch.cuda.get_device_properties(device).gcnArchName
     return name.partition(":")[0]
 
 
 def known_fault(device: torch.device) -> str | None:
-    """Return what is known to go wrong in half on ``device``, and what to do; None: nothing is."""
+    """Return a warning about half precision on ``device``, with a remedy, or None."""
+    # GTX 16xx and full Turing GPUs share capability 7.5: only the name of the device differs
     if capability(device) != _TURING:
         return None
     name = torch.cuda.get_device_name(device)
@@ -112,7 +119,7 @@ def known_fault(device: torch.device) -> str | None:
 
 
 def warn_of_known_fault(device: torch.device) -> None:
-    """Log, once, what is known to go wrong in half on ``device``, if anything."""
+    """Log the known fault of ``device`` once, if it has one."""
     fault = known_fault(device)
     if fault is not None:
         _warn_once(fault)
@@ -124,7 +131,7 @@ def _warn_once(message: str) -> None:
 
 
 def why_not_triton(device: torch.device) -> str | None:
-    """Return None where Triton kernels can run on ``device``, else the reason why they cannot."""
+    """Return the reason why Triton kernels cannot run on ``device``, or None if they can."""
     found, amd = capability(device), amd_architecture(device)
     if amd is not None:
         if amd not in AMD_WAVES:
@@ -139,7 +146,8 @@ def why_not_triton(device: torch.device) -> str | None:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Tell whether "auto" means Triton there."""
+    """Tell whether backend="auto" runs Triton kernels on ``device``."""
+    # every call of an operation asks, and a query of the device takes microseconds
     answer = _answers.get(device)
     if answer is None:
         answer = _answers[device] = why_not_triton(device) is None
@@ -150,10 +158,10 @@ _answers: dict[torch.device, bool] = {}
 
 
 def require_triton(device: torch.device) -> None:
-    """Refuse an explicit request for Triton where it cannot run.
+    """Refuse an explicit request for Triton on a device that cannot run it.
 
     Raises:
-        UnsupportedDeviceError: that is so on ``device``.
+        UnsupportedDeviceError: ``device`` cannot run Triton kernels.
     """
     if not runs_triton(device):
         raise UnsupportedDeviceError(
@@ -163,22 +171,22 @@ def require_triton(device: torch.device) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Tell whether what is launched on ``device`` becomes part of a CUDA graph.
+    """Tell whether a CUDA graph captures kernels that are launched on ``device``.
 
-    CUDA is left alone for other devices: a process may be one that must not touch it.
+    For other devices CUDA is not asked, because some processes must not initialise it.
     """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(device: torch.device, what: str) -> None:
-    """Refuse to make in a CUDA graph what later steps go on from: each replay would make it anew.
+    """Raise if ``device`` is capturing a graph, because a replay would re-create persistent state.
 
     Args:
-        device: where it is made.
-        what: it is.
+        device: device on which the state would be created.
+        what: name of the state, for the message.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured there.
+        RuntimeError: ``device`` is capturing a CUDA graph.
     """
     if is_capturing(device):
         raise RuntimeError(
@@ -193,16 +201,18 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
 
     Args:
         requested: "auto" (Triton where it can run, else eager torch), "triton" or "eager".
-        device: where the model's parameters live.
+        device: device of the model's parameters.
 
     Raises:
-        ValueError: unknown name.
-        UnsupportedDeviceError: "triton" where it cannot run; any on Apple's GPUs.
+        ValueError: ``requested`` is not one of ``BACKENDS``.
+        UnsupportedDeviceError: "triton" is requested where it cannot run, or ``device`` is an Apple
+            GPU.
     """
     if requested not in BACKENDS:
         raise ValueError(
             f"unknown backend {requested!r}: allowed are {', '.join(map(repr, BACKENDS))}"
         )
+    # Refused for every backend: the record of a step is float64, so eager steps fail there, too.
     if device.type == "mps":
         raise UnsupportedDeviceError(
             f"expected a model on the CPU, an NVIDIA or AMD GPU, got one on {device}: the op table "
@@ -212,6 +222,7 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
         )
     if requested == "eager":
         return Backend("eager", "asked for", requested)
+    # before require_triton, because the interpreter runs kernels on any device
     if requested == "triton" and INTERPRETED:
         return Backend(
             "triton", "TRITON_INTERPRET=1 runs kernels in Triton's interpreter", requested
@@ -228,7 +239,7 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
 
 
 def _found(device: torch.device) -> str:
-    """Return what a GPU on which kernels run is or has, for people."""
+    """Return a phrase for the user about a GPU that runs kernels."""
     amd = amd_architecture(device)
     if amd is not None:
         return f"is an AMD GPU of {amd} (kernels: built ahead of time, never run)"
@@ -236,10 +247,10 @@ def _found(device: torch.device) -> str:
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse bfloat16 on an NVIDIA GPU that has no bfloat16 Tensor Cores.
+    """Refuse bfloat16 on an NVIDIA GPU without bfloat16 Tensor Cores.
 
     Raises:
-        UnsupportedDeviceError: that is so.
+        UnsupportedDeviceError: ``dtype`` is bfloat16 and the compute capability is below 8.0.
     """
     if dtype is torch.bfloat16 and not takes_bfloat16(device):
         found = ".".join(map(str, capability(device) or ()))
@@ -250,21 +261,21 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def takes_bfloat16(device: torch.device) -> bool:
-    """Tell whether a device computes in bfloat16: not NVIDIA GPUs below compute capability 8.0."""
+    """Tell whether ``device`` computes in bfloat16: all but NVIDIA GPUs below capability 8.0."""
     found = capability(device)
     return found is None or found >= MIN_BF16_CAPABILITY
 
 
 def is_distributed() -> bool:
-    """Tell whether this process is one of a process group of ``torch.distributed``."""
+    """Tell whether this process belongs to a process group of ``torch.distributed``."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def rank() -> int:
-    """Return this process's number in the default process group; 0 without one."""
+    """Return the rank of this process in the default process group, or 0 without a group."""
     return torch.distributed.get_rank() if is_distributed() else 0
 
 
 def world_size() -> int:
-    """Return how many processes the default process group has; 1 without one."""
+    """Return the number of processes in the default process group, or 1 without a group."""
     return torch.distributed.get_world_size() if is_distributed() else 1

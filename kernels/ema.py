@@ -1,8 +1,8 @@
-"""An exponential moving average over lists of tensors. 12 B/param of FP32 values.
+"""An exponential moving average over lists of tensors. 12 B/param for FP32 values.
 
 Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (1992), with a
-constant decay. ``decay * average + (1 - decay) * value`` is computed as ``Tensor.lerp_`` does: an
-average that is equal to its value stays, bit for bit.
+constant decay. ``decay * average + (1 - decay) * value`` is computed as ``Tensor.lerp_`` does it,
+so that an average that equals its value keeps its bits.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from tritonamp.kernels._tables import chunk_bounds, element_pointer, tail_offset
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.device import tl, triton
 
-_VEC = 4  # elements that a thread holds: FP32 in 16 bytes, which leaves no gaps between threads
+_VEC = 4  # elements that a thread holds
 
 
 @triton.jit
@@ -27,19 +27,21 @@ def _lerp(offs, mask, averages, params, weight):
     average = tl.load(averages + offs, mask=mask, other=0.0)
     param = tl.load(params + offs, mask=mask, other=0.0).to(tl.float32)
     difference = param - average
-    # from the end that is nearer
+    # from the end that is nearer, as torch.lerp does, whose bits these are
     near = tl.where(
         weight < 0.5, average + weight * difference, param - difference * (1.0 - weight)
     )
     tl.store(averages + offs, near, mask=mask)
 
 
+# weight is an argument instead of a constant, or each decay would compile a kernel
 @triton.jit(do_not_specialize=("chunk", "weight"))
 def ema_kernel(
     averages_ptr, params_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr, found_inf_ptr, chunk,
     weight, PARAM: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk."""
+    """Update one chunk."""
+    # read on the device, because the host would have to wait to know that a step was skipped
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
@@ -49,6 +51,7 @@ def ema_kernel(
     j = tl.arange(0, BLOCK)
     for at in range(begin, whole, BLOCK):
         _lerp(at + j, at + j < whole, averages, params, weight)
+    # a tail of its own, because a mask that ends inside a vector splits every load of the loop
     if whole < end:
         offs = tail_offsets(whole, VEC)
         _lerp(offs, offs < end, averages, params, weight)
@@ -59,6 +62,7 @@ def ema_triton(lists: TensorLists, decay: float, found_inf: Tensor | None) -> No
         for t in plan.tables:
             flag = found_inf
             if flag is None:
+                # kept memory is zeros, and nothing writes to this one
                 flag = lists.kept("zero", (), torch.float32, t.device)
             operands, types = (transfer(flag, t.device),), (t.type("params"),)
             t.launch_of(ema_kernel, ("averages", "params"), operands, types, _VEC, (1.0 - decay,))()
@@ -66,7 +70,7 @@ def ema_triton(lists: TensorLists, decay: float, found_inf: Tensor | None) -> No
 
 def ema_torch(lists: TensorLists, decay: float, found_inf: Tensor | None) -> None:
     for average, param in zip(lists["averages"], lists["params"], strict=True):
-        # from the end that is nearer
+        # from the end that is nearer, in the kernel as well
         near = torch.lerp(average, param.to(average.dtype), 1.0 - decay)
         if found_inf is not None:
             near = torch.where(transfer(found_inf, average.device) != 0, average, near)
@@ -77,10 +81,10 @@ def ema(lists: TensorLists, decay: float, found_inf: Tensor | None, backend: str
     """Move each average towards its parameter: ``decay * average + (1 - decay) * parameter``.
 
     Args:
-        lists: "averages", n FP32 tensors (FP64 for FP64 parameters), written in place, and
-            "params", n tensors of the same shapes, of any floating dtype.
-        decay: in [0, 1).
-        found_inf: 0-d float32; any value other than 0 leaves every bit as it was. None: as 0.
+        lists: "averages", n FP32 tensors (FP64 for FP64 parameters), updated in place, and
+            "params", n tensors of the same shapes and any floating dtype.
+        decay: weight of the old average, in [0, 1).
+        found_inf: 0-d float32 flag; any value other than 0 leaves every bit unchanged. None: as 0.
         backend: "auto", "triton" or "eager".
     """
     with torch.no_grad():
@@ -109,7 +113,7 @@ EMA = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield FP32 parameters and both halves, aligned and not."""
+    """Yield calls on FP32 parameters and on both half dtypes, aligned and not."""
     dtypes = torch.float32, torch.float16, torch.bfloat16
     for dtype, aligned in itertools.product(dtypes, (True, False)):
         lists = shipped_lists(aligned, averages=torch.float32, params=dtype)

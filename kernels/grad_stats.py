@@ -1,4 +1,4 @@
-"""What the step needs to know of the gradients: largest magnitude, sum of squares. 2 B/param."""
+"""Largest magnitude and sum of squares of gradients, the basis of a step's decision. 2 B/param."""
 
 from collections.abc import Iterator, Sequence
 
@@ -25,43 +25,50 @@ def grad_stats_kernel(
     grads_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr, amax_ptr, square_ptr, chunk, before,
     TYPE: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk: an integer maximum, which needs no order, and a partial sum."""
+    """Reduce one chunk to an integer maximum, which is exact in any order, and a partial sum."""
     row = tl.load(rows_ptr + tl.program_id(0))
     begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
     grads = element_pointer(grads_ptr, row, TYPE, VEC)
     j = tl.arange(0, BLOCK)
+    # integers, whose maximum is exact in any order: one pass finds amax, inf and NaN
     largest = tl.zeros([BLOCK // VEC], tl.int32)  # of the VEC neighbours that one thread holds
     squares = tl.zeros([BLOCK // VEC], tl.float32)
     for at in range(begin, whole, BLOCK):
         g = tl.load(grads + at + j, mask=at + j < whole, other=0.0)
-        # each thread reduces its own vector first, which takes no exchange between threads
+        # each thread reduces its own vector first, because that needs no exchange between threads
         g = tl.reshape(g, (BLOCK // VEC, VEC))
         largest = tl.maximum(largest, tl.max(magnitude(g, TYPE), 1))
+        # finite bfloat16 values may overflow here, so non-finite
+        # gradients are found by magnitude alone
         squares += tl.sum(g.to(tl.float32) * g.to(tl.float32), 1)
     amax, square = tl.max(largest, 0), tl.sum(squares, 0)
     if whole < end:
         rest = whole + tl.arange(0, VEC)
         g = tl.load(grads + rest, mask=rest < end, other=0.0)
         amax = tl.maximum(amax, tl.max(magnitude(g, TYPE), 0))
-        # behind the mask: the sum would absorb a bare product, and lanes disagree by an ulp
+        # behind a mask, or the sum would absorb the product as a
+        # multiply-add, and lanes differ by an ulp
         square += tl.sum(tl.where(rest < end, g.to(tl.float32) * g.to(tl.float32), 0.0), 0)
-    # chunks of a tensor meet in an integer maximum; sums of squares stay apart, in a fixed order
+    # Chunks of a tensor meet in an integer maximum, which needs no order. A sum of floats would
+    # depend on it, so each chunk keeps a sum of its own, and decide adds them in one order.
     tl.atomic_max(amax_ptr + tl.load(number_ptr + row), float_bits(amax, TYPE), sem="relaxed")
     tl.store(square_ptr + before + tl.program_id(0), square)
 
 
 def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
+    # gradients alone: other lists would be described and compared for nothing
     with lists.launches(names=("grads",)) as plan:
         results, launches = plan.prepared("grad_stats", lambda: _prepared(lists, plan.tables))
         for amax, squares in results:
+            # atomics accumulate, so the maxima of the step before have to go
             amax.zero_()
             if len(results) > 1:
-                squares.zero_()  # chunks of other devices
+                squares.zero_()  # other devices leave the chunks of this one empty
         for each in launches:
             each()
     if len(results) == 1 and results[0][0].device == device:
         return results[0]
-    # zeros where another device is in charge
+    # each device has zeros for the chunks of the others, so that sums are sums of disjoint parts
     amaxes, sums = (torch.stack([transfer(r[k], device) for r in results]) for k in (0, 1))
     return amaxes.amax(0), sums.sum(0)
 
@@ -75,7 +82,7 @@ def _prepared(
     devices = dict.fromkeys(t.device for t in tables)
     for on in devices:
         amax = lists.kept("amax", (lists.size,), torch.float32, on)
-        # powers of two, so that few sizes are kept
+        # rounded up to powers of two, so that few sizes of persistent memory exist
         room = 1 << (chunks - 1).bit_length()
         squares = lists.kept("squares", (room,), torch.float32, on)[:chunks]
         results.append((amax, squares))
@@ -84,9 +91,12 @@ def _prepared(
 
 
 def _launch_of(t: Table, amax: Tensor, squares: Tensor) -> Launch:
+    # 16 bytes of a gradient for each load
     per_vector = 4 if t.dtypes["grads"] is torch.float32 else 8
     vec = per_vector if t.aligned else 1
     operands, types = (amax.view(torch.int32), squares), (t.type("grads"),)
+    # A thread waits for several loads at once: one vector at a time would
+    # not fill the memory's pipeline.
     tile, sizes = WARP_SIZE * _WARPS * _VECTORS * vec, (t.before,)
     return t.launch_of(
         grad_stats_kernel, ("grads",), operands, types, vec, sizes, tile=tile, num_warps=_WARPS
@@ -101,13 +111,13 @@ def grad_stats_torch(lists: TensorLists, device: torch.device) -> tuple[Tensor, 
         extremes = torch.aminmax(g.abs() if g.is_complex() else g)
         lowest[i], highest[i] = (extreme.to(device) for extreme in extremes)
         norms += [torch.linalg.vector_norm(part).to(device) for part in _widened(g, scratch)]
-    # "nothing" leads each list, since there may be no gradients at all
+    # "nothing" comes first in each list, because stack refuses an empty list
     amax = torch.stack([nothing, *lowest, nothing, *highest]).view(2, -1).abs().amax(0)
     return amax[1:].float(), torch.stack(norms)[1:].square().float()
 
 
 def _widened(g: Tensor, scratch: Scratch) -> Iterator[Tensor]:
-    """Yield parts of ``g`` in FP32 at least, each in the memory of the one before."""
+    """Yield parts of ``g`` in FP32 or wider; each part reuses the memory of the one before."""
     dtype = torch.promote_types(g.dtype, torch.float32)
     if dtype == g.dtype:
         yield g
@@ -120,17 +130,17 @@ def _widened(g: Tensor, scratch: Scratch) -> Iterator[Tensor]:
 def grad_stats(
     lists: TensorLists, device: torch.device, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Return of each tensor the largest magnitude (inf and NaN show in it), and sums of squares.
+    """Return the largest magnitude of each tensor, in which inf and NaN show, and sums of squares.
 
     Args:
         lists: "grads", n dense floating tensors of any shapes, dtypes and devices.
-        device: of the results.
+        device: device of the results.
         backend: "auto", "triton" or "eager".
 
     Returns:
-        amax of shape (lists.size,), 0 where a number has no tensor, and the sums of squares of
-        parts of the gradients, any number of them; float32, of the values as they are (scaled). The
-        next call for the same lists may overwrite them.
+        amax, float32 of shape (lists.size,), which is 0 for a number without a tensor; and sums of
+        squares of parts of the gradients, float32, any number of them. Both are of the values as
+        they are (scaled). The next call for the same lists may overwrite them.
     """
     return GRAD_STATS.run(
         backend, lists.uses_triton(backend, GRAD_STATS, ("grads",)), lists, device
@@ -156,7 +166,7 @@ GRAD_STATS = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield each dtype, aligned and not."""
+    """Yield calls for each dtype, aligned and not."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for aligned in (True, False):
             lists = shipped_lists(aligned, grads=dtype)

@@ -1,8 +1,8 @@
 """group_norm in either memory format: half storage, FP32 arithmetic. 4 B/element.
 
-y = (x - mean) * rstd * weight + bias, with rstd = 1 / sqrt(mean((x - mean)**2) + eps), means over
-the channels of a group and all places of an image. A short line fills a program's registers; a long
-one is read twice, the second time out of L2.
+y = (x - mean) * rstd * weight + bias, with rstd = 1 / sqrt(mean((x - mean)**2) + eps), where means
+are over the channels of a group and all places of an image. A short line fills a program's
+registers. A long line is read twice, the second time from L2.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,9 +35,12 @@ LONGEST = 16384  # line that registers hold
 
 @triton.jit
 def tile_moments(x, mask, count, LAST: tl.constexpr):
-    """Return of ``count`` elements of each line the mean, and the sum of squares around it."""
+    """Return mean of ``count`` elements of each line, and the sum of squares around the mean."""
+    # two passes over registers, because a mean of squares minus a squared mean loses the variance
+    # if the mean is large
     mean = sum_of_lines(x, LAST) / count
     d = x - mean
+    # only squares need the mask: masked x are 0, but their distances from the mean are not
     return mean, sum_of_lines(tl.where(mask, d * d, 0.0), LAST)
 
 
@@ -47,10 +50,11 @@ def group_norm_kernel(
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
     VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Whole lines in registers."""
+    """Compute whole lines, which are held in registers."""
     image, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     depth, spatial = known_to_divide(depth, spatial, LAST, VEC)
     lines, valid = tile_lines(block, groups, LAST, ALIGN, ROWS, BLOCK)
+    # 64-bit start and 32-bit offsets, because 64-bit arithmetic for each element costs instructions
     start = tile_start(image, block, 0, 0, groups, depth, spatial, LAST, ROWS)
     offs, channels, given, mask = tile_offsets(
         0, 0, valid, groups, depth, spatial, LAST, ALIGN, PLACES, ROWS, BLOCK
@@ -60,6 +64,7 @@ def group_norm_kernel(
     b = of_channels(b_ptr, lines, channels, depth, given, BIAS, 0.0)
     mean, squares = tile_moments(x, mask, n, LAST)
     rstd = reciprocal_std(squares, n, eps)
+    # rstd * w first: it is one number for each channel, not for each element
     y = (x - mean) * (rstd * w) + b
     tl.store(y_ptr + start + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
     numbers = image.to(tl.int64) * groups + lines
@@ -72,29 +77,35 @@ def group_norm_long_kernel(
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
     VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Lines that registers cannot hold, read twice."""
+    """Compute lines that are too long for registers, which are read twice."""
     CHANNELS: tl.constexpr = BLOCK // PLACES
     image, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     depth, spatial = known_to_divide(depth, spatial, LAST, VEC)
     lines, valid = tile_lines(block, groups, LAST, ALIGN, ROWS, BLOCK)
     mean = tl.zeros([1, ROWS, 1] if LAST else [ROWS, 1, 1], tl.float32)
     squares = tl.zeros([1, ROWS, 1] if LAST else [ROWS, 1, 1], tl.float32)
-    count = n * 0  # of the type of n
+    # n * 0, because a variable keeps its type in a loop, and n has 32 or 64 bits
+    count = n * 0
     for channel in range(0, depth, CHANNELS):
         for place in range(0, spatial, PLACES):
             start = tile_start(image, block, channel, place, groups, depth, spatial, LAST, ROWS)
             offs, _, _, mask = tile_offsets(
                 channel, place, valid, groups, depth, spatial, LAST, ALIGN, PLACES, ROWS, BLOCK
             )
+            # evict_last, because the second loop reads the tile again
             x = tl.load(x_ptr + start + offs, mask=mask, other=0.0, eviction_policy="evict_last")
             some = min(CHANNELS, depth - channel) * min(PLACES, spatial - place)
             tile_mean, tile_squares = tile_moments(x.to(tl.float32), mask, some, LAST)
+            # moments are merged around their own means, because raw sums of squares cancel if the
+            # mean is large
             mean, squares = merge_moments(tile_mean, tile_squares, some, mean, squares, count)
             count += some
     rstd = reciprocal_std(squares, n, eps)
-    # out of L2, each channel from its end
+    # from L2, each channel from its end, which was read last
     for channel in range(0, depth, CHANNELS):
         for back in range(0, spatial, PLACES):
+            # the last place is a multiple of PLACES, so that tiles
+            # are the same as in the first loop
             place = (spatial - 1) // PLACES * PLACES - back
             start = tile_start(image, block, channel, place, groups, depth, spatial, LAST, ROWS)
             offs, channels, given, mask = tile_offsets(
@@ -119,8 +130,12 @@ def _forward(
     bias: torch.dtype | None,
     eps: float,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a function of x of one shape and the dtype ``given``; ``last``: see ``walk``."""
+    """Return a function of x of one shape and the dtype ``given``.
+
+    ``last`` tells whether channels are neighbours in memory.
+    """
     statistics = dense((2, shape[0] * groups))
+    # a grid of 0 programs is an invalid launch
     if 0 in shape:
         launch = None
     else:
@@ -147,7 +162,7 @@ def _forward(
 def group_norm_prepared(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a function that does ``group_norm_triton`` on tensors laid out like these."""
+    """Return a function that does ``group_norm_triton`` on tensors with this layout."""
     last = memory_format(x) is not torch.contiguous_format
     return _forward(x.shape, groups, last, x.dtype, dtype_of(weight), dtype_of(bias), eps)
 
@@ -161,7 +176,8 @@ def group_norm_triton(
 def group_norm_torch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    # torch's own multiplies x, not its distance from the mean, and rounds the mean's multiple
+    # torch's own kernel multiplies x instead of its distance from the mean,
+    # and rounds the mean's multiple
     stats = statistics(x, groups, eps)
     mean, rstd = stats.view(2, x.shape[0], groups, 1)
     y = x
@@ -172,12 +188,13 @@ def group_norm_torch(
         y = y * weight.float().view(of_channels)
     if bias is not None:
         y = y + bias.float().view(of_channels)
-    # not by .contiguous(): where that does nothing, torch 2.11 compiles gradients of 0
+    # .contiguous() is no alternative: where it has nothing to do,
+    # torch 2.11 compiles gradients of 0
     return y.to(x.dtype, memory_format=memory_format(x)), stats
 
 
 def statistics(x: Tensor, groups: int, eps: float) -> Tensor:
-    """Return FP32 [2, N * groups], mean and 1 / sqrt(variance + eps) of each group of an image."""
+    """Return FP32 [2, N * groups]: mean and 1 / sqrt(variance + eps) of each group of an image."""
     lines = x.reshape(x.shape[0] * groups, x.shape[1:].numel() // groups).float()
     mean = lines.mean(1, keepdim=True)
     rstd = torch.rsqrt((lines - mean).square().mean(1) + eps)
@@ -195,23 +212,23 @@ def group_norm(
     """Normalise the channels of each group of each image together, in FP32, rounded once.
 
     Args:
-        x: float16, bfloat16 or float32, [N, C, ...].
-        weight: [C], half or float32, or None.
-        bias: as ``weight``.
-        groups: into which the channels are divided.
-        eps: added to the variance.
+        x: float16, bfloat16 or float32 of shape [N, C, ...].
+        weight: half or float32 of shape [C], or None.
+        bias: half or float32 of shape [C], or None.
+        groups: number of groups of channels.
+        eps: number that is added to the variance.
         backend: "auto", "triton" or "eager".
 
     Returns:
-        the result in the memory format of x, and FP32 [2, N * groups], mean and rstd.
+        The result in the memory format of x, and mean and rstd, FP32 of shape [2, N * groups].
     """
     return GROUP_NORM(backend, x, weight, bias, groups, eps)
 
 
 def group_args(x: Tensor, dim: int, affine: bool) -> tuple[Any, ...]:
-    """Return the arguments of a sample's call: one or two images, lines are channels' places.
+    """Return the arguments of a sample's call on one or two images; lines are channels' places.
 
-    Without weights each channel is a group.
+    Without weights, each channel is a group.
     """
     lines = x.movedim(dim, -1)
     rows, n = lines.shape[:-1].numel(), lines.shape[-1]
@@ -239,7 +256,7 @@ GROUP_NORM = TraceableOp(
 
 
 def shipped_cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool]]:
-    """Yield name, shape, dtype, and whether channels are neighbours."""
+    """Yield name, shape, dtype, and whether channels are neighbours in memory."""
     for *sizes, dtype in ((512, 4, 4, HALF), (320, 64, 64, BF16), (512, 32, 32, HALF)):
         for last in (False, True):
             name = build_name("group_norm", dtype, sizes, last and "channels last")
@@ -247,7 +264,7 @@ def shipped_cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool]]:
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the calls whose builds are checked, with FP32 weights, in 32 groups."""
+    """Yield the calls whose builds are checked, with FP32 weights and 32 groups."""
     for name, shape, dtype, last in shipped_cases():
         form = torch.channels_last if last else torch.contiguous_format
         x = torch.empty(shape, dtype=dtype, device="meta", memory_format=form)

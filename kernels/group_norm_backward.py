@@ -1,13 +1,14 @@
 """Gradients of group_norm from its input, in FP32. 6 B/element.
 
-With h = (x - mean) * rstd and g = grad * weight, and means over a line, the group of an image,
+With h = (x - mean) * rstd and g = grad * weight, and means over a line, which is a group of an
+image,
 
     dx = rstd * (g - mean(g) - h * mean(g * h)),  dweight = sum(grad * h),  dbias = sum(grad)
 
-where the last two sum over images and places. A program walks over the same groups of neighbouring
-images, and keeps sums of its own in FP32. There are as many as the shape says, whatever the GPU;
-another launch adds them up. A long line is read twice, the second time out of L2, and leaves sums
-over its places.
+where the last two sums are over images and places. A program processes the same groups of
+neighbouring images, and keeps FP32 sums. The number of programs depends on the shape alone, so that
+every GPU gives the same bits; another launch adds up their sums. A long line is read twice, the
+second time from L2, and leaves sums over its places.
 """
 
 from collections.abc import Iterator
@@ -39,8 +40,8 @@ from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 8  # elements that a thread holds of four tiles
 LONGEST = 8192  # line that registers hold
-MAX_REGISTERS = 96  # of many addresses in a loop: left alone, ptxas spills a few
-PARTS = 512  # programs that keep sums of their own, about
+MAX_REGISTERS = 96  # in a loop with many addresses, where ptxas without a limit spills a few
+PARTS = 512  # approximate number of programs that keep sums
 
 
 @triton.jit
@@ -49,6 +50,7 @@ def _store_channels(
 ):  # fmt: skip
     """Write a tile's sums over places into one row of partial sums, [parts, C]."""
     at = row.to(tl.int64) * groups * depth + (lines * depth + channels)
+    # places are added last, because adding across threads in every tile would cost exchanges
     tl.store(part_ptr + at, tl.sum(sums, 0 if LAST else 2, keep_dims=True), mask=given)
 
 
@@ -60,7 +62,7 @@ def group_norm_backward_kernel(
     ALIGN: tl.constexpr, VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Whole lines in registers: the same groups of ``steps`` images, and their sums over these."""
+    """Compute the same groups of ``steps`` images, as whole lines in registers, and their sums."""
     CHANNELS: tl.constexpr = BLOCK // PLACES
     part, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     depth, spatial = known_to_divide(depth, spatial, LAST, VEC)
@@ -68,9 +70,11 @@ def group_norm_backward_kernel(
     offs, channels, given, mask = tile_offsets(
         0, 0, valid, groups, depth, spatial, LAST, ALIGN, PLACES, ROWS, BLOCK
     )
+    # loaded once for all images
     w = of_channels(w_ptr, lines, channels, depth, given, WEIGHT, 1.0)
     dw = tl.zeros([PLACES, ROWS, CHANNELS] if LAST else [ROWS, CHANNELS, PLACES], tl.float32)
     db = tl.zeros([PLACES, ROWS, CHANNELS] if LAST else [ROWS, CHANNELS, PLACES], tl.float32)
+    # several images a program, so that the partial sums do not grow with the number of images
     for step in range(0, min(steps, images - part * steps)):
         image = part * steps + step
         start = tile_start(image, block, 0, 0, groups, depth, spatial, LAST, ROWS)
@@ -80,10 +84,12 @@ def group_norm_backward_kernel(
             g_ptr + start, x_ptr + start, w_ptr, offs, offs, mask, mean, rstd, True, False, ""
         )
         g = grad * w
+        # behind the mask, for the reason that softmax_rest_kernel gives
         along = sum_of_lines(tl.where(mask, g * h, 0.0), LAST) / n
         level = sum_of_lines(g, LAST) / n
         dx = input_gradient(g, h, rstd, along, level, x_ptr, offs, mask, True, False, "")
         tl.store(dx_ptr + start + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        # constant flags: sums that are not wanted take no registers
         if DW:
             dw += grad * h
         if DB:
@@ -102,7 +108,7 @@ def group_norm_backward_long_kernel(
     ALIGN: tl.constexpr, VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Lines that registers cannot hold, read twice, and their sums over places."""
+    """Compute lines that are too long for registers, which are read twice, and sums over places."""
     CHANNELS: tl.constexpr = BLOCK // PLACES
     image, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     depth, spatial = known_to_divide(depth, spatial, LAST, VEC)
@@ -122,13 +128,15 @@ def group_norm_backward_long_kernel(
                 g_ptr + start, x_ptr + start, w_ptr, offs, offs, mask, mean, rstd,
                 True, False, "evict_last",
             )  # fmt: skip
+            # Without the weight, which is the same at all places of a channel. So the sums for the
+            # weights serve for the means of the line as well.
             dw += grad * h
             db += grad
         _, channels, given, _ = tile_offsets(
             channel, 0, valid, groups, depth, spatial, LAST, ALIGN, PLACES, ROWS, BLOCK
         )
         w = of_channels(w_ptr, lines, channels, depth, given, WEIGHT, 1.0)
-        # behind the mask for the reason given in ``softmax_rest_kernel``
+        # behind the mask, for the reason that softmax_rest_kernel gives
         along += sum_of_lines(tl.where(given, dw * w, 0.0), LAST)
         level += sum_of_lines(tl.where(given, db * w, 0.0), LAST)
         if DW:
@@ -136,6 +144,7 @@ def group_norm_backward_long_kernel(
         if DB:
             _store_channels(db_ptr, image, db, lines, channels, groups, depth, given, LAST)
     along, level = along / n, level / n
+    # the second pass, over the places of a channel from its end, which L2 still holds
     for channel in range(0, depth, CHANNELS):
         for back in range(0, spatial, PLACES):
             place = (spatial - 1) // PLACES * PLACES - back
@@ -164,13 +173,14 @@ def _launch(
 ) -> tuple[Launch, Dense]:
     """Return the launch for a shape, and shape and strides of the partial sums.
 
-    ``dtypes`` are those of the gradient, x and the weight. ``flags``: whether there is a weight,
-    and the gradients that are wanted. ``last``: see ``walk``.
+    ``last`` tells whether channels are neighbours in memory. ``dtypes`` are those of the gradient,
+    x and the weight. ``flags`` are has_weight, dweight and dbias.
     """
     widest = max(dtype.itemsize for dtype in dtypes[:2])
     t = walk(shape, groups, last, widest, PER_THREAD, LONGEST)
     steps = -(-t.images // max(PARTS // t.blocks, 1)) if t.whole else 1
     parts = shape_of_parts(-(-t.images // steps), shape[1], flags[1:])
+    # one image a program for long lines, because a single image is work enough
     launch = Launch(
         group_norm_backward_kernel if t.whole else group_norm_backward_long_kernel,
         (parts[1] * t.blocks, 1, 1),
@@ -194,17 +204,21 @@ def group_norm_backward_triton(
     form = memory_format(x)
     grad, x = (t.contiguous(memory_format=form) for t in (grad, x))
     dx, channels, wanted = torch.empty_like(x), x.shape[1], dweight + dbias
+    # a grid of 0 programs is an invalid launch
     if x.numel() == 0:
         return dx, x.new_zeros(wanted, channels, dtype=torch.float32)
+    # a kernel's pointer has to be valid, also where nothing is loaded
     w = contiguous_or(x, weight)
     dtypes, last = (grad.dtype, x.dtype, w.dtype), form is not torch.contiguous_format
     flags = weight is not None, dweight, dbias
     launch, room = _launch(x.shape, groups, last, dtypes, flags)
     parts = x.new_empty_strided(*room, dtype=torch.float32)
+    # parts has a row even if nothing is wanted, so that both pointers are valid
     of_weights = parts.unbind()
     launch(grad, x, w, *stats.unbind(), dx, of_weights[0], of_weights[-1])
     if not wanted:
         return dx, x.new_empty(0, channels, dtype=torch.float32)
+    # the partial sums are added by one more launch in one order, because atomics on floats vary
     return dx, reduce.sum_triton(parts, (1,), False, torch.float32)
 
 
@@ -242,30 +256,31 @@ def group_norm_backward(
     dbias: bool,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of ``group_norm`` in FP32; that of x is rounded once.
+    """Compute the gradients of ``group_norm`` in FP32; the gradient of x is rounded once.
 
     Args:
-        grad: of the result, of its shape.
-        x: as it was given to ``group_norm``.
-        weight: as it was given to ``group_norm``.
-        stats: as ``group_norm`` returned them.
-        groups: into which the channels are divided.
+        grad: gradient of the result, of the shape of ``x``.
+        x: input of ``group_norm``.
+        weight: weight of ``group_norm``, or None.
+        stats: statistics that ``group_norm`` returned.
+        groups: number of groups of channels.
         dweight: whether the gradient of the weight is wanted.
-        dbias: whether that of the bias is.
+        dbias: whether the gradient of the bias is wanted.
         backend: "auto", "triton" or "eager".
 
     Returns:
-        the gradient of x, of its dtype and memory format, and FP32 [wanted, C], those of weight and
-        bias.
+        The gradient of x, in its dtype and memory format, and the wanted gradients of weight and
+        bias, FP32 of shape [wanted, C].
     """
     return GROUP_NORM_BACKWARD(backend, grad, x, weight, stats, groups, dweight, dbias)
 
 
 def _sample(affine: bool) -> Sample:
-    """Return the call on gradients of places; x is small: eager torch adds up grad * weight * x."""
+    """Return the sample's call on gradients of places."""
 
     def args(grad: Tensor, dim: int) -> tuple[Any, ...]:
         lines, weight, _, groups, eps = _group_norm.group_args(grad, dim, affine)
+        # x is small, because eager torch adds up grad * weight * x, whose parts cancel
         x = lines.flip(-1) / 64
         stats = _group_norm.statistics(x, groups, eps)
         return lines, x, weight, stats, groups, affine, affine

@@ -24,7 +24,7 @@ from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled
 from tritonamp.kernels.device import tl, triton
 
 NUMBERS = 5
-"""The count of numbers of a rule."""
+"""Number of numbers of a rule."""
 _VEC = 4  # elements that a thread holds, as in adamw
 
 
@@ -38,17 +38,18 @@ class LionRule(NamedTuple):
     maximize: bool
 
     def numbers(self) -> Sequence[float | Tensor]:
-        """Return what lion_kernel reads."""
+        """Return the row of numbers that lion_kernel reads."""
         return *self[:4], -1.0 if self.maximize else 1.0
 
 
 @triton.jit
 def load_rule(rule_ptr, grad_scale_ptr):
-    """Return the factor on gradients, and what a step multiplies by, once for all elements.
+    """Return the factor on gradients and the multipliers of a step, once for all elements.
 
-    The compiler cannot know that stores leave them alone.
+    They are loaded once, because the compiler cannot know that stores leave them unchanged.
     """
     lr, beta1, beta2 = tl.load(rule_ptr), tl.load(rule_ptr + 1), tl.load(rule_ptr + 2)
+    # differences in FP64, then one rounding: FP32 would lose digits of 1 - beta
     rule = (
         lr.to(tl.float32), (1.0 - lr * tl.load(rule_ptr + 3)).to(tl.float32),
         beta1.to(tl.float32), (1.0 - beta1).to(tl.float32),
@@ -59,12 +60,12 @@ def load_rule(rule_ptr, grad_scale_ptr):
 
 @triton.jit
 def lion_update(p, grad, m, rule):
-    """Return the parameter and the moment after a step; the gradient is unscaled.
+    """Return the parameter and the moment after a step on an unscaled gradient.
 
-    Each sum of a product is one rounding, see ``adam_update``.
+    Each sum with a product is an fma, for the reason that ``adam_update`` gives.
     """
     lr, decay, beta1, weight1, beta2, weight2 = rule
-    # update: as in torch, the sign of NaN is 0
+    # update; comparisons, because torch.sign of NaN is 0
     c = tl.fma(beta1, m, weight1 * grad)
     sign = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, 0.0))
     # weight decay
@@ -74,7 +75,7 @@ def lion_update(p, grad, m, rule):
 
 
 def lion_update_twin(p: Tensor, grad: Tensor, m: Tensor, rule: "LionRule") -> tuple[Tensor, Tensor]:
-    """Return what ``lion_update`` does."""
+    """Return what ``lion_update`` returns."""
     # weight decay
     p = p * (1 - rule.lr * rule.weight_decay)
     # update
@@ -95,6 +96,8 @@ def _update(
     grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
     p, m = lion_update(p, grad, m, rule)
 
+    # rounded to the nearest also in bfloat16, because a step changes a
+    # moment by more than a last bit
     tl.store(exp_avgs + offs, m.to(exp_avgs.dtype.element_ty), mask=mask)
     tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
     if COPY:
@@ -108,7 +111,8 @@ def lion_kernel(
     PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, MOMENT: tl.constexpr,
     NUMBERS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk. COPY is the copies' type, or None."""
+    """Update one chunk. COPY is the type of the copies, or None."""
+    # Any flag but 0 skips, and nothing has been written yet: all bits stay.
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
@@ -117,6 +121,7 @@ def lion_kernel(
     params = element_pointer(params_ptr, row, PARAM, VEC)
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
     exp_avgs = element_pointer(exp_avgs_ptr, row, MOMENT, VEC)
+    # a pointer that is never read still needs a type
     copies = params
     if COPY is not None:
         copies = element_pointer(copies_ptr, row, COPY, VEC)
@@ -128,6 +133,7 @@ def lion_kernel(
             at + j, at + j < whole, params, grads, exp_avgs, copies, overflow, factor, rule,
             COPY is not None, VEC,
         )  # fmt: skip
+    # a tail of its own, because a mask that ends inside a vector splits every load of the loop
     if whole < end:
         offs = tail_offsets(whole, VEC)
         _update(
@@ -171,9 +177,16 @@ def lion_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
 def lion(
     lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
 ) -> None:
-    """Update parameters, moments and half copies in place; arguments as of ``adamw``.
+    """Update parameters, moments and half copies in place.
 
     The state is "exp_avgs", in FP32 or bfloat16 (FP64 for FP64 parameters). Steps are not counted.
+
+    Args:
+        lists: lists of n parameters with their hyperparameters, as for ``adamw``, with "exp_avgs"
+            as state.
+        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None for 1.
+        found_inf: 0-d flag; any value other than 0 leaves every bit unchanged. None: always step.
+        backend: "auto", "triton" or "eager".
     """
     lists.run(LION, lion_on_cpu, backend, grad_scale, found_inf)
 
@@ -186,7 +199,7 @@ LION = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the dtypes of the levels."""
+    """Yield calls for all levels."""
     rows = [(level, WIDE) for level in LEVELS] + [(LEVELS[0], BF16)]
     for (level, moment), aligned in itertools.product(rows, (True, False)):
         rule = LionRule(0.1, 0.9, 0.99, 0.0, False)

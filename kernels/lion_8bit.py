@@ -1,9 +1,9 @@
-"""One step of Lion whose state takes 3 bytes a parameter: 12.02 B/param in one pass.
+"""One step of Lion with 3 bytes of state a parameter: 12.02 B/param in one pass.
 
-A half parameter is the upper part of its FP32 master, an int16 remainder the lower part, and the
-moment has one byte an element and one exponent for each block of 128. The arithmetic is that of
-``lion``, in FP32, see ``_small_state`` for the formats. Steps are counted for the random bits by
-which the moment is rounded.
+A half parameter is the upper part of its FP32 master, and an int16 remainder is the lower part. The
+moment has one byte for each element and one exponent for each block of 128, in the formats of
+``_small_state``. The arithmetic is that of ``lion``, in FP32. Steps are counted, because the random
+bits that round the moment depend on the count.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,8 @@ def _update(
     """Update one tile of whole blocks."""
     row = tl.arange(0, ROWS)
     offs = at + (tl.expand_dims(row, 1) * 128 + tl.expand_dims(tl.arange(0, 128), 0))
-    # a block is stored whole, so that its codes share an exponent, also behind the last element
+    # A block is stored whole, elements after the last one included,
+    # because its codes share an exponent.
     blocks, mask, whole = at // 128 + row, offs < end, (end + 127) // 128 * 128
     exponents = moments + stride
     _, p = load_master(params, remainders, offs, mask, whole, HALF)
@@ -66,7 +67,8 @@ def _update(
 
 @triton.jit(do_not_specialize=("rows",))
 def count_steps_kernel(steps_ptr, number_ptr, found_inf_ptr, counts_ptr, rows, BLOCK: tl.constexpr):
-    """Count a step of each tensor, and put the count at its number."""
+    """Count a step of each tensor, and store the count at the tensor's number."""
+    # a skipped step is not counted, or a run without the skip would have other random bits
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -74,6 +76,7 @@ def count_steps_kernel(steps_ptr, number_ptr, found_inf_ptr, counts_ptr, rows, B
     step_ptr = tl.load(steps_ptr + row, mask=mask, other=0).to(tl.pointer_type(tl.float32))
     step = tl.load(step_ptr, mask=mask, other=0.0) + 1.0
     tl.store(step_ptr, step, mask=mask)
+    # the update reads counts by number, since "steps" have a table of their own
     tl.store(counts_ptr + tl.load(number_ptr + row, mask=mask, other=0), step, mask=mask)
 
 
@@ -84,17 +87,19 @@ def lion_8bit_kernel(
     PARAM: tl.constexpr, GRAD: tl.constexpr, HALF: tl.constexpr, NUMBERS: tl.constexpr,
     VEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk. HALF: the name of a half parameter's type, or None."""
+    """Update one chunk. HALF is the name of a half parameter's type, or None."""
+    # Any flag but 0 skips, and nothing has been written yet: codes and exponents stay, too.
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
     number = tl.load(number_ptr + row)
-    # chunks are multiples of a tile, and so of a block: no two programs share an exponent
+    # chunks are multiples of a tile, and so of a block, so that no two programs share an exponent
     begin, _, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, TILE)
     params = element_pointer(params_ptr, row, PARAM, VEC)
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
     moments = element_pointer(moments_ptr, row, tl.uint8, VEC)
     stride = (tl.load(numel_ptr + row) + 127) // 128 * 128
+    # a pointer that is never read still needs a type
     remainders = moments
     if HALF is not None:
         remainders = element_pointer(remainders_ptr, row, tl.int16, VEC)
@@ -124,6 +129,7 @@ def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
     def counts(device: torch.device) -> Tensor:
         return lists.tensors.kept("counts", (lists.tensors.size,), torch.float32, device)
 
+    # before the updates, which read the counts; launches of one stream run in order
     for t in plan.scalar_tables:
         grid, options = (-(-len(t.number) // WARP_SIZE), 1, 1), (WARP_SIZE,)
         tensors = t.pointers["steps"], t.number, Operand.FOUND_INF, counts(t.device)
@@ -145,6 +151,7 @@ def lion_8bit_torch(
         m = decode(*moment, SIGNED)[:n]
         # unscale and clip
         grad = unscaled(grad, grad_scale, rule.maximize, torch.float32)
+        # the gradient may have another memory order than the codes
         grad = in_order_of_memory(grad, like=param)
         random, _ = random_bits_twin(param, step, number)
         p, m = lion_update_twin(p, grad, m, rule)
@@ -159,9 +166,14 @@ def lion_8bit_torch(
 def lion_8bit(
     lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
 ) -> None:
-    """Update parameters, remainders and moments in place; arguments as of ``adamw_8bit``.
+    """Update parameters, remainders and moments in place, with arithmetic in FP32.
 
-    "moments" have the shape (moments_size(numel, 1),).
+    Args:
+        lists: lists of n parameters with their hyperparameters, as for ``adamw_8bit``, with
+            "moments" of shape (moments_size(numel, 1),).
+        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None for 1.
+        found_inf: 0-d flag; any value other than 0 leaves every bit unchanged. None: always step.
+        backend: "auto", "triton" or "eager".
     """
     lists.run(LION_8BIT, None, backend, grad_scale, found_inf)
 
@@ -171,5 +183,5 @@ LION_8BIT = Implementations(lion_8bit_triton, lion_8bit_torch, packed_samples(_R
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield what ``packed_builds`` does."""
+    """Yield the calls of ``packed_builds``."""
     yield from packed_builds("lion_8bit", lion_8bit_triton, _RULE, 1)

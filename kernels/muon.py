@@ -1,8 +1,8 @@
-"""One step of Muon over lists of matrices: momentum, Newton-Schulz by shape, the last write.
+"""One step of Muon over lists of matrices: momentum, Newton-Schulz by shape, and the last write.
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), in the form
 and the order of operations of ``torch.optim.Muon``. Two kernels read and write 28 B/param with FP32
-masters and half copies; the matrix products between them are torch's.
+masters and half copies. The matrix products between them are torch's.
 """
 
 import itertools
@@ -24,14 +24,14 @@ from tritonamp.kernels._transfer import in_main_memory
 from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled
 from tritonamp.kernels.device import tl, triton
 
-_NUMBERS = 4  # of a rule
+_NUMBERS = 4  # numbers of a rule
 _VEC = 4  # elements that a thread holds, as in adamw
 _MATRICES = "params", "grads", "momentum_buffers", "updates", "copies"
 
 
 @triton.jit
 def _lerp(a, b, weight):
-    # the two forms of torch.lerp
+    # both forms of torch.lerp, which starts from the end that is nearer
     return tl.where(weight < 0.5, a + weight * (b - a), b - (b - a) * (1.0 - weight))
 
 
@@ -42,6 +42,7 @@ def _prepare(offs, mask, grads, momentum_buffers, updates, factor, momentum, wei
     grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
     # momentum
     buffer = _lerp(before, grad, weight)
+    # nesterov is a number instead of a constant, so that one build serves all groups
     update = tl.where(nesterov != 0.0, _lerp(grad, buffer, momentum), buffer)
 
     tl.store(momentum_buffers + offs, buffer, mask=mask)
@@ -54,7 +55,8 @@ def muon_prepare_kernel(
     groups_ptr, rules_ptr, grad_scale_ptr, found_inf_ptr, chunk,
     GRAD: tl.constexpr, NUMBERS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of the momentum, and of the matrix that is to be made orthogonal."""
+    """Update one chunk of the momentum, and of the matrix that is to be made orthogonal."""
+    # On a skip the momentum keeps its bits: an inf in it would stay for ever.
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
@@ -62,9 +64,10 @@ def muon_prepare_kernel(
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
     momentum_buffers = element_pointer(momentum_buffers_ptr, row, tl.float32, VEC)
     updates = element_pointer(updates_ptr, row, tl.float32, VEC)
-    # loaded once: the compiler cannot know that the stores leave them alone
+    # loaded once, because the compiler cannot know that the stores leave these numbers unchanged
     rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + tl.load(number_ptr + row))
     momentum = tl.load(rule_ptr + 2)
+    # the difference in FP64, because FP32 would lose digits of 1 - momentum
     weight = (1.0 - momentum).to(tl.float32)
     momentum = momentum.to(tl.float32)
     nesterov = tl.load(rule_ptr + 3).to(tl.float32)
@@ -75,6 +78,7 @@ def muon_prepare_kernel(
             at + j, at + j < whole, grads, momentum_buffers, updates,
             factor, momentum, weight, nesterov,
         )  # fmt: skip
+    # a tail of its own, because a mask that ends inside a vector splits every load of the loop
     if whole < end:
         offs = tail_offsets(whole, VEC)
         _prepare(
@@ -106,7 +110,7 @@ def muon_apply_kernel(
     PARAM: tl.constexpr, COPY: tl.constexpr,
     NUMBERS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of the parameters. COPY is the copies' type, or None."""
+    """Update one chunk of the parameters. COPY is the type of the copies, or None."""
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
@@ -114,10 +118,11 @@ def muon_apply_kernel(
     begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
     params = element_pointer(params_ptr, row, PARAM, VEC)
     updates = element_pointer(updates_ptr, row, tl.float32, VEC)
+    # a pointer that is never read still needs a type
     copies = params
     if COPY is not None:
         copies = element_pointer(copies_ptr, row, COPY, VEC)
-    # loaded once: the compiler cannot know that the stores leave them alone
+    # loaded once, because the compiler cannot know that the stores leave these numbers unchanged
     rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + number)
     lr = tl.load(rule_ptr)
     decay = (1.0 - lr * tl.load(rule_ptr + 1)).to(tl.float32)
@@ -129,6 +134,7 @@ def muon_apply_kernel(
             at + j, at + j < whole, params, updates, copies, overflow, lr, decay,
             COPY is not None, VEC,
         )  # fmt: skip
+    # a tail of its own, because a mask that ends inside a vector splits every load of the loop
     if whole < end:
         offs = tail_offsets(whole, VEC)
         _apply(
@@ -139,7 +145,8 @@ def muon_apply_kernel(
 def muon_triton(lists: MuonLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     with lists.tensors.launches(("momentum_buffers", "updates")) as plan:
         lists.launch(plan, _prepare_launches, grad_scale, found_inf)
-    for matrices, rule in lists.stacks:  # on a skip whatever is there, to no effect
+    # On a skip the products work on stale memory. The host cannot know, and nothing reads them.
+    for matrices, rule in lists.stacks:
         orthogonalize_(matrices, rule)
     with lists.tensors.launches(("params", "copies")) as plan:
         lists.launch(plan, _apply_launches, grad_scale, found_inf)
@@ -147,6 +154,7 @@ def muon_triton(lists: MuonLists, grad_scale: Tensor | None, found_inf: Tensor |
 
 def _prepare_launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
     for t in plan.tables:
+        # without the overflow flags, the last operand, because nothing is rounded here
         operands = lists.numbers_and_flags(t.device)[:-1]
         names = "grads", "momentum_buffers", "updates"
         constants = t.type("grads"), _NUMBERS
@@ -168,6 +176,8 @@ def muon_torch(lists: MuonLists, grad_scale: Tensor | None, found_inf: Tensor | 
         # unscale and clip
         grad = unscaled(grad, grad_scale, False, update.dtype)
         # momentum
+        # the buffer is only planned, so that a skip leaves it;
+        # updates are memory of this step alone
         buffer = torch.lerp(momentum_buffer.to(grad), grad, 1 - rule.momentum)
         update.copy_(torch.lerp(grad, buffer, rule.momentum) if rule.nesterov else buffer)
         results.put(momentum_buffer, buffer)
@@ -186,6 +196,7 @@ def muon_torch(lists: MuonLists, grad_scale: Tensor | None, found_inf: Tensor | 
 
 
 def _muon_on_cpu(lists: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    # the flag is known here, so the selection in each write is saved
     if not in_main_memory(found_inf):
         muon_torch(lists, grad_scale, None)
 
@@ -193,10 +204,17 @@ def _muon_on_cpu(lists: Any, grad_scale: Tensor | None, found_inf: Tensor | None
 def muon(
     lists: MuonLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
 ) -> None:
-    """Update matrices, momentum buffers and half copies in place; arguments as of ``adamw``.
+    """Update matrices, momentum buffers and half copies in place.
 
     Parameters have two dimensions. The state is "momentum_buffers", in FP32 (FP64 for FP64
     parameters). Steps are not counted.
+
+    Args:
+        lists: lists of n parameters with their hyperparameters, as for ``adamw``, with
+            "momentum_buffers" as state and memory for updates.
+        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None for 1.
+        found_inf: 0-d flag; any value other than 0 leaves every bit unchanged. None: always step.
+        backend: "auto", "triton" or "eager".
     """
     lists.run(MUON, _muon_on_cpu, backend, grad_scale, found_inf)
 
@@ -229,10 +247,10 @@ MUON = Implementations(muon_triton, muon_torch, [_sample(True), _sample(False)])
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the dtypes of the levels."""
+    """Yield calls for all levels."""
     for level, aligned in itertools.product(LEVELS, (True, False)):
         rows = shipped_update(aligned, level, {"momentum_buffers": WIDE}, _RULE).tensors
-        square: dict[str, Any] = {}  # lists of tensors
+        square: dict[str, Any] = {}
         for name in ("params", "grads", "momentum_buffers", "copies"):
             square[name] = [rows[name][0].view(64, 64)]
         if level[2] is None:

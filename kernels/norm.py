@@ -1,9 +1,9 @@
 """layer_norm and rms_norm over the last dimensions: half storage, FP32 arithmetic. 4 B/element.
 
 y = (x - mean) * rstd * weight + bias, with rstd = 1 / sqrt(mean((x - mean)**2) + eps); rms_norm has
-neither mean nor bias. The kernels can add a residual before, for ``add_norm``. Several short lines
-make up a tile; a longer line fills a program's registers; a long one is read twice, the second time
-out of L2 and from its end.
+neither mean nor bias. For ``add_norm`` the kernels first add a residual. Several short lines make
+up a tile. A longer line fills a program's registers. A long line is read twice, the second time
+from L2 and from its end.
 """
 
 import itertools
@@ -40,9 +40,11 @@ from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 16  # elements that a thread holds, and as many of weight and bias
 LONGEST = 16384  # line that registers hold
-MAX_REGISTERS = 64  # in the loop: left alone, ptxas spills rather than take more than 40
+# Of a thread in the loop. Without a limit, ptxas spills rather than take more than 40.
+MAX_REGISTERS = 64
 
 
+# not specialised: Triton would build another kernel for sizes of 1 and for multiples of 16
 @triton.jit(do_not_specialize=("rows", "n", "blocks", "eps"))
 def norm_kernel(
     x_ptr, r_ptr, w_ptr, b_ptr, sum_ptr, y_ptr, mean_ptr, rstd_ptr, rows, n, blocks, eps,
@@ -50,13 +52,14 @@ def norm_kernel(
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Whole lines in registers."""
+    """Compute whole lines, which are held in registers."""
     lines, numbers, valid = line_offsets(
         tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
     )
     columns, exist = column_offsets(0, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
     offs, mask = lines + columns, valid & exist
     stored = load_sum(x_ptr, r_ptr, offs, mask, ADD, "")
+    # the rounded sum, which the residual stream takes on and the backward reads
     if ADD:
         tl.store(sum_ptr + offs, stored, mask=mask)
     x = stored.to(tl.float32)
@@ -74,7 +77,7 @@ def norm_long_kernel(
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Lines that registers cannot hold, read twice."""
+    """Compute lines that are too long for registers, which are read twice."""
     lines, numbers, valid = line_offsets(
         tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
     )
@@ -83,15 +86,18 @@ def norm_long_kernel(
     for at in range(0, n, BLOCK):
         columns, exist = column_offsets(at, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
         mask = valid & exist
+        # evict_last, because the second loop reads the line again
         x = load_sum(x_ptr, r_ptr, lines + columns, mask, ADD, "evict_last").to(tl.float32)
+        # merged tile by tile around their own means, because raw sums of
+        # squares cancel if the mean is large
         mean, squares = add_moments(x, mask, min(BLOCK, n - at), mean, squares, at, CENTER)
     rstd = reciprocal_std(squares, n, eps)
-    # from the end, which is in L2 still
+    # from the end of the line, which L2 still holds
     for back in range(0, n, BLOCK):
         at = (n - 1) // BLOCK * BLOCK - back
         columns, exist = column_offsets(at, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
         offs, mask = lines + columns, valid & exist
-        # added again: what other threads have stored of the sum, this one may not see
+        # added again, because this thread may not see what other threads have stored of the sum
         stored = load_sum(x_ptr, r_ptr, offs, mask, ADD, "evict_first")
         if ADD:
             tl.store(sum_ptr + offs, stored, mask=mask, eviction_policy="evict_first")
@@ -103,7 +109,7 @@ def norm_long_kernel(
 
 
 Norm = Callable[..., tuple[Tensor, ...]]
-"""Takes x, weight and bias; returns the result and the statistics."""
+"""Function of x, weight and bias that returns the result and the statistics."""
 
 
 @cached_by_shape
@@ -118,11 +124,12 @@ def _forward(
     eps: float,
     center: bool,
 ) -> Norm:
-    """Return a function of x of the dtype ``given``; ``added``: it takes a residual, too."""
+    """Return a function of x of the dtype ``given``, and with ``added`` of a residual."""
     lines = numel // n if n else 0
+    # mean and rstd are rows of one tensor, which takes one allocation
     statistics = dense((1 + center, lines))
-    other: dict[str, Any] = {} if dtype is given else {"dtype": dtype}  # parsed at a price
-    # a vector that lies in one line, also in a long one: odd lengths are rare here
+    other: dict[str, Any] = {} if dtype is given else {"dtype": dtype}  # parsing costs time
+    # a vector that lies in one line, also in a long one, because odd lengths are rare here
     vec = math.gcd(n, WIDEST // max(given.itemsize, dtype.itemsize))
     t = tiling((lines, n), 1, 1, PER_THREAD, LONGEST, vec)
     launch = Launch(
@@ -131,6 +138,7 @@ def _forward(
         (*t.sizes, float(eps)),
         (added, center, weight is not None, bias is not None, *t.layout),
         t.num_warps,
+        # only the loop spills without the limit
         None if t.whole else MAX_REGISTERS,
     )
 
@@ -141,8 +149,11 @@ def _forward(
         y = torch.empty_like(x, **other)
         total = torch.empty_like(x) if added else y
         stats = x.new_empty_strided(*statistics, dtype=torch.float32)
+        # a grid of 0 programs is an invalid launch
         if lines:
+            # a kernel's pointer has to be valid, also where nothing is loaded
             given = (contiguous_or(x, t) for t in (residual, weight, bias))
+            # without center both pointers are that of rstd, because each has to be valid
             of_lines = stats.unbind()
             launch(x, *given, total, y, of_lines[0], of_lines[-1])
         return (total, y, stats) if added else (y, stats)
@@ -162,7 +173,7 @@ def norm_prepared(
 ) -> Norm:
     """Return a function that does ``norm_triton`` on tensors of these shapes and dtypes.
 
-    With ``added`` it takes a residual, too, and returns the sum in front.
+    With ``added`` the function takes a residual, too, and returns the sum first.
     """
     weights = dtype_of(weight), dtype_of(bias)
     return _forward(x.numel(), n, x.dtype, dtype, *weights, added, eps, center)
@@ -217,23 +228,24 @@ def norm(
     """Normalise lines of ``n`` neighbours to variance 1 in FP32, rounded once.
 
     Args:
-        x: float16, bfloat16 or float32, any shape whose last dimensions have ``n`` elements.
+        x: float16, bfloat16 or float32, of any shape whose last dimensions have ``n`` elements.
         weight: n elements, half or float32, or None.
-        bias: as ``weight``.
+        bias: n elements, half or float32, or None.
         n: elements of a line.
-        eps: added to the variance.
+        eps: number that is added to the variance.
         center: subtract the mean first (layer_norm), or not (rms_norm).
-        dtype: of the result.
+        dtype: dtype of the result.
         backend: "auto", "triton" or "eager".
 
     Returns:
-        the result, and FP32 [2, lines], mean and rstd; without ``center`` [1, lines], rstd.
+        The result, and mean and rstd, FP32 of shape [2, lines]; without ``center`` rstd, [1,
+        lines].
     """
     return NORM(backend, x, weight, bias, n, eps, center, dtype)
 
 
 def line_args(x: Tensor, dim: int, center: bool, affine: bool) -> tuple[Any, ...]:
-    """Return the arguments of a sample's call on lines that are brought together."""
+    """Return the arguments of a sample's call, in which elements of a line are neighbours."""
     lines = x.movedim(dim, -1)
     n = lines.shape[-1]
     w = torch.linspace(0.5, 2, n, device=x.device) if affine else None
@@ -264,7 +276,7 @@ NORM = TraceableOp(
 
 
 def shipped_cases() -> Iterator[tuple[str, int, torch.dtype, bool]]:
-    """Yield name, length of a line, dtype, and whether it is layer_norm, else rms_norm."""
+    """Yield name, length of a line, dtype, and True for layer_norm or False for rms_norm."""
     lengths = 32, 256, 1000, 1024, 8192, 16384, 65536
     for n, center in zip(lengths, itertools.cycle((True, False)), strict=False):
         dtype = BF16 if n == 1024 else HALF

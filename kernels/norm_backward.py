@@ -4,10 +4,11 @@ With h = (x - mean) * rstd and g = grad * weight
 
     dx = rstd * (g - mean(g) - h * mean(g * h)),  dweight = sum(grad * h),  dbias = sum(grad)
 
-where the last two sum over lines, and rms_norm has no mean(g). Each of at most PARTS programs walks
-over neighbouring lines and keeps sums of its own in FP32, whatever the GPU; another launch adds
-them up. Lines that registers cannot hold are read twice for dx, and once more for the sums. What
-flows to x past the norm, as through a residual connection, is added to dx before it is rounded.
+where the last two sums are over lines, and rms_norm has no mean(g). Each of at most PARTS programs,
+whatever the GPU, processes neighbouring lines and keeps FP32 sums; another launch adds these up.
+Lines that are too long for registers are read twice for dx, and once more for the sums. A gradient
+that reaches x without passing the norm, as through a residual connection, is added to dx before dx
+is rounded.
 """
 
 import math
@@ -37,9 +38,12 @@ from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
 
-PER_THREAD = 8  # elements that a thread holds of six tiles
+# Elements that a thread holds of each of six tiles. The forward has fewer tiles, and twice as many.
+PER_THREAD = 8
 LONGEST = 8192  # line that registers hold
-PARTS = 512  # rows of partial sums
+# Rows of partial sums, one for each program. More programs keep more bytes in flight, and more rows
+# add bytes to those of the input.
+PARTS = 512
 
 
 @triton.jit(do_not_specialize=("rows", "n", "tiles", "steps"))
@@ -50,11 +54,13 @@ def norm_backward_kernel(
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Whole lines in registers: ``steps`` tiles of them, and their sums over lines."""
+    """Compute ``steps`` tiles of whole lines in registers, and their sums over lines."""
     part = tl.program_id(0)
     columns, exist = column_offsets(0, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
+    # a fixed range of neighbouring tiles, so that sums have one order,
+    # and the same bits on every GPU
     for step in range(0, min(steps, tiles - part * steps)):
         tile = part * steps + step
         lines, numbers, valid = line_offsets(tile, rows, n, tiles, ROW_MAJOR, ALIGN, VEC, ROWS)
@@ -68,6 +74,7 @@ def norm_backward_kernel(
             g, h, rstd, along / n, level / n, a_ptr, offs, mask, CENTER, ADD, ""
         ).to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + offs, dx, mask=mask)
+        # from grad and h in registers, so that the weights' gradients read nothing again
         if DW:
             dw += grad * h
         if DB:
@@ -85,7 +92,7 @@ def norm_backward_long_kernel(
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of lines that registers cannot hold."""
+    """Write dx of lines that are too long for registers."""
     lines, numbers, valid = line_offsets(
         tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
     )
@@ -95,13 +102,14 @@ def norm_backward_long_kernel(
     for at in range(0, n, BLOCK):
         columns, exist = column_offsets(at, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
         offs, mask = lines + columns, valid & exist
+        # evict_last, because the second loop reads both inputs again
         _, g, h = load_gradients(
             g_ptr, x_ptr, w_ptr, offs, columns, mask, mean, rstd, CENTER, WEIGHT, "evict_last"
         )
         more_along, more_level = gradient_sums(g, h, mask, CENTER)
         along += more_along
         level += more_level
-    # from the end, which is in L2 still
+    # from the end of the line, which L2 still holds
     for back in range(0, n, BLOCK):
         at = (n - 1) // BLOCK * BLOCK - back
         columns, exist = column_offsets(at, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
@@ -116,12 +124,13 @@ def norm_backward_long_kernel(
 
 
 Parts = Callable[..., Tensor]
-"""Writes dx, and returns FP32 [wanted, parts, n], sums over lines."""
+"""Function that writes dx, and returns sums over lines, FP32 of shape [wanted, parts, n]."""
 
 
 def _whole(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Parts:
     """Return a function that launches the kernel of lines in registers."""
     tiles = t.grid[0]
+    # steps first, and then only as many programs as these steps need: none is idle
     steps = -(-tiles // PARTS)
     programs = -(-tiles // steps)
     sizes, constants = (t.lines, t.n, tiles, steps), (*flags, *wants, *t.layout)
@@ -142,6 +151,8 @@ def _long(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Parts
     constants = *flags, *t.layout
     grid = t.grid[0], 1, 1
     launch = Launch(norm_backward_long_kernel, grid, t.sizes, constants, t.num_warps)
+    # sums over long lines in registers would take as many as the line, so
+    # they get a launch of their own
     add_up = sums_of_long(t, flags[1], wants)
 
     def run(*tensors: Tensor) -> Tensor:
@@ -158,8 +169,8 @@ def _backward(
 ) -> Parts:
     """Return a function that writes dx of contiguous tensors, ``itemsize`` bytes an element.
 
-    ``dtypes`` are those of all tensors: a launch is for one set of them.
-    ``flags``: whether there is an added gradient, means, a weight; the gradients that are wanted.
+    ``dtypes`` are those of all tensors, because a launch is for one set of dtypes. ``flags`` are
+    has_added_grad, has_mean, has_weight, then needs_input_grad of weight and bias.
     """
     vec = math.gcd(n, WIDEST // itemsize)
     t = tiling((numel // n, n), 1, 1, PER_THREAD, LONGEST, vec)
@@ -178,8 +189,10 @@ def norm_backward_triton(
 ) -> tuple[Tensor, Tensor]:
     grad, x = grad.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
+    # a grid of 0 programs is an invalid launch
     if x.numel() == 0:
         return dx, x.new_zeros(dweight + dbias, n, dtype=torch.float32)
+    # a kernel's pointer has to be valid, also where nothing is loaded
     w, a = contiguous_or(x, weight), contiguous_or(x, added)
     dtypes = grad.dtype, x.dtype, w.dtype, a.dtype
     widest = max(grad.itemsize, x.itemsize, a.itemsize)
@@ -190,6 +203,7 @@ def norm_backward_triton(
     )
     if not dweight and not dbias:
         return dx, x.new_empty(0, n, dtype=torch.float32)
+    # the partial sums are added by one more launch in one order, because atomics on floats vary
     return dx, reduce.sum_triton(parts, (1,), False, torch.float32)
 
 
@@ -209,6 +223,7 @@ def norm_backward_torch(
     w = lines.new_ones(n) if weight is None else weight.reshape(-1).float()
     rstd = stats[-1].unsqueeze(1)
     if len(stats) == 2:
+        # torch has this function for layer_norm alone, so rms_norm is written out below
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(
             g,
             lines,
@@ -216,7 +231,7 @@ def norm_backward_torch(
             stats[0].unsqueeze(1),
             rstd,
             w,
-            w,  # the bias, of which it reads the shape alone
+            w,  # stands for the bias, of which only the shape is read
             [True, dweight, dbias],
         )
     else:
@@ -239,33 +254,33 @@ def norm_backward(
     added: Tensor | None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of ``norm`` in FP32; that of x is rounded once.
+    """Compute the gradients of ``norm`` in FP32; the gradient of x is rounded once.
 
     Args:
-        grad: of the result, of its shape.
-        x: as it was given to ``norm``.
-        weight: as it was given to ``norm``.
-        stats: as ``norm`` returned them.
+        grad: gradient of the result, of the shape of ``x``.
+        x: input of ``norm``.
+        weight: weight of ``norm``, or None.
+        stats: statistics that ``norm`` returned.
         n: elements of a line.
         dweight: whether the gradient of the weight is wanted.
-        dbias: whether that of the bias is.
-        added: another gradient of x, added to the one that comes through the norm; or None.
+        dbias: whether the gradient of the bias is wanted.
+        added: another gradient of x, which is added to the gradient through the norm, or None.
         backend: "auto", "triton" or "eager".
 
     Returns:
-        the gradient of x, of its dtype, and FP32 [wanted, n], those of weight and bias.
+        The gradient of x, in its dtype, and the wanted gradients of weight and bias, FP32 of shape
+        [wanted, n].
     """
     return NORM_BACKWARD(backend, grad, x, weight, stats, n, dweight, dbias, added)
 
 
 def _sample(center: bool, affine: bool) -> Sample:
-    """Return the call on gradients of lines; of rms_norm one that is added, too.
-
-    x is small: eager torch adds up grad * weight * x, and subtracts what the mean of x made of it.
-    """
+    """Return the sample's call on gradients of lines; rms_norm has an added gradient, too."""
 
     def args(grad: Tensor, dim: int) -> tuple[Any, ...]:
         lines, weight, _, n, eps, *_ = _norm.line_args(grad, dim, center, affine)
+        # x is small, because eager torch adds up grad * weight * x and
+        # then cancels the part of x's mean
         x = lines.flip(-1) / 64
         stats = _norm.norm_torch(x.contiguous(), None, None, n, eps, center, x.dtype)[1]
         added = None if center else lines.roll(1, -1)

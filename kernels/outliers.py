@@ -1,10 +1,11 @@
-"""Is a step's loss or gradient norm far above those of the last steps? One block, robust numbers.
+"""Detection of steps whose loss or gradient norm is far above those of the last steps.
 
-Of the last 63 values of each: ``m`` is the median, ``f`` the median of their distances from it as
-factors, max(x/m, m/x), at least ``LEAST``. A value above m * f ** (1.4826 * sigmas) is an outlier:
-so many standard deviations of the logarithm, told by the median absolute deviation. Losses of a
-run that converges spread by factors, where plain deviations call every hard batch an outlier. Where
-a value in the window is not positive, distances are differences in the place of factors.
+For the last 63 values of each, ``m`` is their median, and ``f`` is the median of their distances
+from m as factors, max(x/m, m/x), and at least ``LEAST``. A value above m * f ** (1.4826 * sigmas)
+is an outlier. This is a limit of ``sigmas`` standard deviations of the logarithm, estimated from
+the median absolute deviation. Factors are used because losses of a run that converges spread by
+factors, so that plain deviations would call every hard batch an outlier. If a value in the window
+is not positive, distances are differences instead.
 """
 
 from collections.abc import Iterator
@@ -20,23 +21,24 @@ from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.decide import OUTLYING, Evidence, Slot, total_norm
 from tritonamp.kernels.device import tl, triton
 
-SIZE = 64  # values kept, the one of this step included
-MOST = 4  # outliers among these: a run that has changed its level goes on
-WINDOW = 3 * SIZE + 1  # losses, norms, was it skipped; how many were seen
-LEAST = 1.01  # the smallest factor that counts as the usual spread
-_TO_SIGMA = 1.4826  # a median absolute deviation of normal values, times this, is their deviation
+SIZE = 64  # values kept, that of this step included
+MOST = 4  # outliers among these, so that a run that has changed its level continues
+WINDOW = 3 * SIZE + 1  # losses, norms, flags of skipped outliers, and a count of values
+LEAST = 1.01  # smallest factor that counts as the usual spread
+_TO_SIGMA = 1.4826  # ratio of standard deviation and median absolute deviation of normal values
 _BLOCK = 256
 _PART = 16  # values that are compared with all at a time
 _MIDDLE = (SIZE - 1) // 2
 
 
 class Limit(NamedTuple):
-    """What an outlier is.
+    """Definition of an outlier.
 
     Attributes:
-        window: float32 of shape (WINDOW,), written in place: SIZE losses (NaN: not known), SIZE
-            norms, SIZE flags of skipped outliers, and how many were seen, at most 2 SIZE - 1.
-        sigmas: how many standard deviations above the median.
+        window: float32 of shape (WINDOW,), updated in place: SIZE losses (NaN: not known), SIZE
+            norms, SIZE flags of skipped outliers, and the number of values seen, at most 2 SIZE -
+            1.
+        sigmas: number of standard deviations above the median.
     """
 
     window: Tensor
@@ -45,10 +47,11 @@ class Limit(NamedTuple):
 
 @triton.jit
 def _distance(x, middle, KIND: tl.constexpr):
-    """Return the value itself, or its distance from the median as a factor, or as a difference."""
+    """Return the value itself, or its distance from the median as a factor or as a difference."""
     if KIND == "value":
         return x
     elif KIND == "factor":
+        # correctly rounded, so that kernel and twin order values alike
         return tl.maximum(tl.div_rn(x, middle), tl.div_rn(middle, x))
     else:
         return tl.abs(x - middle)
@@ -59,15 +62,18 @@ def _median(
     row_ptr, x, j, slot, middle,
     KIND: tl.constexpr, MIDDLE: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Return the distance with as many others below as above; ties in their order."""
+    """Return the distance that has as many others below as above it; ties rank by place."""
     x = _distance(x, middle, KIND)
     rank = tl.zeros([SIZE], tl.int32)
-    for at in range(0, SIZE, PART):  # all pairs at once take too many registers
+    # PART values at a time, because all pairs at once take too many registers
+    for at in range(0, SIZE, PART):
         k = at + tl.arange(0, PART)
         other = tl.expand_dims(_distance(tl.load(row_ptr + k), middle, KIND), 0)
         k, mine = tl.expand_dims(k, 0), tl.expand_dims(x, 1)
         below = (other < mine) | ((other == mine) & (k < tl.expand_dims(j, 1)))
+        # the slot of this step holds the oldest value, which is no longer in the window
         rank += tl.sum((below & (k != slot)).to(tl.int32), 1)
+    # exactly one value has the middle rank, so its sum with zeros is the value
     return tl.sum(tl.where((rank == MIDDLE) & (j != slot), x, 0.0), 0)
 
 
@@ -76,9 +82,10 @@ def _limit(
     row_ptr, x, j, slot, power,
     LEAST: tl.constexpr, MIDDLE: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Return the median, and the largest value that is no outlier: inf where one is not known."""
+    """Return the median, and the largest value that is no outlier; inf if none is known."""
     middle = _median(row_ptr, x, j, slot, 0.0, "value", MIDDLE, SIZE, PART)
     lowest = tl.min(tl.where(j != slot, x, float("inf")), 0)
+    # NaN stands for an unknown loss, and compares with nothing
     known = tl.sum(tl.where((j != slot) & (x != x), 1, 0), 0) == 0
     if lowest > 0.0:
         factor = _median(row_ptr, x, j, slot, middle, "factor", MIDDLE, SIZE, PART)
@@ -87,6 +94,7 @@ def _limit(
         spread = _median(row_ptr, x, j, slot, middle, "difference", MIDDLE, SIZE, PART)
         limit = middle + power * tl.maximum(spread, (LEAST - 1.0) * tl.abs(middle))
     middle = tl.where(known, middle, float("nan"))
+    # a limit of 0 would make every positive value an outlier
     return middle, tl.where(known & (limit != 0.0), limit, float("inf"))
 
 
@@ -98,19 +106,19 @@ def outliers_kernel(
     MIDDLE: tl.constexpr, TO_SIGMA: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
-    """One program of one warp: no thread stores before all have loaded."""
+    """Decide in one program of one warp, in which no thread stores before all have loaded."""
     flag, earlier, loss = tl.load(flag_ptr), tl.load(earlier_ptr), tl.load(loss_ptr)
     inv_scale = tl.div_rn(1.0, tl.load(used_ptr))
     i = tl.arange(0, BLOCK)
-    # inf and NaN fail the comparison; the integer is what a reduction of flags takes
+    # inf and NaN fail the comparison; integers, because a reduction of flags takes no booleans
     bad = tl.zeros([BLOCK], tl.int32)
     for at in range(0, n, BLOCK):
         unscaled = tl.load(amax_ptr + at + i, mask=at + i < n, other=0.0) * inv_scale
         bad |= (unscaled < float("inf")).to(tl.int32) ^ 1
     norm = total_norm(square_ptr, parts, inv_scale, BLOCK)
-    # what is skipped for another reason says nothing, and is not kept
+    # a step that is skipped for another reason says nothing about outliers, and is not kept
     counts = (flag == 0.0) & (earlier == 0.0) & (tl.max(bad, 0) == 0)
-    # the slot of this step is the one that is left out of the window
+    # the slot of this step, whose old value is left out of the window
     seen = tl.load(window_ptr + 3 * SIZE).to(tl.int32)
     slot = seen % SIZE
     j = tl.arange(0, SIZE)
@@ -121,12 +129,15 @@ def outliers_kernel(
         window_ptr + SIZE, norms, j, slot, power, LEAST, MIDDLE, SIZE, PART
     )
     above = (loss > loss_limit) | (norm > norm_limit)
+    # until the window is full the median says little; after MOST outliers the level has changed
     found = counts & above & (seen >= SIZE - 1) & (skipped < MOST)
     tl.store(out_ptr, tl.where(found, OUTLYING, flag))
     if counts:
         tl.store(window_ptr + slot, loss)
         tl.store(window_ptr + SIZE + slot, norm)
         tl.store(window_ptr + 2 * SIZE + slot, found.to(tl.float32))
+        # the count wraps from 2 SIZE to SIZE: slots continue, the
+        # window stays full, FP32 stays exact
         tl.store(
             window_ptr + 3 * SIZE, tl.where(seen + 1 < 2 * SIZE, seen + 1, SIZE).to(tl.float32)
         )
@@ -166,10 +177,10 @@ def outliers_torch(
     window, power = limit.window, _TO_SIGMA * limit.sigmas
     inv_scale = used_scale.double().reciprocal().float()
     norm = square_sum.double().sum().sqrt().float() * inv_scale
-    # what is skipped for another reason says nothing, and is not kept
+    # a step that is skipped for another reason says nothing about outliers, and is not kept
     finite = torch.isfinite(amax * inv_scale).all()
     counts = (nonfinite == 0) & (found_earlier == 0) & finite
-    # the slot of this step is the one that is left out of the window
+    # the slot of this step, whose old value is left out of the window
     seen = window[-1].long()
     rows = window[:-1].view(3, SIZE)
     at = (seen + torch.arange(SIZE, device=window.device)) % SIZE
@@ -189,7 +200,7 @@ def outliers_torch(
 
 
 def _middle_and_limit(x: Tensor, power: float) -> tuple[Tensor, Tensor]:
-    """Return the median, and the largest value that is no outlier: inf where one is not known."""
+    """Return the median, and the largest value that is no outlier; inf if none is known."""
     middle = x.median()
     factor = torch.maximum(x / middle, middle / x).median().clamp(min=LEAST)
     by_factor = middle * torch.exp2(power * torch.log2(factor))
@@ -208,18 +219,19 @@ def outliers(
     flag: Tensor,
     backend: str = "auto",
 ) -> None:
-    """Say whether a step is an outlier, and keep its loss and norm. Called before ``decide``.
+    """Decide whether a step is an outlier, and keep its loss and norm.
 
-    Nothing is an outlier before SIZE - 1 steps were seen, nor where MOST of the last SIZE - 1 were.
+    It is called before ``decide``. Nothing is an outlier before SIZE - 1 steps were seen, or while
+    MOST of the last SIZE - 1 were outliers.
 
     Args:
-        evidence: of the decision, the same on all ranks.
+        evidence: evidence of the decision, the same on all ranks.
         used_scale: 0-d float32, the loss scale that the backward used.
-        loss: 0-d float32, the same on all ranks; NaN: not known.
-        limit: the window, and how far is too far.
-        numbers: of the decision's Record; receives loss, its median and limit, and the same of
-            the norm, and ``sigmas``, from ``Slot.LOSS`` on, where it is an outlier.
-        flag: 0-d float32, receives OUTLYING where it is one, else ``evidence.loss_nonfinite``.
+        loss: 0-d float32, the same on all ranks; NaN if not known.
+        limit: definition of an outlier, with the window.
+        numbers: numbers of the decision's Record. For an outlier, those from ``Slot.LOSS`` on
+            receive the loss, its median and its limit, the same of the norm, and ``sigmas``.
+        flag: 0-d float32, which receives OUTLYING for an outlier, else ``evidence.loss_nonfinite``.
         backend: "auto", "triton" or "eager".
     """
     args = evidence, used_scale, loss, limit, numbers, flag
@@ -227,7 +239,7 @@ def outliers(
 
 
 def new_window(device: torch.device) -> Tensor:
-    """Return a window that has seen nothing."""
+    """Return a window without values."""
     return torch.zeros(WINDOW, device=device)
 
 
@@ -257,7 +269,7 @@ OUTLIERS = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield one step."""
+    """Yield the call of one step."""
     flag = torch.zeros((), device="meta")
     evidence = Evidence(flag.new_zeros(8), flag.new_zeros(64), flag, flag)
     numbers = flag.new_zeros(len(Slot) + 8, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""How a tensor uses the range of its format: largest magnitude, zeros, subnormals. 2 B/element.
+"""Use of a format's range by a tensor: largest magnitude, zeros, subnormals. 2 B/element.
 
-The kernel returns at once where a flag on the device says so: it can be part of a CUDA graph, or of
-a compiled forward, and read only every hundredth step.
+The kernel returns at once if a flag on the device is 0. So it can be part of a CUDA graph or of a
+compiled forward and still read only every hundredth step.
 """
 
 from collections.abc import Iterator
@@ -18,16 +18,18 @@ from tritonamp.kernels._tables import DTYPES
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 AMAX, ELEMENTS, ZEROS, SUBNORMALS, FORMAT = range(5)
-"""The numbers of a row, int64: the bits of the largest magnitude in FP32 (inf and NaN above all
-others), three counts, and the format's number in ``FORMATS``.
+"""Places in a row, int64: bits of the largest magnitude in FP32 (inf and NaN above all others),
+three counts, and the format's number in ``FORMATS``.
 """
 ROW = 5
 FORMATS = [None, torch.float64, torch.float32, torch.bfloat16, torch.float16]
-"""Formats by number, the narrowest last: a row that has seen several names that one."""
+"""Formats by number, the narrowest last. A row that has seen several names the narrowest."""
 
+# A thread waits for several vectors of 16 bytes at once, and a program adds up several blocks, so
+# that few atomics meet in a row.
 _WARPS = 4
-_VECTORS = 4  # of 16 bytes that a thread waits for
-_BLOCKS = 16  # of one program
+_VECTORS = 4  # vectors of 16 bytes that a thread waits for
+_BLOCKS = 16  # blocks of one program
 
 
 @triton.jit(do_not_specialize=("n",))
@@ -35,7 +37,8 @@ def ranges_kernel(
     x_ptr, row_ptr, on_ptr, n,
     FORMAT: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCKS blocks of BLOCK elements, in vectors of VEC."""
+    """Count in BLOCKS blocks of BLOCK elements, in vectors of VEC."""
+    # on the device, because a host that asked would wait, and a graph would fix the answer
     if tl.load(on_ptr) == 0:
         return
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -43,6 +46,7 @@ def ranges_kernel(
     end = min(begin + BLOCK * BLOCKS, n)
     whole = begin + (end - begin) // VEC * VEC
     j = tl.arange(0, BLOCK)
+    # each thread counts in its own vectors, so that nothing is exchanged before the end
     largest = tl.zeros([BLOCK // VEC], tl.int32)  # of the VEC neighbours that one thread holds
     nonzero = tl.zeros([BLOCK // VEC], tl.int32)
     normal = tl.zeros([BLOCK // VEC], tl.int32)
@@ -57,7 +61,7 @@ def ranges_kernel(
     amax = max(tl.max(largest, 0), tl.max(number, 0))
     some = tl.sum(nonzero, 0) + tl.sum((number != 0).to(tl.int32), 0)
     many = tl.sum(normal, 0) + tl.sum(is_normal(number, TYPE).to(tl.int32), 0)
-    # integers: the same in any order of programs
+    # integers, for which the order of programs does not matter
     tl.atomic_max(row_ptr, float_bits(amax, TYPE).to(tl.int64), sem="relaxed")
     tl.atomic_add(row_ptr + 1, end - begin, sem="relaxed")
     tl.atomic_add(row_ptr + 2, end - begin - some, sem="relaxed")
@@ -74,7 +78,7 @@ def ranges_triton(x: Tensor, row: Tensor, on: Tensor) -> None:
 
 
 def ranges_torch(x: Tensor, row: Tensor, on: Tensor) -> None:
-    if on.device.type == "cpu" and not on:  # elsewhere the question would wait
+    if on.device.type == "cpu" and not on:  # a device's flag would make the host wait
         return
     numbers, lowest = x.abs(), torch.finfo(x.dtype).tiny
     bits = numbers.amax().float().view(torch.int32).long()
@@ -82,18 +86,19 @@ def ranges_torch(x: Tensor, row: Tensor, on: Tensor) -> None:
     size, form, nothing = (bits.new_full((), n) for n in (x.numel(), FORMATS.index(x.dtype), 0))
     largest = torch.stack([bits, nothing, nothing, nothing, form])
     counts = torch.stack([nothing, size, zeros, small - zeros, nothing])
+    # times the flag, instead of a branch on it, for the same reason
     row.copy_(torch.maximum(row, largest * on) + counts * on)
 
 
 def ranges(x: Tensor, row: Tensor, on: Tensor, backend: str = "auto") -> None:
-    """Add to a row of numbers what a tensor says about the use of its format's range.
+    """Add a tensor's use of its format's range to a row of numbers.
 
     Args:
-        x: of a floating dtype, any shape and strides; of an expanded one each element counts once.
-            One with gaps is copied first.
-        row: int64 of shape (ROW,), written in place: AMAX and FORMAT become the larger of what was
-            there and what is found, ELEMENTS, ZEROS and SUBNORMALS are added up.
-        on: 0-d int32 on the same device, 1 or 0; 0 leaves the row as it is, and ``x`` unread.
+        x: tensor of a floating dtype, of any shape and strides. An element that an expanded tensor
+            repeats counts once. A tensor with gaps is copied first.
+        row: int64 of shape (ROW,), updated in place: AMAX and FORMAT become the maximum of old and
+            new values, ELEMENTS, ZEROS and SUBNORMALS are added up.
+        on: 0-d int32 on the same device, 1 or 0; 0 leaves the row unchanged and ``x`` unread.
         backend: "auto", "triton" or "eager".
     """
     with torch.no_grad():
@@ -104,7 +109,7 @@ def ranges(x: Tensor, row: Tensor, on: Tensor, backend: str = "auto") -> None:
 
 
 def _gapless(x: Tensor) -> Tensor:
-    """Return the same elements, each once, in the order of memory."""
+    """Return the elements of ``x``, each once, in memory order."""
     once = x[tuple(0 if stride == 0 else slice(None) for stride in x.stride())]
     order = sorted(range(once.dim()), key=once.stride, reverse=True)
     return once.permute(order).contiguous()
@@ -112,7 +117,7 @@ def _gapless(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("tritonamp::ranges", mutates_args=("row",))
 def ranges_traced(x: Tensor, row: Tensor, on: Tensor, backend: str) -> None:
-    """``ranges`` as one operation of a compiled graph."""
+    """Run ``ranges`` as one operation of a compiled graph."""
     ranges(x, row, on, backend)
 
 
@@ -132,7 +137,7 @@ RANGES = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield each dtype."""
+    """Yield calls for each dtype."""
     row, on = torch.empty(ROW, dtype=torch.int64), torch.empty((), dtype=torch.int32)
     for dtype, name in DTYPES.items():
         x = torch.empty(1 << 20, dtype=dtype, device="meta")

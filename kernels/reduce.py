@@ -1,8 +1,8 @@
 """sum with FP32 accumulation. 2 B/element.
 
-Every program adds up one tile as a binary tree and writes a partial sum; the partial sums are lines
-again, until one is left for each: two launches up to 2**26 elements. An error bound of u (log2 n +
-2) sum |x| needs the tree.
+Every program adds up one tile as a binary tree and writes a partial sum. Partial sums are lines
+again, until one is left for each line: two launches up to 2**26 elements. The tree is needed for
+the error bound u (log2 n + 2) sum |x|.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,20 +34,18 @@ LONGEST = 8192  # line that is one tile
 
 @triton.jit
 def _neighbours(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up two columns each.
-
-    Those of a thread: older Triton adds a thread's elements one after another.
-    """
+    """Add up pairs of neighbouring columns."""
+    # Neighbours belong to one thread. Older Triton adds a thread's elements one
+    # after another, which is no tree.
     a, b = tl.split(tl.reshape(x, (ROWS, BLOCK // 2, 2)))
     return a + b
 
 
 @triton.jit
 def _halves(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up columns that are half a tile apart.
-
-    Those of a thread that holds no more neighbours: Triton 3.7 would move these between threads.
-    """
+    """Add up columns that are half a tile apart."""
+    # These columns belong to one thread if it holds no more neighbours. Triton 3.7 would move
+    # neighbours between threads here, through shared memory.
     a, b = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, BLOCK // 2)), (0, 2, 1)))
     return a + b
 
@@ -68,27 +66,32 @@ def sum_kernel(
     first, last = whole_vectors(begin, end, ALIGN, VEC)
     columns, exist = column_offsets(first, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
     x = tl.load(x_ptr + lines + columns, mask=valid & exist, other=0.0).to(tl.float32)
+    # Three levels of the tree inside a thread. FP32 vectors hold 4 neighbours, so their third level
+    # adds columns that are half a tile apart.
     if ROW_MAJOR and BLOCK >= 8:
         x = _neighbours(x, ROWS, BLOCK)
         x = _neighbours(x, ROWS, BLOCK // 2)
         x = _halves(x, ROWS, BLOCK // 4) if VEC == 4 else _neighbours(x, ROWS, BLOCK // 4)
     y = tl.sum(x, 1, keep_dims=True)
+    # edges that fill no vector are read separately, so that the tile keeps its wide loads
     if ALIGN < VEC:
         edges, mask = edge_offsets(begin, end, first, last, VEC)
         x = tl.load(x_ptr + lines + edges, mask=mask, other=0.0).to(tl.float32)
         y += tl.sum(x, 1, keep_dims=True)
+    # partial sums stay FP32 and are added by another launch in one order: no atomics on floats
     tl.store(y_ptr + part * count + numbers, y.to(y_ptr.dtype.element_ty), mask=valid)
 
 
 def _reduction(
     shape: Sequence[int], dim: tuple[int, ...], keepdim: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None, int, int]:
-    """Return the result's shape, an order of dimensions, and the first and last that are summed.
+    """Return the result's shape, an order of dimensions, and the first and last summed dimension.
 
-    The order makes the summed dimensions neighbours; None where they are.
+    The order makes the summed dimensions neighbours; None if they are neighbours already.
     """
     rank = len(shape)
     given = [in_range(d, max(rank, 1)) for d in dim]
+    # torch raises this error; without it a kernel would sum over the dimension once
     for d in given:
         if given.count(d) > 1:
             raise RuntimeError(f"dim {d} appears multiple times in the list of dims")
@@ -112,14 +115,15 @@ def _sum(
     keepdim: bool,
     dtype: torch.dtype,
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function of tensors of one shape and of the dtype ``given``."""
+    """Return a function of a tensor of the shape ``shape`` and the dtype ``given``."""
     result, order, first, last = _reduction(shape, dim, keepdim)
+    # a grid of 0 programs is an invalid launch
     if 0 in shape:
         return lambda x: torch.zeros(result, dtype=dtype, device=x.device)
     if order is not None:
         shape = tuple(shape[d] for d in order)
     launches = []
-    # one launch for each level of the tree: the partial sums are lines of the next
+    # one launch for each level of the tree, because the partial sums are lines of the next level
     while True:
         t = tiling(shape, first, last, PER_THREAD, LONGEST, WIDEST // given.itemsize)
         parts = 1 if t.whole else -(-t.n // t.layout[-1])
@@ -128,6 +132,8 @@ def _sum(
         if parts == 1:
             launches.append((launch, dense(result), dtype))
             break
+        # a partial sum is FP32 whatever the input is, and is rounded to
+        # dtype in the last launch alone
         shape, first, last, given = (parts, t.lines), 0, 0, torch.float32
         launches.append((launch, dense(shape), given))
 
@@ -163,10 +169,10 @@ def sum(
     """Sum with FP32 accumulation, rounded once to ``dtype``.
 
     Args:
-        x: float16, bfloat16 or float32, any shape and strides.
-        dim: dimensions to sum over; an empty sequence: all.
-        keepdim: whether they stay, with size 1.
-        dtype: of the result.
+        x: float16, bfloat16 or float32, of any shape and strides.
+        dim: dimensions to sum over; an empty sequence means all.
+        keepdim: whether summed dimensions stay, with size 1.
+        dtype: dtype of the result.
         backend: "auto", "triton" or "eager".
     """
     return SUM(backend, x, dim, keepdim, dtype)
@@ -181,7 +187,7 @@ SUM = TraceableOp(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield one tile and several, in both orders of memory."""
+    """Yield calls with one tile and with several, in both memory orders."""
     shapes: dict[str, tuple[int, ...]] = {f"n={n}": (4096, n) for n in (64, 1000, 8192, 50257)}
     shapes |= {"n=2**24": (1, 1 << 24), "inner": (64, 64, 4096)}
     for case, shape in shapes.items():

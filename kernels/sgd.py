@@ -21,8 +21,8 @@ from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled
 from tritonamp.kernels.device import tl, triton
 
 OPTIONAL = ("momentum_buffers",)  # state that a group may lack
-MAX_REGISTERS = 64  # left to itself, ptxas takes 48 on sm_100, and spills
-_NUMBERS = 6  # of a rule
+MAX_REGISTERS = 64  # without a limit, ptxas takes 48 on sm_100 and spills
+_NUMBERS = 6  # numbers of a rule
 _VEC = 4  # elements that a thread holds, as in adamw
 
 
@@ -37,7 +37,7 @@ class SGDRule(NamedTuple):
     maximize: bool
 
     def numbers(self) -> Sequence[float | Tensor]:
-        """Return what sgd_kernel reads."""
+        """Return the row of numbers that sgd_kernel reads."""
         sign = -1.0 if self.maximize else 1.0
         return *self[:4], float(self.nesterov), sign
 
@@ -52,13 +52,16 @@ def _update(
     p = stored.to(tl.float32)
     # unscale and clip
     grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
-    # weight decay; each sum of a product is one rounding, see adam_update
+    # weight decay, left out if it is 0, as in torch: 0 * p is NaN for an infinite p
     grad = tl.where(weight_decay == 0.0, grad, tl.fma(weight_decay, p, grad))
     # momentum
     if MOMENTUM:
         before = tl.load(momentum_buffers + offs, mask=mask, other=0.0).to(tl.float32)
+        # an fma for each sum with a product, because adam_update's reason holds here, too
         buffer = tl.fma(before, momentum, (1.0 - dampening) * grad)
         tl.store(momentum_buffers + offs, buffer.to(momentum_buffers.dtype.element_ty), mask=mask)
+        # nesterov is a number instead of a constant, so that one
+        # build serves all groups of a launch
         grad = tl.where(nesterov != 0.0, tl.fma(momentum, buffer, grad), buffer)
     # update
     p = tl.fma(-lr, grad, p)
@@ -76,7 +79,11 @@ def sgd_kernel(
     PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, MOMENT: tl.constexpr,
     NUMBERS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk. COPY is the copies' type, or None; MOMENT is the momentum buffers', or None."""
+    """Update one chunk.
+
+    COPY is the type of the copies, and MOMENT that of the momentum buffers; None: there are none.
+    """
+    # Any flag but 0 skips, and nothing has been written yet: all bits stay.
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
@@ -84,13 +91,15 @@ def sgd_kernel(
     begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
     params = element_pointer(params_ptr, row, PARAM, VEC)
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
+    # pointers that are never read still need a type
     momentum_buffers, copies = params, params
     if MOMENT is not None:
         momentum_buffers = element_pointer(momentum_buffers_ptr, row, MOMENT, VEC)
     if COPY is not None:
         copies = element_pointer(copies_ptr, row, COPY, VEC)
-    # loaded once: the compiler cannot know that the stores leave them alone
+    # loaded once, because the compiler cannot know that the stores leave these numbers unchanged
     rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + number)
+    # read from memory instead of passed, so that a schedule neither recompiles nor re-captures
     rule = (
         tl.load(rule_ptr).to(tl.float32), tl.load(rule_ptr + 1).to(tl.float32),
         tl.load(rule_ptr + 2).to(tl.float32), tl.load(rule_ptr + 3).to(tl.float32),
@@ -104,6 +113,7 @@ def sgd_kernel(
             at + j, at + j < whole, params, grads, momentum_buffers, copies, overflow, factor, rule,
             MOMENT is not None, COPY is not None, VEC,
         )  # fmt: skip
+    # a tail of its own, because a mask that ends inside a vector splits every load of the loop
     if whole < end:
         offs = tail_offsets(whole, VEC)
         _update(
@@ -122,6 +132,7 @@ def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
         operands = lists.numbers_and_flags(t.device)
         types = t.type("params"), t.type("grads"), t.type("copies"), t.type("momentum_buffers")
         constants = *types, _NUMBERS
+        # only the build with momentum and copies spills without the limit
         writes_all = t.type("momentum_buffers") is not None and t.type("copies") is not None
         maxnreg = MAX_REGISTERS if writes_all else None
         yield t.launch_of(sgd_kernel, _LISTS, operands, constants, _VEC, maxnreg=maxnreg)
@@ -147,7 +158,7 @@ def sgd_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor |
             results.put(momentum_buffer, buffer)
             grad = torch.add(grad, buffer, alpha=rule.momentum) if rule.nesterov else buffer
         # update
-        if isinstance(rule.lr, Tensor) and rule.lr.device.type != "cpu":  # the host must not read
+        if isinstance(rule.lr, Tensor) and rule.lr.device.type != "cpu":  # reading it would wait
             p = p - rule.lr.to(p) * grad
         else:
             p = torch.add(p, grad, alpha=-float(rule.lr))
@@ -161,10 +172,18 @@ def sgd_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor |
 def sgd(
     lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
 ) -> None:
-    """Update parameters, momentum buffers and half copies in place; arguments as of ``adamw``.
+    """Update parameters, momentum buffers and half copies in place.
 
-    The state is "momentum_buffers", in FP32 or bfloat16 (FP64 for FP64 parameters), zeros before
-    the first step, whose dampening is 0 in torch. Steps are not counted.
+    The state is "momentum_buffers", in FP32 or bfloat16 (FP64 for FP64 parameters). A buffer is
+    zeros before its first step, for which the caller passes dampening 0, as torch does. Steps are
+    not counted.
+
+    Args:
+        lists: lists of n parameters with their hyperparameters, as for ``adamw``, with
+            "momentum_buffers" as state.
+        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None for 1.
+        found_inf: 0-d flag; any value other than 0 leaves every bit unchanged. None: always step.
+        backend: "auto", "triton" or "eager".
     """
     lists.run(SGD, sgd_on_cpu, backend, grad_scale, found_inf)
 
@@ -182,7 +201,7 @@ SGD = Implementations(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the dtypes of the levels, with and without momentum."""
+    """Yield calls for all levels, with and without momentum."""
     for level, moment, aligned in itertools.product(LEVELS, (WIDE, None, BF16), (True, False)):
         _, grad, copy = level
         if moment is BF16 and (grad is not HALF or copy is None):

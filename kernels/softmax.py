@@ -1,7 +1,7 @@
-"""softmax and log_softmax over one dimension: half storage, FP32 arithmetic. 4 B/element.
+"""softmax and log_softmax along one dimension: half storage, FP32 arithmetic. 4 B/element.
 
-Several short lines make up a tile; a longer line fills a program's registers; a long one is read
-twice, the second time out of L2 and from its end; few long ones are shared by several programs, in
+Several short lines make up a tile. A longer line fills a program's registers. A long line is read
+twice, the second time from L2 and from its end. A few long lines are shared by several programs, in
 two launches.
 """
 
@@ -32,7 +32,8 @@ from tritonamp.kernels._shipped import Shipped, build_name
 from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 32  # elements that a thread holds
-# of a thread in forward: with 74 for a line of 1000 Triton 3.6 needs more instructions, too
+# Of a thread in the forward, for all architectures. With 74 for a line of 1000, Triton
+# 3.6 needs more instructions, too.
 MAX_REGISTERS = 64
 LONGEST = 32768  # line that registers hold
 
@@ -41,17 +42,21 @@ LONGEST = 32768  # line that registers hold
 def exp_shifted(d, SHIFT: tl.constexpr):
     """Return exp(d) * 2**SHIFT.
 
-    Never exp2(x * log2(e) - m * log2(e)) for d = x - m: that is off by 5e-3 near 6e4.
+    The difference d = x - m is formed first, because exp2(x * log2(e) - m * log2(e)) is off by 5e-3
+    near 6e4.
     """
+    # softmax takes 10.75 instructions an element with exp2 and one reciprocal a line, and 16.75
+    # with exp and a division
     return tl.exp2(d * 1.4426950408889634 + SHIFT)
 
 
 @triton.jit
 def _add_tile(x_ptr, mask, m, s, SHIFT: tl.constexpr):
-    """Return the maximum m, and the sum s of exp(x - m), with a tile of columns more."""
+    """Return maximum m and sum s of exp(x - m), extended by a tile of columns."""
+    # evict_last, because the second pass reads the line again
     x = tl.load(x_ptr, mask=mask, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
     largest = tl.maximum(m, tl.max(x, 1, keep_dims=True))
-    # of a line that is all -inf so far x - m would be NaN
+    # if a line is all -inf so far, x - m would be NaN
     base = tl.where(largest == -float("inf"), 0.0, largest)
     s = s * exp_shifted(m - base, 0.0) + tl.sum(exp_shifted(x - base, SHIFT), 1, keep_dims=True)
     return largest, s
@@ -63,9 +68,9 @@ def _max_and_sum(
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Return of columns ``begin`` to ``end`` the maximum m, and the sum of exp(x - m).
+    """Return the maximum m of columns ``begin`` to ``end``, and the sum of exp(x - m).
 
-    Where m is -inf, of exp(x).
+    If m is -inf, the sum is that of exp(x).
     """
     m = tl.full([ROWS, 1], -float("inf"), tl.float32)
     s = tl.zeros([ROWS, 1], tl.float32)
@@ -73,6 +78,8 @@ def _max_and_sum(
     for at in range(first, last, BLOCK):
         columns, exist = column_offsets(at, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
         m, s = _add_tile(x_ptr + lines + columns, valid & exist, m, s, SHIFT)
+    # Columns that fill no vector are read separately. A mask that ends inside a vector would make
+    # the compiler split all loads of the loop.
     if ALIGN < VEC:
         edges, mask = edge_offsets(begin, end, first, last, VEC)
         m, s = _add_tile(x_ptr + lines + edges, mask, m, s, SHIFT)
@@ -83,6 +90,7 @@ def _max_and_sum(
 def _write_tile(
     x_ptr, y_ptr, offs, mask, m, scale, LOG: tl.constexpr, SHIFT: tl.constexpr
 ):  # fmt: skip
+    # read for the last time, so that L2 keeps other lines
     x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     y = x - m - scale if LOG else exp_shifted(x - m, SHIFT) * scale
     tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
@@ -94,7 +102,7 @@ def _write(
     LOG: tl.constexpr, SHIFT: tl.constexpr,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write columns ``begin`` to ``end`` of the result, the last first: they are in L2 still."""
+    """Write columns ``begin`` to ``end`` of the result, the last ones first, which L2 holds."""
     scale = tl.log2(s) * 0.6931471805599453 if LOG else 1 / s
     first, last = whole_vectors(begin, end, ALIGN, VEC)
     if ALIGN < VEC:
@@ -113,15 +121,15 @@ def softmax_kernel(
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Whole lines in registers."""
+    """Compute whole lines, which are held in registers."""
     lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
     columns, exist = column_offsets(0, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
     offs, mask = lines + columns, valid & exist
-    # columns that do not exist are -inf: they never are the maximum, and their exp is 0
+    # missing columns are -inf, which is never the maximum, and whose exp is 0
     d = tl.load(x_ptr + offs, mask=mask, other=-float("inf")).to(tl.float32)
     d -= tl.max(d, 1, keep_dims=True)
     e = exp_shifted(d, SHIFT)
-    # one reciprocal a line: exp(d) / s takes half as many instructions again
+    # one reciprocal a line, because exp(d) / s takes half as many instructions again
     s = tl.sum(e, 1, keep_dims=True)
     y = d - tl.log2(s) * 0.6931471805599453 if LOG else e * (1 / s)
     tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -134,7 +142,7 @@ def softmax_long_kernel(
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Lines that registers cannot hold, read twice."""
+    """Compute lines that are too long for registers, which are read twice."""
     lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
     begin = line_lead(tl.program_id(0), n, ALIGN, VEC)
     m, s = _max_and_sum(
@@ -153,7 +161,7 @@ def softmax_part_kernel(
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """First launch for shared lines: maximum and sum of each segment, [splits, count]."""
+    """Write maximum and sum of each segment, [splits, count]: the first launch for shared lines."""
     lines, numbers, valid = line_offsets(
         tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
     )
@@ -162,6 +170,7 @@ def softmax_part_kernel(
     m, s = _max_and_sum(
         x_ptr, lines, valid, begin, end, rows, ROW_MAJOR, ALIGN, VEC, ROWS, BLOCK, SHIFT
     )
+    # no atomics: the second launch combines the segments in one order, so that bits do not vary
     tl.store(m_ptr + split * count + numbers, m, mask=valid)
     tl.store(s_ptr + split * count + numbers, s, mask=valid)
 
@@ -173,18 +182,20 @@ def softmax_rest_kernel(
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Second launch: every program adds up the segments of its lines and writes one of them."""
+    """Combine the segments of each line and write one: the second launch for shared lines."""
     lines, numbers, valid = line_offsets(
         tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
     )
     j = tl.arange(0, SPLITS)[None, :]
     mask = valid & (j < splits)
+    # lanes beyond the segments are neutral: -inf as a maximum, and 0 as a sum
     part_m = tl.load(m_ptr + j * count + numbers, mask=mask, other=-float("inf"))
     part_s = tl.load(s_ptr + j * count + numbers, mask=mask, other=0.0)
     m = tl.max(part_m, 1, keep_dims=True)
     base = tl.where(m == -float("inf"), 0.0, m)
-    # behind the mask: the sum would absorb a bare product as a multiply-add, so that each lane
-    # rounds its own differently, and lanes an ulp apart would write to one word of shared memory
+    # Behind the mask, because the sum would absorb a bare product as a multiply-add. Each
+    # lane would then round its own product differently, and lanes that differ by an ulp would
+    # write to one word of shared memory.
     s = tl.sum(tl.where(mask, part_s * exp_shifted(part_m - base, 0.0), 0.0), 1, keep_dims=True)
     begin, end = segment_bounds(n, steps, ALIGN, VEC, BLOCK)
     _write(
@@ -197,12 +208,13 @@ def softmax_rest_kernel(
 def _forward(
     shape: tuple[int, ...], given: torch.dtype, dim: int, dtype: torch.dtype, log: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function of tensors of one shape and of the dtype ``given``."""
+    """Return a function of a tensor of the shape ``shape`` and the dtype ``given``."""
     vec = WIDEST // max(given.itemsize, dtype.itemsize)
     t = tiling(shape, dim, dim, PER_THREAD, LONGEST, vec)
-    # the hardware's exp2 flushes results below 2**-126 to zero, but bfloat16 has those: stay away
-    # from there
+    # The hardware's exp2 flushes results below 2**-126 to zero, and bfloat16 has such results. The
+    # shift keeps them above; the division by the sum, which is shifted alike, takes it out.
     shift = 64.0 if dtype is torch.bfloat16 and not log else 0.0
+    # a grid of 0 programs is an invalid launch
     if t.lines * t.n == 0:
         return lambda x: torch.empty_like(x.contiguous(), dtype=dtype)
     if t.splits > 1:
@@ -210,7 +222,7 @@ def _forward(
     kernel = softmax_kernel if t.whole else softmax_long_kernel
     maxnreg = MAX_REGISTERS if t.whole and t.n % MAX_VECTOR == 0 and not log else None
     launch = Launch(kernel, t.grid, t.sizes, (log, shift, *t.layout), t.num_warps, maxnreg)
-    other: dict[str, Any] = {} if dtype is given else {"dtype": dtype}  # parsed at a price
+    other: dict[str, Any] = {} if dtype is given else {"dtype": dtype}  # parsing costs time
 
     def run(x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -222,7 +234,7 @@ def _forward(
 
 
 def _shared(t: Tiling, dtype: torch.dtype, log: bool, shift: float) -> Callable[[Tensor], Tensor]:
-    """Return that function for lines that several programs share."""
+    """Return the function of ``_forward`` for lines that several programs share."""
     sizes, splits = (*t.sizes, t.steps, t.lines), power_of_two(t.splits)
     part = Launch(softmax_part_kernel, t.grid, sizes, (shift, *t.layout), t.num_warps)
     constants = log, shift, splits, *t.layout
@@ -231,6 +243,7 @@ def _shared(t: Tiling, dtype: torch.dtype, log: bool, shift: float) -> Callable[
     def run(x: Tensor) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x, dtype=dtype)
+        # one allocation for both, without zeros: every segment is written before it is read
         m, s = x.new_empty(2, t.splits, t.lines, dtype=torch.float32)
         part(x, m, s)
         rest(x, m, s, y)
@@ -240,7 +253,7 @@ def _shared(t: Tiling, dtype: torch.dtype, log: bool, shift: float) -> Callable[
 
 
 def softmax_prepared(x: Tensor, dim: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return a function that does ``softmax_triton`` on tensors of the shape and dtype of ``x``."""
+    """Return a function that does ``softmax_triton`` on tensors of x's shape and dtype."""
     return _forward(x.shape, x.dtype, dim, dtype, False)
 
 
@@ -256,16 +269,16 @@ def softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> T
     """Compute exp(x - max) / sum(exp(x - max)) along ``dim`` in FP32, rounded once.
 
     Args:
-        x: float16, bfloat16 or float32, any shape and strides.
-        dim: of the lines.
-        dtype: of the result, one of these.
+        x: float16, bfloat16 or float32, of any shape and strides.
+        dim: dimension of the lines.
+        dtype: dtype of the result, float16, bfloat16 or float32.
         backend: "auto", "triton" or "eager".
     """
     return SOFTMAX(backend, x, dim, dtype)
 
 
 def log_softmax_prepared(x: Tensor, dim: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return a function that does ``log_softmax_triton`` on tensors like ``x``."""
+    """Return a function that does ``log_softmax_triton`` on tensors of x's shape and dtype."""
     return _forward(x.shape, x.dtype, dim, dtype, True)
 
 
@@ -278,7 +291,14 @@ def log_softmax_torch(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def log_softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
-    """Compute x - max - log(sum(exp(x - max))) in FP32, rounded once; arguments as ``softmax``."""
+    """Compute x - max - log(sum(exp(x - max))) along ``dim`` in FP32, rounded once.
+
+    Args:
+        x: float16, bfloat16 or float32, of any shape and strides.
+        dim: dimension of the lines.
+        dtype: dtype of the result, float16, bfloat16 or float32.
+        backend: "auto", "triton" or "eager".
+    """
     return LOG_SOFTMAX(backend, x, dim, dtype)
 
 
@@ -297,9 +317,9 @@ LOG_SOFTMAX = TraceableOp(
 
 
 def shipped_cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.dtype]]:
-    """Yield name, shape, dtype of the input and of the result; FP32 results are log_softmax's.
+    """Yield name, shape, dtype of the input and dtype of the result; FP32 means log_softmax.
 
-    They are the regimes of n, both orders of memory, and the dtypes that the op policy and its
+    The cases cover the ranges of n, both memory orders, and the dtypes that the op policy and its
     options lead to.
     """
     half, bf16, wide = torch.float16, torch.bfloat16, torch.float32

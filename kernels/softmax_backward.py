@@ -1,7 +1,7 @@
 """Gradients of softmax and log_softmax from their outputs, in FP32. 6 B/element.
 
-As in the forward: tiles of several lines, lines in registers, lines read twice, or lines shared by
-several programs.
+As in the forward, a program computes a tile of several short lines, a line in registers, or a line
+that it reads twice; or several programs share a line.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,17 +30,19 @@ from tritonamp.kernels.device import tl, triton
 from tritonamp.kernels.softmax import exp_shifted, shipped_cases
 
 PER_THREAD = 32  # elements that a thread holds
-LONGEST = 16384  # line that registers hold, half as long as in the forward: there are two inputs
+# line that registers hold, half as long as in the forward, because there are two inputs
+LONGEST = 16384
 
 
 @triton.jit
 def _term(g, y, LOG: tl.constexpr):
-    """Return the terms of a line's sum."""
+    """Return the terms whose sum over a line the gradient needs."""
     return g if LOG else g * y
 
 
 @triton.jit
 def _gradient(g, y, total, LOG: tl.constexpr):
+    # exp(y) is the softmax: the forward of log_softmax keeps its FP32 result alone
     return g - exp_shifted(y, 0.0) * total if LOG else y * (g - total)
 
 
@@ -58,17 +60,17 @@ def _total(
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of columns ``begin`` to ``end``, for each line.
-
-    Products are behind the mask for the reason given in ``softmax_rest_kernel``.
-    """
+    """Return the sum of the terms of columns ``begin`` to ``end``, for each line."""
     total = tl.zeros([ROWS, 1], tl.float32)
     first, last = whole_vectors(begin, end, ALIGN, VEC)
     for at in range(first, last, BLOCK):
         columns, exist = column_offsets(at, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
         mask = valid & exist
+        # evict_last, because the second pass reads both inputs again
         g, y = _load(g_ptr, y_ptr, lines + columns, mask, "evict_last")
+        # products behind the mask, for the reason that softmax_rest_kernel gives
         total += tl.sum(tl.where(mask, _term(g, y, LOG), 0.0), 1, keep_dims=True)
+    # edges that fill no vector are read separately, so that the loop above keeps its wide loads
     if ALIGN < VEC:
         edges, there = edge_offsets(begin, end, first, last, VEC)
         g, y = _load(g_ptr, y_ptr, lines + edges, there, "evict_last")
@@ -78,6 +80,7 @@ def _total(
 
 @triton.jit
 def _write_tile(g_ptr, y_ptr, dx_ptr, offs, mask, total, LOG: tl.constexpr):
+    # read for the last time, so that L2 keeps other lines
     g, y = _load(g_ptr, y_ptr, offs, mask, "evict_first")
     dx = _gradient(g, y, total, LOG).to(dx_ptr.dtype.element_ty)
     tl.store(dx_ptr + offs, dx, mask=mask, eviction_policy="evict_first")
@@ -89,7 +92,7 @@ def _write_gradient(
     LOG: tl.constexpr,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write columns ``begin`` to ``end`` of the gradient, the last first: they are in L2 still."""
+    """Write columns ``begin`` to ``end`` of the gradient, the last ones first, which L2 holds."""
     first, last = whole_vectors(begin, end, ALIGN, VEC)
     if ALIGN < VEC:
         edges, mask = edge_offsets(begin, end, first, last, VEC)
@@ -107,10 +110,11 @@ def softmax_backward_kernel(
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Whole lines in registers."""
+    """Compute whole lines, which are held in registers."""
     lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
     columns, exist = column_offsets(0, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
     offs, mask = lines + columns, valid & exist
+    # zeros where nothing exists: both forms of a term are then 0, and the sum needs no second mask
     g = tl.load(g_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     dx = _gradient(g, y, tl.sum(_term(g, y, LOG), 1, keep_dims=True), LOG)
@@ -124,7 +128,7 @@ def softmax_backward_long_kernel(
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Lines that registers cannot hold, read twice."""
+    """Compute lines that are too long for registers, which are read twice."""
     lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
     begin = line_lead(tl.program_id(0), n, ALIGN, VEC)
     total = _total(
@@ -143,7 +147,7 @@ def softmax_backward_part_kernel(
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """First launch for shared lines: the sum of each segment, [splits, count]."""
+    """Write the sum of each segment, [splits, count]: the first launch for shared lines."""
     lines, numbers, valid = line_offsets(
         tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
     )
@@ -162,11 +166,12 @@ def softmax_backward_rest_kernel(
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Second launch: every program adds up the segments of its lines and writes one of them."""
+    """Combine the segments of each line and write one: the second launch for shared lines."""
     lines, numbers, valid = line_offsets(
         tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
     )
     j = tl.arange(0, SPLITS)[None, :]
+    # in one order in every program of a line, so that all of them use the same total
     parts = tl.load(total_ptr + j * count + numbers, mask=valid & (j < splits), other=0.0)
     total = tl.sum(parts, 1, keep_dims=True)
     begin, end = segment_bounds(n, steps, ALIGN, VEC, BLOCK)
@@ -177,12 +182,11 @@ def softmax_backward_rest_kernel(
 
 
 def _backward_tiling(shape: Sequence[int], dim: int, vec: int) -> Tiling:
-    """Return the tiling for two inputs.
-
-    Loops over two take registers, and so do the addresses of columns.
-    """
+    """Return the tiling for two inputs."""
     rank, per_thread = max(len(shape), 1), PER_THREAD
     n = shape[dim % rank] if shape else 1
+    # Loops over two inputs take registers, and so do the addresses of columns. With all elements of
+    # the forward, a thread would spill.
     if n > LONGEST or dim % rank != rank - 1:
         per_thread //= 2
     return tiling(shape, dim, dim, per_thread, LONGEST, vec)
@@ -199,6 +203,7 @@ def _backward(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function of contiguous gradients and outputs of one shape and these dtypes."""
     t = _backward_tiling(shape, dim, WIDEST // max(d.itemsize for d in (incoming, given, dtype)))
+    # a grid of 0 programs is an invalid launch
     if t.lines * t.n == 0:
         return lambda grad, y: torch.empty_like(y, dtype=dtype)
     if t.splits > 1:
@@ -215,7 +220,7 @@ def _backward(
 
 
 def _shared(t: Tiling, dtype: torch.dtype, log: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return that function for lines that several programs share."""
+    """Return the function of ``_backward`` for lines that several programs share."""
     sizes, splits = (*t.sizes, t.steps, t.lines), power_of_two(t.splits)
     part = Launch(softmax_backward_part_kernel, t.grid, sizes, (log, *t.layout), t.num_warps)
     constants = log, splits, *t.layout
@@ -223,6 +228,7 @@ def _shared(t: Tiling, dtype: torch.dtype, log: bool) -> Callable[[Tensor, Tenso
 
     def run(grad: Tensor, y: Tensor) -> Tensor:
         dx = torch.empty_like(y, dtype=dtype)
+        # no zeros needed: every segment is written before the second launch reads it
         totals = y.new_empty(t.splits, t.lines, dtype=torch.float32)
         part(grad, y, totals)
         rest(grad, y, totals, dx)
@@ -250,7 +256,14 @@ def softmax_backward(
 ) -> Tensor:
     """Compute the gradient of softmax from its output, in FP32, rounded once to ``dtype``.
 
-    That is y * (grad - sum(grad * y)).
+    The gradient is y * (grad - sum(grad * y)).
+
+    Args:
+        grad: gradient of the output, float16, bfloat16 or float32, of the shape of ``y``.
+        y: the output, float16, bfloat16 or float32, of any shape and strides.
+        dim: dimension of the lines.
+        dtype: dtype of the result.
+        backend: "auto", "triton" or "eager".
     """
     return SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
 
@@ -269,7 +282,14 @@ def log_softmax_backward(
 ) -> Tensor:
     """Compute the gradient of log_softmax from its output, in FP32, rounded once to ``dtype``.
 
-    That is grad - exp(y) * sum(grad).
+    The gradient is grad - exp(y) * sum(grad).
+
+    Args:
+        grad: gradient of the output, float16, bfloat16 or float32, of the shape of ``y``.
+        y: the output, float16, bfloat16 or float32, of any shape and strides.
+        dim: dimension of the lines.
+        dtype: dtype of the result.
+        backend: "auto", "triton" or "eager".
     """
     return LOG_SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
 
@@ -304,6 +324,6 @@ def shipped() -> Iterator[Shipped]:
         y = torch.empty(shape, dtype=result, device="meta")
         log = result is torch.float32
         backward = log_softmax_backward_triton if log else softmax_backward_triton
-        # of FP32 in several short lines, all is loaded first
+        # a tile of several short FP32 lines is loaded at once, before anything is computed
         registers = 120 if log and shape[-1] <= 512 else 96
         yield Shipped(f"{name} backward", backward, (y, y, 1, dtype), registers, 10, int(log))

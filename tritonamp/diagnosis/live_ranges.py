@@ -1,4 +1,4 @@
-"""How far the values of a run are from the end of their format, module by module, while it runs."""
+"""The distance of values from the end of their format, by module, while a run goes on."""
 
 import itertools
 import logging
@@ -24,17 +24,18 @@ _MOST = 64  # readings that are kept
 
 
 class LiveRanges:
-    """Reads what modules return, and the gradients that come back to it, every so many steps.
+    """Reads the outputs of modules, and their gradients, every so many steps.
 
     ::
 
         hook of a module      adds to its row of the table, if the flag on the device is 1
         after each decision   the table of a watched step is kept, and cleared; the flag is renewed
 
-    All of it are operations on the device: a CUDA graph captures them, and nobody waits.
+    All of this happens on the device without a wait, so a CUDA graph can capture it.
 
-    The first step is read, and each ``every`` steps after it. ``nn.Sequential`` is not: it returns
-    what its last module does. Nor are values on another device than that of the first parameter.
+    The first step is read, and each ``every`` steps after it. ``nn.Sequential`` is not read,
+    because it returns what its last module does. Values on another device than that of the first
+    parameter are not read either.
     """
 
     def __init__(self, models: Sequence[nn.Module], every: int, backend: str) -> None:
@@ -54,7 +55,7 @@ class LiveRanges:
         self._since = torch.zeros((), dtype=torch.int64, device=device)  # decisions since the start
         self._kept = torch.zeros(1 + self._table.numel(), dtype=torch.float64, device=device)
         self._readback = Readback(self._kept)
-        self._seen = 0  # decisions that the host knows of
+        self._seen = 0  # decisions that the host has counted
         self._readings: deque[list[RangeRecord]] = deque(maxlen=_MOST)
         self._warned: set[str] = set()
         self._handles = [
@@ -68,13 +69,13 @@ class LiveRanges:
         return bool(self._handles)
 
     def remove(self) -> None:
-        """Stop watching; what was read stays."""
+        """Stop watching. Earlier readings are kept."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def after_decision(self, counts: Tensor) -> None:
-        """Keep what a watched step has left, and look ahead; see ``StepLog``. Never waits."""
+        """Keep the table of a watched step, and warn of modules that grow. Never waits."""
         if not self._handles:
             return
         now = torch.cat([counts.sum().double().view(1), self._table.flatten()])
@@ -130,7 +131,7 @@ class LiveRanges:
                 yield record._replace(steps_left=self._steps_left(record))
 
     def _steps_left(self, record: RangeRecord) -> int | None:
-        if record.direction != "forward":  # there the loss scale moves
+        if record.direction != "forward":  # gradients move with the loss scale
             return None
         earlier = (r for reading in self._readings for r in reading)
         same = [r for r in earlier if (r.module, r.direction) == (record.module, "forward")]

@@ -1,4 +1,4 @@
-"""What the host keeps of a step, and of a decision on its way."""
+"""Records of a step, and of a decision under way, on the host."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,18 +12,20 @@ DIRECTIONS = "forward", "backward"
 
 
 class StepRecord(NamedTuple):
-    """What became of one step.
+    """The outcome of one step.
 
     Attributes:
-        step: its number, from 1, skipped ones included.
-        cause: why it was skipped ("data", "forward fault", "scale overflow", "backward fault", "bad
-            parameters", "scale exhausted", "divergence", "outlier", "veto"), or None: it was not.
-        scale: the loss scale that its backward used.
-        grad_norm: of the unscaled gradients; None for a skipped one.
-        parameters: names of those whose gradients (under "bad parameters" whose values) were not
-            finite.
-        detail: the cause in words, "" for a step.
-        loss: that of ``amp.backward``, of micro-batches their sum; None: inf, NaN, or not known.
+        step: number of the step, from 1, skipped ones included.
+        cause: reason of a skip ("data", "forward fault", "scale overflow", "backward fault", "bad
+            parameters", "scale exhausted", "divergence", "outlier", "veto", "huge gradient"); None:
+            the step was taken.
+        scale: loss scale that the backward used.
+        grad_norm: norm of the unscaled gradients; None for a skipped step.
+        parameters: names of the parameters whose gradients were not finite. Under "bad parameters",
+            names of those whose values were not finite.
+        detail: cause in words; "" for a step that was taken.
+        loss: loss that ``amp.backward`` got, of micro-batches the sum; None: inf, NaN, or not
+            known.
     """
 
     step: int
@@ -36,30 +38,32 @@ class StepRecord(NamedTuple):
 
 
 class Attached(NamedTuple):
-    """What is known on the host about a decision."""
+    """Facts that the host knows about a decision."""
 
-    rule: ScaleRule  # of its loss scale
-    batches: Sequence[Snapshot]  # the forwards that led to it
-    untouched: bool = False  # nobody but the last step has written to the parameters since
+    rule: ScaleRule  # rule of the loss scale
+    batches: Sequence[Snapshot]  # forwards that led to the decision
+    untouched: bool = False  # whether only the last step has written to the parameters since it
 
 
 class RangeRecord(NamedTuple):
-    """What the values at one module's output were like in one step.
+    """The values at one module's output in one step.
 
     Attributes:
-        module: its name; "" is the model, of several models each begins with the model's number.
-        direction: "forward": the output; "backward": its gradient, which carries the loss scale.
-        step: the number of the step, from 1, as in ``amp.history``.
+        module: name of the module; "" is the model. With several models, a name begins with the
+            model's number.
+        direction: "forward": the output; "backward": the gradient of the output, which carries the
+            loss scale.
+        step: number of the step, from 1, as in ``amp.history``.
         absmax: largest magnitude; inf or NaN if there was one.
-        headroom_bits: how often ``absmax`` can double before it leaves the format; inf where all
-            is 0, -inf or NaN where something is inf or NaN.
+        headroom_bits: number of times that ``absmax`` can double within the format; inf if all
+            values are 0; -inf or NaN if a value is inf or NaN.
         zeros: share of the elements that are 0.
-        subnormals: share of those that are not 0 but below the smallest normal number (6e-5 in
-            float16): they have lost digits, and what is smaller still is 0.
-        elements: how many there were.
-        dtype: the narrowest format among them.
-        steps_left: of a forward that grows: about how many steps until it leaves the format, by
-            the trend of the last readings; None: no trend that says so.
+        subnormals: share of the elements below the smallest normal number (6e-5 in float16),
+            without zeros. These have lost digits, and still smaller values became 0.
+        elements: number of elements.
+        dtype: narrowest format among the values.
+        steps_left: for a forward that grows, estimated number of steps until it leaves the format,
+            by the trend of the last readings; None: no such trend.
     """
 
     module: str

@@ -1,4 +1,4 @@
-"""Adam and AdamW as a fused rule."""
+"""The fused rule of Adam and AdamW."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from tritonamp.step.fused import FusedRule, Operation, scalar
 
 
 class FusedAdamRule(FusedRule):
-    """``torch.optim.Adam``, and ``AdamW``, which derives from it."""
+    """The rule of ``torch.optim.Adam`` and of ``AdamW``, which derives from Adam."""
 
     kinds = "an Adam or AdamW"
     torch_step = staticmethod(inspect.unwrap(torch.optim.Adam.step))
@@ -30,6 +30,9 @@ class FusedAdamRule(FusedRule):
     counts_steps = True
 
     def operation(self, lists: UpdateLists) -> Operation:
+        # ``check_state`` refuses amsgrad when the optimizer is enabled. A group may be changed
+        # after that, and the 8-bit kernel has no third moment: without this check it would ignore
+        # the flag in silence.
         if lists.state == "8bit" and any(getattr(rule, "amsgrad", False) for rule in lists.rules):
             raise ValueError(
                 "state='8bit': expected amsgrad=False, got a group with amsgrad=True since the "
@@ -56,8 +59,10 @@ class FusedAdamRule(FusedRule):
     def group_problems(
         self, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
     ) -> Iterator[str]:
-        """Yield problems of a state's groups, options that only apex's FusedAdam has included."""
+        """Yield problems of a state's groups, ``bias_correction=False`` of FusedAdam included."""
         yield from super().group_problems(groups, defaults)
+        # apex's FusedAdam saves such groups. torch's Adam would load them, and correct the bias
+        # from then on: another trajectory without any message.
         corrected = all(group.get("bias_correction", True) for group in groups)
         if not (corrected or "bias_correction" in defaults):
             yield "bias_correction=False, which is FusedAdam's"
