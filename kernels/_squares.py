@@ -8,20 +8,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.kernels._optimizers import NORM, OPTIMIZERS, SUM
+
 # below bfloat16's largest number, because state="bf16" may round up to it; FP32's is larger
 LARGEST_SQUARE = 3.37e38
-
-_SUM, _NORM = "sum", "norm"
-# Name of an optimizer's class: key of a group's decay of squares. _SUM: squares are added up.
-# _NORM: squares of a whole parameter are added up before they decay.
-_DECAYS = {
-    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "SparseAdam", "FusedLAMB"), "betas"),
-    "Muon": "betas",  # of the groups that AdamW steps
-    **dict.fromkeys(("Adagrad", "FusedAdagrad"), _SUM),
-    **dict.fromkeys(("Adafactor", "FusedNovoGrad"), _NORM),
-    "RMSprop": "alpha",
-    "Adadelta": "rho",
-}
 
 
 class Squares(NamedTuple):
@@ -63,14 +53,14 @@ def squares_of(optimizers: Iterable[Optimizer]) -> Squares:
 @functools.cache
 def _key_of(kind: type) -> str | None:
     names = (base.__name__ for base in kind.__mro__)
-    return next((_DECAYS[name] for name in names if name in _DECAYS), None)
+    return next((OPTIMIZERS[name].squares for name in names if name in OPTIMIZERS), None)
 
 
 def _of_group(key: str, group: dict[str, Any]) -> Squares:
-    if key == _SUM:
+    if key == SUM:
         # Adagrad never forgets a square
         return Squares(1.0, 1.0)
-    if key == _NORM:
+    if key == NORM:
         # the sum of the squares of p elements is at most p times the largest square
         return Squares(0.0, float(max((p.numel() for p in group["params"]), default=1)))
     if key not in group:

@@ -90,6 +90,10 @@ def test_a_watch_records_autocast_and_leaves_numpy_alone() -> None:
         assert modes() == inside
     assert inner.generators is not None and inner.generators.numpy is None
     assert watch.now([]).autocast == state.autocast
+    watch = AmbientWatch()
+    with torch.autocast("cpu", dtype=torch.float16):
+        watch.now([])  # reads the generators
+    assert watch.now([]).autocast == state.autocast
 
 
 @pytest.mark.parametrize("raises", [False, True])

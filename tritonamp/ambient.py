@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,54 +85,50 @@ class AmbientState(NamedTuple):
 
 
 class AmbientWatch:
-    """Records the ambient state of each of many forwards, and reads seldom what does not change.
+    """Records the ambient state of each of many forwards, but for numpy's generator.
 
-    Reading the generators of Python and of torch on the CPU takes longer than an empty forward. A
-    generator that was the same at eight readings is read at every 32nd forward, until a reading
-    finds that it has changed; then at each forward again. The first forward that draws from it is
-    recorded right: the state before it is the one that was read. Up to 31 forwards after it are
-    not, and draw other numbers if they run again. numpy's generator is not recorded: it takes seven
-    times as long as all others. While autocast is off, changes of its dtypes are not recorded.
+    Reading a generator takes as long as an empty forward. Therefore generators are read at every
+    32nd forward after eight readings without a change, until a reading finds one. The first forward
+    that draws is still recorded right. Up to 31 forwards after that one are not, and draw other
+    numbers if they run again. While autocast is off, changes of its dtypes are not recorded.
     """
 
-    STILL = 8  # readings without a change, after which a generator is read seldom
+    STILL = 8  # readings without a change, after which generators are read seldom
     EVERY = 32  # forwards from one of these readings to the next
 
     def __init__(self) -> None:
-        self._read: tuple[Callable[[], Any], ...] = (
-            random.getstate,
-            torch.default_generator.get_state,
-        )
-        self._states: list[Any] = [read() for read in self._read]
-        self._still = [0, 0]
-        self._waits = [0, 0]  # forwards until each is read again
-        self._plain: AmbientState | None = None  # of these states, without autocast or a GPU
+        self._generators = self._read()
+        self._plain: AmbientState | None = None  # with these, without autocast or a GPU
+        self._still = 0
+        self._wait = 0  # forwards until the generators are read again
 
     def now(self, gpus: Sequence[torch.device]) -> AmbientState:
         """Return the record of this moment, with the generators of these CUDA devices."""
-        for i in (0, 1):
-            if self._waits[i]:
-                self._waits[i] -= 1
-            else:
-                self._read_generator(i)
+        if self._wait:
+            self._wait -= 1
+        else:
+            self._read_again()
         # private (torch 2.11 to 2.15): of all device types at once
         is_plain = not gpus and not torch._C._is_any_autocast_enabled()
         if is_plain and self._plain is not None:
             return self._plain
-        python, cpu = self._states
         cuda = {d: torch.cuda.get_rng_state(d) for d in gpus}
-        state = AmbientState.now(Generators(python, None, cpu, cuda))
+        state = AmbientState.now(self._generators._replace(cuda=cuda))
         if is_plain:
             self._plain = state
         return state
 
-    def _read_generator(self, i: int) -> None:
-        """Read one generator, and decide for how many forwards it is not read again."""
-        before, state = self._states[i], self._read[i]()
-        is_same = torch.equal(state, before) if isinstance(state, Tensor) else state == before
-        self._still[i] = self._still[i] + 1 if is_same else 0
-        self._waits[i] = self.EVERY - 1 if self._still[i] >= self.STILL else 0
-        self._states[i], self._plain = state, None
+    @staticmethod
+    def _read() -> Generators:
+        return Generators(random.getstate(), None, torch.get_rng_state(), {})
+
+    def _read_again(self) -> None:
+        before, self._generators = self._generators, self._read()
+        same = self._generators.python == before.python
+        same = same and torch.equal(self._generators.cpu, before.cpu)
+        self._still = self._still + 1 if same else 0
+        self._wait = self.EVERY - 1 if self._still >= self.STILL else 0
+        self._plain = None
 
 
 @contextlib.contextmanager

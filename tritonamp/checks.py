@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tritonamp.casts.inputs import signature_of
-from tritonamp.casts.model import fp32_modules
+from tritonamp.casts.model import fp32_modules, refuse_scripted
 from tritonamp.distributed.ddp import check_buckets, unwrapped
 from tritonamp.distributed.fsdp import fsdp2_modules, mp_policy
 from tritonamp.distributed.refused import check_gathered, check_spread
@@ -51,11 +51,7 @@ def check_models(models: Sequence[Any]) -> list[nn.Module]:
 
 def _check_model(model: nn.Module) -> None:
     kind = type(model).__name__
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ValueError(
-            f"model: expected one whose class can be changed, got {kind}, a ScriptModule: enable "
-            "the original module"
-        )
+    refuse_scripted(model)
     for name, module in model.named_modules():
         context = vars(module).get("_tritonamp_context")
         if context is not None and not context.is_copy:

@@ -1,82 +1,83 @@
-"""Scripted functions follow the op table in enabled forwards on a CPU, torch's lists outside."""
+"""Scripted code is refused, with what to do about it."""
 
-import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tritonamp.casts.scripted import ScriptedAutocast
+import tritonamp
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 
 
-def _mode() -> bool:
-    """Whether torch's pass is on."""
-    before = torch._C._jit_set_autocast_mode(True)
-    torch._C._jit_set_autocast_mode(before)
-    return before
+def gate(x: Tensor) -> Tensor:
+    return torch.sigmoid(x) * x
 
 
 class Gated(nn.Module):
-    def __init__(self, gate: Any) -> None:
+    def __init__(self, function: Any = gate, layer: nn.Module | None = None) -> None:
         super().__init__()
-        self.layer, self.gate = nn.Linear(4, 4), gate
+        self.layer, self.function = layer or nn.Linear(4, 4), function
 
     def forward(self, x: Tensor) -> Tensor:
-        self.mode = _mode()
-        hidden = self.layer(x)
-        result = self.gate(hidden)
-        self.dtypes = hidden.dtype, result.dtype
-        if x.sum() > 1e4:
-            raise ZeroDivisionError
-        return result
+        return self.function(self.layer(x))
 
 
-def scripted() -> Any:
-    def gate(x: Tensor) -> Tensor:
-        return torch.sigmoid(x) * x
+def with_a_global() -> nn.Module:
+    class OfAGlobal(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            return scripted_gate(self.layer(x))  # noqa: F821 - set below
 
-    return torch.jit.script(gate)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_scripted_function_follows_the_op_table(handles: Any, level: str) -> None:
-    model = Gated(scripted())
-    handles(model, level=level)
-    for _ in range(4):  # the profiling executor makes its graphs by the third call
-        model(torch.ones(2, 4))
-        assert model.dtypes == (torch.float16, torch.float16)
-        assert not model.mode and _mode()
+    OfAGlobal.forward.__globals__["scripted_gate"] = torch.jit.script(gate)
+    return OfAGlobal()
 
 
-def test_torchs_pass_is_back_after_an_exception_and_stays_off_for_others(handles: Any) -> None:
-    model = Gated(torch.relu)
-    handles(model, level="O1")
-    with pytest.raises(ZeroDivisionError):
-        model(torch.full((2, 4), 1e4))
-    assert _mode()
-    torch._C._jit_set_autocast_mode(False)
-    try:
-        model(torch.ones(2, 4))
-        assert not _mode()  # as it was
-    finally:
-        torch._C._jit_set_autocast_mode(True)
+def with_a_nonlocal() -> nn.Module:
+    scripted = torch.jit.script(gate)
+
+    class OfANonlocal(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            return scripted(self.layer(x))
+
+    return OfANonlocal()
 
 
-def test_it_is_off_until_the_last_thread_has_left() -> None:
-    switch, seen = ScriptedAutocast(), []
+SCRIPTED = {
+    "the model, a ScriptModule": lambda: torch.jit.script(nn.Linear(4, 4)),
+    "submodule 'layer', a ScriptModule": lambda: Gated(layer=torch.jit.script(nn.Linear(4, 4))),
+    "function, a ScriptFunction in the forward of the model": lambda: Gated(torch.jit.script(gate)),
+    "scripted_gate, a ScriptFunction in the forward of submodule '0'": lambda: nn.Sequential(
+        with_a_global()
+    ),
+    "scripted, a ScriptFunction in the forward of the model": with_a_nonlocal,
+}
 
-    def in_a_thread() -> None:
-        switch.off()
-        switch.on()
-        switch.on()  # one too many does nothing
-        seen.append(_mode())
 
-    switch.off()
-    other = threading.Thread(target=in_a_thread)
-    other.start()
-    other.join()
-    assert seen == [False]
-    switch.on()
-    assert _mode()
+@pytest.mark.parametrize("got", SCRIPTED)
+def test_scripted_parts_are_refused(got: str) -> None:
+    model = SCRIPTED[got]()
+    with pytest.raises(ValueError, match=f"expected modules and functions in Python, got {got}:"):
+        tritonamp.enable(model)
+
+
+def test_the_advice_is_to_enable_the_original_and_script_it_after_disable() -> None:
+    """The text says: enable ... the original, and call torch.jit.script after amp.disable()."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    with pytest.raises(ValueError, match=r"call torch.jit.script after amp.disable\(\)"):
+        tritonamp.enable(torch.jit.script(model))
+    amp = tritonamp.enable(model, level="O2")
+    amp.disable()
+    scripted, x = torch.jit.script(model), torch.ones(2, 4)
+    assert torch.equal(scripted(x), model(x))
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["model", "around"])
+def test_an_enabled_model_is_scripted_after_disable(outside: bool) -> None:
+    inner = nn.Linear(4, 4)
+    model = nn.Sequential(inner) if outside else inner
+    amp = tritonamp.enable(inner, level="O2")
+    with pytest.raises(RuntimeError, match=r"got an enabled Linear: call amp.disable\(\) before"):
+        torch.jit.script(model)
+    amp.disable()
+    assert torch.jit.script(model)(torch.ones(2, 4)).dtype == torch.float32

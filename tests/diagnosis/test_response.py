@@ -578,9 +578,9 @@ def test_one_look_in_the_first_steps_and_none_later(
     device: torch.device, caplog: Any, monkeypatch: pytest.MonkeyPatch, mode: str, looks: int
 ) -> None:
     ran = []
-    find = tritonamp.diagnosis.replays.find_fault
+    find = tritonamp.diagnosis.replay.find_fault
     monkeypatch.setattr(
-        tritonamp.diagnosis.replays,
+        tritonamp.diagnosis.replay,
         "find_fault",
         lambda *args, **kwargs: ran.append(1) or find(*args, **kwargs),
     )

@@ -637,8 +637,7 @@ def test_ctrl_c_while_a_policy_is_entered_or_left(
         dtype, cache = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
         nesting = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
-        scripted = torch._C._jit_set_autocast_mode(True)
-        return [torch.is_autocast_enabled(kind), dtype, cache, nesting, active.active(), scripted]
+        return [torch.is_autocast_enabled(kind), dtype, cache, nesting, active.active()]
 
     with torch.autocast(kind, dtype=torch.bfloat16, enabled=outer):
         before, interrupted = now(), 0

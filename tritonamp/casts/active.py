@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch._guards import TracingContext
 
-from tritonamp.casts.scripted import ScriptedAutocast, scripted
 from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.policy import Policy
 
@@ -124,8 +123,6 @@ def inlined_by_dynamo(function: F) -> F:
     return function
 
 
-inlined_by_dynamo(ScriptedAutocast.off)
-inlined_by_dynamo(ScriptedAutocast.on)
 inlined_by_dynamo(_Thread.keep_backwards)
 inlined_by_dynamo(_Thread.release_backwards)
 
@@ -162,11 +159,8 @@ def push_policy(active: ActivePolicy | None, trace: TracingContext | None = None
     if active is not process.latest:
         process.add_mark(active)
     stack = thread.stack and thread.live()
-    if active is not None:
-        if active.device_type != "cpu":
-            thread.keep_backwards()
-        elif not stack:
-            scripted.off()
+    if active is not None and active.device_type != "cpu":
+        thread.keep_backwards()
     stack.append((active, trace))
 
 
@@ -178,7 +172,6 @@ def pop_policies(depth: int) -> None:
     if stack:
         process.add_mark(stack[-1][0])
     else:
-        scripted.on()
         thread.release_backwards()
 
 

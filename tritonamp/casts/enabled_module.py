@@ -43,6 +43,13 @@ class _WithForward(Swapped):
         context.fp32_values.asleep.check_weights()
         return context
 
+    def __prepare_scriptable__(self) -> Any:
+        """Raise RuntimeError: ``torch.jit.script`` calls it, and cannot compile our forward."""
+        raise RuntimeError(
+            f"torch.jit.script: expected a plain module, got an enabled {type(self).__name__}: "
+            "call amp.disable() before"
+        )
+
     @classmethod
     def _members(cls, base: type) -> dict[str, Any]:
         run = cls._run

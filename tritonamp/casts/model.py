@@ -1,6 +1,8 @@
 """The modules of a model that stay FP32, and changes of tensors' dtypes in place."""
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -84,6 +86,43 @@ def flatten_rnns(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise ValueError if modules, or functions that a ``forward`` names, are scripted.
+
+    torch.jit gives such code casts of its own.
+    """
+    kind = type(model).__name__
+    for name, module in model.named_modules():
+        where = f"submodule {name!r}" if name else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            got = f"{where}, a ScriptModule"
+        elif function := _scripted_function(module):
+            got = f"{function}, a ScriptFunction in the forward of {where}"
+        else:
+            continue
+        raise ValueError(
+            f"model: {kind} cannot be enabled, expected modules and functions in Python, got {got}"
+            ": enable a model with the original, and call torch.jit.script after amp.disable()"
+        )
+
+
+def _scripted_function(module: nn.Module) -> str | None:
+    """Return the name of a scripted function that a module holds or its ``forward`` names."""
+    return _first_scripted(vars(module)) or _scripted_global(inspect.unwrap(type(module).forward))
+
+
+@functools.cache
+def _scripted_global(forward: Callable[..., Any]) -> str | None:
+    if not inspect.isfunction(forward):
+        return None
+    named = inspect.getclosurevars(forward)
+    return _first_scripted(named.globals) or _first_scripted(named.nonlocals)
+
+
+def _first_scripted(values: Mapping[str, Any]) -> str | None:
+    return next((n for n, v in values.items() if isinstance(v, torch.jit.ScriptFunction)), None)
 
 
 def refuse_cast(module: Any, fn: Callable[[Tensor], Any]) -> None:

@@ -6,12 +6,12 @@ import math
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tritonamp.diagnosis.range_hooks import RangeHook
+from tritonamp.diagnosis.records import DIRECTIONS, RangeRecord
 from tritonamp.diagnosis.trends import steps_left
 from tritonamp.kernels.device import is_capturing
 from tritonamp.kernels.ranges import AMAX, ELEMENTS, FORMAT, FORMATS, ROW, SUBNORMALS, ZEROS
@@ -20,41 +20,7 @@ from tritonamp.readback import Readback
 
 logger = logging.getLogger("tritonamp")
 
-DIRECTIONS = "forward", "backward"
 _MOST = 64  # readings that are kept
-
-
-class RangeRecord(NamedTuple):
-    """The values at one module's output in one step.
-
-    Attributes:
-        module: name of the module; "" is the model. With several models, a name begins with the
-            model's number.
-        direction: "forward": the output; "backward": the gradient of the output, which carries the
-            loss scale.
-        step: number of the step, from 1, as in ``amp.history``.
-        absmax: largest magnitude; inf or NaN if there was one.
-        headroom_bits: number of times that ``absmax`` can double within the format; inf if all
-            values are 0; -inf or NaN if a value is inf or NaN.
-        zeros: share of the elements that are 0.
-        subnormals: share of the elements below the smallest normal number (6e-5 in float16),
-            without zeros. These have lost digits, and still smaller values became 0.
-        elements: number of elements.
-        dtype: narrowest format among the values.
-        steps_left: for a forward that grows, estimated number of steps until it leaves the format,
-            by the trend of the last readings; None: no such trend.
-    """
-
-    module: str
-    direction: str
-    step: int
-    absmax: float
-    headroom_bits: float
-    zeros: float
-    subnormals: float
-    elements: int
-    dtype: torch.dtype
-    steps_left: int | None = None
 
 
 class LiveRanges:

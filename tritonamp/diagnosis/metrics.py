@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from tritonamp.diagnosis.live_ranges import DIRECTIONS, RangeRecord
 from tritonamp.diagnosis.log import StepLog
+from tritonamp.diagnosis.records import DIRECTIONS, RangeRecord
 
 
 def metrics(log: StepLog, ranges: Sequence[RangeRecord] = ()) -> dict[str, float]:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tritonamp.diagnosis.live_ranges import RangeRecord
-from tritonamp.diagnosis.records import StepRecord
+from tritonamp.diagnosis.records import RangeRecord, StepRecord
 from tritonamp.diagnosis.skips import Cause
 
 _TIGHTEST = 5  # modules whose headroom is drawn

@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from tritonamp.diagnosis.replay import Snapshot
 from tritonamp.kernels.decide import ScaleRule
+
+DIRECTIONS = "forward", "backward"
 
 
 class StepRecord(NamedTuple):
@@ -39,3 +43,36 @@ class Attached(NamedTuple):
     rule: ScaleRule  # rule of the loss scale
     batches: Sequence[Snapshot]  # forwards that led to the decision
     untouched: bool = False  # whether only the last step has written to the parameters since it
+
+
+class RangeRecord(NamedTuple):
+    """The values at one module's output in one step.
+
+    Attributes:
+        module: name of the module; "" is the model. With several models, a name begins with the
+            model's number.
+        direction: "forward": the output; "backward": the gradient of the output, which carries the
+            loss scale.
+        step: number of the step, from 1, as in ``amp.history``.
+        absmax: largest magnitude; inf or NaN if there was one.
+        headroom_bits: number of times that ``absmax`` can double within the format; inf if all
+            values are 0; -inf or NaN if a value is inf or NaN.
+        zeros: share of the elements that are 0.
+        subnormals: share of the elements below the smallest normal number (6e-5 in float16),
+            without zeros. These have lost digits, and still smaller values became 0.
+        elements: number of elements.
+        dtype: narrowest format among the values.
+        steps_left: for a forward that grows, estimated number of steps until it leaves the format,
+            by the trend of the last readings; None: no such trend.
+    """
+
+    module: str
+    direction: str
+    step: int
+    absmax: float
+    headroom_bits: float
+    zeros: float
+    subnormals: float
+    elements: int
+    dtype: torch.dtype
+    steps_left: int | None = None

@@ -10,21 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tritonamp.diagnosis import replay as replaying
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.divergence import Fp32Run
 from tritonamp.diagnosis.joint import Finding, Ranks, finding_of_all
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.remedies import TrialBlocks, remedy_of
-from tritonamp.diagnosis.replay import (
-    NOT_REPRODUCED,
-    BatchGoneError,
-    FaultReport,
-    Remedy,
-    Snapshot,
-    find_fault,
-    result_of,
-    write_bundle,
-)
+from tritonamp.diagnosis.replay import BatchGoneError, FaultReport, Remedy, Snapshot
 from tritonamp.kernels.device import rank
 from tritonamp.names import prefixes
 from tritonamp.policy import Policy
@@ -88,7 +80,8 @@ class Replays:
         if not runs:
             return None
         try:
-            found = [result_of(self._models, run, self._trials.in_fp32()) for run in runs]
+            in_fp32 = self._trials.in_fp32
+            found = [replaying.result_of(self._models, run, in_fp32()) for run in runs]
             results = [t for of_one in found for t in of_one]
             loss = sum(map(float, results)) if all(t.numel() == 1 for t in results) else None
             return Fp32Run(all(map(is_finite, results)), loss)
@@ -122,7 +115,7 @@ class Replays:
         vanished = ""
         for function, facts in runs:
             find_again = functools.partial(
-                find_fault,
+                replaying.find_fault,
                 self._models,
                 function,
                 dtype=self._policy.dtype,
@@ -151,8 +144,8 @@ class Replays:
     def _compared(self, fault: FaultReport, run: Callable[[], Any]) -> FaultReport:
         """Return the report with the difference from FP32's result, where FP32 can run."""
         try:
-            half = result_of(self._models, run, contextlib.nullcontext())
-            full = result_of(self._models, run, self._trials.in_fp32())
+            half = replaying.result_of(self._models, run, contextlib.nullcontext())
+            full = replaying.result_of(self._models, run, self._trials.in_fp32())
             pairs = [(a.double(), b.double()) for a, b in zip(half, full, strict=True)]
             by = max(amax(torch.where(a == b, 0, a - b)) for a, b in pairs)
             return dataclasses.replace(fault, difference=(by, max(amax(b) for _, b in pairs)))
@@ -186,7 +179,7 @@ class Replays:
             return _IN_THE_LOSS
         healed = f" Healed since: {', '.join(map(repr, self.healed))}." if self.healed else ""
         elsewhere = "If the loss is computed outside of the model, look there."
-        return f"{NOT_REPRODUCED}.{healed} {elsewhere}"
+        return f"{replaying.NOT_REPRODUCED}.{healed} {elsewhere}"
 
     def write_bundle(self, folder: str | Path) -> Path:
         """Write a folder from which the failing batch of the last skip can run again elsewhere.
@@ -213,7 +206,7 @@ class Replays:
         error = None
         if rank() == writer:
             try:
-                write_bundle(folder, fault, batches[-1], self._policy, state=state)
+                replaying.write_bundle(folder, fault, batches[-1], self._policy, state=state)
             except Exception as raised:  # the others wait to be told
                 error = raised
         told = self._ranks.gather(None if error is None else str(error))[writer]

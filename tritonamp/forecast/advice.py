@@ -14,8 +14,8 @@ from tritonamp.forecast.findings import Finding, bce, early_gradients
 from tritonamp.forecast.unrounded import rounds_to_zero
 from tritonamp.forecast.weights import averages, buffers, fp32_parameters, loaded_half, parameters
 from tritonamp.names import short
-from tritonamp.optim import Adam, AdamW
 from tritonamp.policy import HALF_DTYPES, Policy
+from tritonamp.step.rules import keeps_fp32_state, rule_of
 
 _SHARE = 0.01  # of the model's parameters; a smaller layer is not worth advice on speed
 _SMALL = 16  # features; fewer are padded, and cost little
@@ -75,14 +75,13 @@ def _optimizers(
     kept = {id(p) for p in fp32_parameters(model, policy)}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
-        with_masters = isinstance(optimizer, (Adam, AdamW))
         params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
         half = [
             (p, g)
             for p, g in params
             if p.dtype in HALF_DTYPES or (policy.cast_model and id(p) not in kept and p in names)
         ]
-        if not half or with_masters:
+        if not half or keeps_fp32_state(optimizer):
             continue
         first = half[0][0]
         name = names.get(first, f"a parameter of shape {tuple(first.shape)}")
@@ -105,8 +104,8 @@ def _optimizers(
 
 
 def _sparse(modules: dict[str, nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[Finding]:
-    adams = (torch.optim.Adam, torch.optim.AdamW, Adam, AdamW)
-    refusing = [type(o).__name__ for o in optimizers if isinstance(o, adams)]
+    rules = [(type(o).__name__, rule_of(o)) for o in optimizers]
+    refusing = [kind for kind, rule in rules if rule and not rule.leaves_sparse_to_torch]
     for path, module in modules.items():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             refused = f", which {refusing[0]} refuses" if refusing else ""

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,10 +16,9 @@ from tritonamp.checks import check_flag, check_max_norm, check_pipeline
 from tritonamp.class_swap import uninstall
 from tritonamp.diagnosis import scaled_gradients
 from tritonamp.diagnosis.fault_counts import FaultCounts
-from tritonamp.diagnosis.live_ranges import LiveRanges, RangeRecord
 from tritonamp.diagnosis.metrics import metrics
 from tritonamp.diagnosis.plot import save_picture
-from tritonamp.diagnosis.records import StepRecord
+from tritonamp.diagnosis.records import RangeRecord, StepRecord
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels import _implementations
 from tritonamp.kernels._dynamo import between_graphs
@@ -32,6 +31,9 @@ from tritonamp.step.ema import EMA
 from tritonamp.step.stage_loss import StageLoss
 from tritonamp.step.state_loading import settle_state
 from tritonamp.watched.graph import gradient_leaves, nodes
+
+if TYPE_CHECKING:
+    from tritonamp.diagnosis.live_ranges import LiveRanges
 
 T = TypeVar("T")
 
@@ -511,7 +513,7 @@ class Amp:
         return save_picture(self.history, path, self._arrived_ranges())
 
     @leaves_inference_mode
-    def watch(self, every: int = 100) -> LiveRanges:
+    def watch(self, every: int = 100) -> "LiveRanges":
         """Measure in training how far the values of each module are from the end of their format.
 
         Outputs and their gradients, of every module except ``nn.Sequential``, are read as they are
@@ -535,6 +537,8 @@ class Amp:
             RuntimeError: ``watch`` is active already, or the model was enabled without an
                 optimizer.
         """
+        from tritonamp.diagnosis.live_ranges import LiveRanges  # here, because few runs watch
+
         self._check_enabled("watch")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every: expected a number of steps, 1 or more, got {every!r}")

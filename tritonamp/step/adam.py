@@ -5,14 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.kernels import adamw as _adamw
+from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.adamw_8bit import adamw_8bit
-from tritonamp.policy import STATES
-from tritonamp.step.fused import FusedRule, scalar
+from tritonamp.step.fused import FusedRule, Operation, scalar
 
 
 class FusedAdamRule(FusedRule):
@@ -21,7 +20,7 @@ class FusedAdamRule(FusedRule):
     kinds = "an Adam or AdamW"
     torch_step = staticmethod(inspect.unwrap(torch.optim.Adam.step))
     needs = ("lr", "betas", "eps", "weight_decay")
-    states = STATES
+    states = OPTIMIZERS["Adam"].states
     state_keys: ClassVar[Mapping[str, str]] = {
         "exp_avgs": "exp_avg",
         "exp_avg_sqs": "exp_avg_sq",
@@ -30,13 +29,7 @@ class FusedAdamRule(FusedRule):
     optional = _adamw.OPTIONAL
     counts_steps = True
 
-    def update(
-        self,
-        lists: UpdateLists,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        backend: str,
-    ) -> None:
+    def operation(self, lists: UpdateLists) -> Operation:
         # ``check_state`` refuses amsgrad when the optimizer is enabled. A group may be changed
         # after that, and the 8-bit kernel has no third moment: without this check it would ignore
         # the flag in silence.
@@ -45,11 +38,9 @@ class FusedAdamRule(FusedRule):
                 "state='8bit': expected amsgrad=False, got a group with amsgrad=True since the "
                 "optimizer was built or enabled: set it to False, or use state='bf16'"
             )
-        step = adamw_8bit if lists.state == "8bit" else _adamw.adamw
-        step(lists, grad_scale, found_inf, backend)
+        return adamw_8bit if lists.state == "8bit" else _adamw.adamw
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _adamw.AdamRule:
-
         decoupled = isinstance(optimizer, torch.optim.AdamW)
         return _adamw.AdamRule(
             scalar(group["lr"]),

@@ -17,6 +17,9 @@ from tritonamp.step.offload import Offload
 from tritonamp.step.small_state import IN_THE_FORMAT, ORDER, PACKED
 from tritonamp.step.state_shape import StateShape
 
+Operation = Callable[[UpdateLists, Tensor | None, Tensor | None, str], None]
+"""Steps on lists, given the factor on gradients (0-d, or None), a flag that skips, the backend."""
+
 _dtype = operator.attrgetter("dtype")
 
 
@@ -47,21 +50,8 @@ class FusedRule(ABC):
     offloads: bool = True
 
     @abstractmethod
-    def update(
-        self,
-        lists: UpdateLists,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        backend: str,
-    ) -> None:
-        """Call the operation of ``tritonamp.kernels`` on the lists of one step.
-
-        Args:
-            lists: parameters, gradients, copies and state, with the hyperparameters.
-            grad_scale: factor on the gradients, 0-d; None: 1.
-            found_inf: 0-d flag, skip if it is not 0; None: always step.
-            backend: "auto", "triton" or "eager".
-        """
+    def operation(self, lists: UpdateLists) -> Operation:
+        """Return the operation of ``tritonamp.kernels`` that steps on the lists."""
 
     @abstractmethod
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Hyperparameters:
@@ -162,7 +152,8 @@ class FusedStep:
         ]:
             for part in [lists] if self._offload is None else self._offload.parts_on_device(lists):
                 updates = UpdateLists(part, rules, group_of, self._track_lost, state)
-                self.rule.update(updates, grad_scale, found_inf, self._backend)
+                step = self.rule.operation(updates)
+                step(updates, grad_scale, found_inf, self._backend)
 
     def _by_format(self, gradients: Gradients) -> list[tuple[Gradients, str]]:
         """Return the gradients in groups, each with the format of its parameters' state."""

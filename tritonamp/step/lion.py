@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.kernels import lion as _lion
+from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.lion_8bit import lion_8bit
-from tritonamp.policy import STATES
-from tritonamp.step.fused import FusedRule, scalar
+from tritonamp.step.fused import FusedRule, Operation, scalar
 
 
 class FusedLionRule(FusedRule):
@@ -18,18 +17,11 @@ class FusedLionRule(FusedRule):
 
     kinds = "a Lion"
     needs = ("lr", "betas", "weight_decay")
-    states = STATES
+    states = OPTIMIZERS["Lion"].states
     state_keys: ClassVar[Mapping[str, str]] = {"exp_avgs": "exp_avg"}
 
-    def update(
-        self,
-        lists: UpdateLists,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        backend: str,
-    ) -> None:
-        step = lion_8bit if lists.state == "8bit" else _lion.lion
-        step(lists, grad_scale, found_inf, backend)
+    def operation(self, lists: UpdateLists) -> Operation:
+        return lion_8bit if lists.state == "8bit" else _lion.lion
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _lion.LionRule:
         beta1, beta2 = map(scalar, group["betas"])

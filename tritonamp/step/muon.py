@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.kernels import adamw as _adamw
-from tritonamp.kernels import muon as _muon
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._muon_lists import MuonLists, MuonRule
+from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.step.adam import ADAM
-from tritonamp.step.fused import FusedRule, scalar
+from tritonamp.step.fused import FusedRule, Operation, scalar
 
 
 class FusedMuonRule(FusedRule):
@@ -34,19 +34,10 @@ class FusedMuonRule(FusedRule):
     )
     state_keys: ClassVar[Mapping[str, str]] = {"momentum_buffers": "momentum_buffer"}
     # matrices of one shape are multiplied together, so a step cannot go through the device in parts
-    offloads = False
+    offloads = OPTIMIZERS["Muon"].in_parts
 
-    def update(
-        self,
-        lists: UpdateLists,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        backend: str,
-    ) -> None:
-        # Asked for its side effect: it keeps the plan of these lists in the memory, by which the
-        # next step sees that the state is in shape. Muon's own launches work on other lists.
-        lists.tensors.uses_triton(backend, _muon.MUON)
-        _muon.muon(MuonLists(lists), grad_scale, found_inf, backend)
+    def operation(self, lists: UpdateLists) -> Operation:
+        return _on_matrices
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
         """Return the hyperparameters of one group.
@@ -99,22 +90,8 @@ class FusedMuonAndAdamRule(FusedMuonRule):
     optional = tuple(state_keys)
     counts_steps = True
 
-    def update(
-        self,
-        lists: UpdateLists,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        backend: str,
-    ) -> None:
-        # as above: keeps the plan of all parameters, while the two operations see a part each
-        lists.tensors.uses_triton(backend, _muon.MUON)
-        matrices = _lists_of_kind(lists, MuonRule, ("momentum_buffers",), ())
-        if len(matrices.tensors):
-            _muon.muon(MuonLists(matrices), grad_scale, found_inf, backend)
-        moments = "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"
-        others = _lists_of_kind(lists, _adamw.AdamRule, (*moments, "steps"), _adamw.OPTIONAL)
-        if len(others.tensors):
-            _adamw.adamw(others, grad_scale, found_inf, backend)
+    def operation(self, lists: UpdateLists) -> Operation:
+        return _on_matrices_and_others
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
         if not is_adamws(group):
@@ -132,6 +109,33 @@ class FusedMuonAndAdamRule(FusedMuonRule):
 def is_adamws(group: Mapping[str, Any]) -> bool:
     """Tell whether AdamW steps on a group of ``tritonamp.optim.Muon``."""
     return "betas" in group
+
+
+def _on_matrices(
+    lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str
+) -> None:
+    from tritonamp.kernels import muon as _muon  # here, because few runs step by it
+
+    # Asked for its side effect: it keeps the plan of these lists in the memory, by which the next
+    # step sees that the state is in shape. Muon's own launches work on other lists.
+    lists.tensors.uses_triton(backend, _muon.MUON)
+    _muon.muon(MuonLists(lists), grad_scale, found_inf, backend)
+
+
+def _on_matrices_and_others(
+    lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str
+) -> None:
+    from tritonamp.kernels import muon as _muon  # here, because few runs step by it
+
+    # as above: keeps the plan of all parameters, while the two operations see a part each
+    lists.tensors.uses_triton(backend, _muon.MUON)
+    matrices = _lists_of_kind(lists, MuonRule, ("momentum_buffers",), ())
+    if len(matrices.tensors):
+        _muon.muon(MuonLists(matrices), grad_scale, found_inf, backend)
+    moments = "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"
+    others = _lists_of_kind(lists, _adamw.AdamRule, (*moments, "steps"), _adamw.OPTIONAL)
+    if len(others.tensors):
+        _adamw.adamw(others, grad_scale, found_inf, backend)
 
 
 def _lists_of_kind(

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._optimizers import IN_PARTS, in_words
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels.device import is_capturing
 from tritonamp.step.small_state import PACKED, StateRule
@@ -32,8 +33,8 @@ def check_offload(optimizer: Optimizer, rule: StateRule | None, device: torch.de
     if rule is None or not rule.offloads:
         why = "which runs its own step" if rule is None else "which works on whole matrices at once"
         raise ValueError(
-            "offload='state': expected an optimizer that steps in parts, Adam, AdamW, SGD or Lion "
-            f"(torch's, or of tritonamp.optim), got a {kind}, {why}"
+            "offload='state': expected an optimizer that steps in parts, "
+            f"{in_words(IN_PARTS, 'or')} (torch's, or of tritonamp.optim), got a {kind}, {why}"
         )
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if any(map(is_sharded, params)):

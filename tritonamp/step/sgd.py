@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.kernels import sgd as _sgd
+from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._update_lists import UpdateLists
-from tritonamp.policy import STATES
-from tritonamp.step.fused import FusedRule, scalar
+from tritonamp.step.fused import FusedRule, Operation, scalar
 
 
 class FusedSGDRule(FusedRule):
@@ -20,19 +19,13 @@ class FusedSGDRule(FusedRule):
     kinds = "an SGD"
     torch_step = staticmethod(inspect.unwrap(torch.optim.SGD.step))
     needs = ("lr", "momentum", "dampening", "weight_decay")
-    states = STATES[:2]
+    states = OPTIMIZERS["SGD"].states
     state_keys: ClassVar[Mapping[str, str]] = {"momentum_buffers": "momentum_buffer"}
     optional = _sgd.OPTIONAL
     leaves_sparse_to_torch = True
 
-    def update(
-        self,
-        lists: UpdateLists,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        backend: str,
-    ) -> None:
-        _sgd.sgd(lists, grad_scale, found_inf, backend)
+    def operation(self, lists: UpdateLists) -> Operation:
+        return _sgd.sgd
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _sgd.SGDRule:
         return _sgd.SGDRule(

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.kernels._device_tables import memory_strides
+from tritonamp.kernels._optimizers import OPTIMIZERS, in_words, keeping
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._small_state import (
     BLOCK,
@@ -65,10 +66,12 @@ def check_state(state: str, optimizer: Optimizer, rule: StateRule | None) -> Non
     kind = type(optimizer).__name__
     states = ("fp32",) if rule is None else rule.states
     if state not in states:
+        small = keeping(*STATES)
         raise ValueError(
             f"state={state!r}: expected an optimizer whose step can keep such state, got a {kind}, "
-            f"which can keep {', '.join(map(repr, states))}: tritonamp.optim.Adam, AdamW and Lion, "
-            'and torch\'s Adam and AdamW, keep "fp32", "bf16" and "8bit"; SGD "fp32" and "bf16"'
+            f"which can keep {', '.join(map(repr, states))}: tritonamp.optim.{in_words(small)}, "
+            f"and torch's {in_words([name for name in small if OPTIMIZERS[name].in_torch])}, keep "
+            f'"fp32", "bf16" and "8bit"; {in_words(keeping(*STATES[:2]))} "fp32" and "bf16"'
         )
     if state != "8bit":
         return

@@ -1,0 +1,55 @@
+"""What is known of optimizers by the name of their class: the only list of such names."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+SUM, NORM = "sum", "norm"
+_FORMATS = ("fp32", "bf16", "8bit")
+
+
+class Known(NamedTuple):
+    """What messages and checks know of one kind of optimizer.
+
+    Attributes:
+        squares: the key of a group's decay of squared gradients; ``SUM``: these are added up;
+            ``NORM``: those of a whole parameter are, before they decay; None: there are none.
+        states: formats in which its fused step keeps state; (): it runs its own step.
+        in_parts: whether a fused step can be made on some parameters at a time.
+        in_torch: whether ``torch.optim`` has it.
+    """
+
+    squares: str | None = None
+    states: tuple[str, ...] = ()
+    in_parts: bool = True
+    in_torch: bool = True
+
+
+OPTIMIZERS = {
+    "Adam": Known("betas", _FORMATS),
+    "AdamW": Known("betas", _FORMATS),
+    "SGD": Known(None, _FORMATS[:2]),
+    "Lion": Known(None, _FORMATS, in_torch=False),
+    "Muon": Known("betas", _FORMATS[:1], in_parts=False),  # betas: of groups that AdamW steps on
+    **dict.fromkeys(("NAdam", "RAdam", "SparseAdam"), Known("betas")),
+    "FusedLAMB": Known("betas", in_torch=False),
+    "Adagrad": Known(SUM),
+    "FusedAdagrad": Known(SUM, in_torch=False),
+    "Adafactor": Known(NORM),
+    "FusedNovoGrad": Known(NORM, in_torch=False),
+    "RMSprop": Known("alpha"),
+    "Adadelta": Known("rho"),
+}
+
+FUSED = [name for name, known in OPTIMIZERS.items() if known.states]
+"""Optimizers that take a fused step."""
+IN_PARTS = [name for name in FUSED if OPTIMIZERS[name].in_parts]
+
+
+def keeping(*states: str) -> list[str]:
+    """Return the optimizers whose fused step keeps its state in just these formats."""
+    return [name for name in FUSED if OPTIMIZERS[name].states == states]
+
+
+def in_words(names: Sequence[str], word: str = "and") -> str:
+    """Return "a, b and c"."""
+    return f" {word} ".join(filter(None, (", ".join(names[:-1]), names[-1])))
