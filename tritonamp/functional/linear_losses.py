@@ -13,49 +13,29 @@ Losses that are not reduced get a factor for each row, of which no sum can be ma
 computed again in the backward: 8 rvd FLOPs, and two FP32 numbers a row are kept.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonamp.functional import linear_head
-from tritonamp.functional.linear_head import GradientSums, LinearHead, Results, Tensors
-from tritonamp.functional.losses import REDUCTIONS, cross_entropy, reduced
-from tritonamp.kernels.cross_entropy import cross_entropy as cross_entropy_of_lines
-from tritonamp.kernels.cross_entropy_backward import cross_entropy_backward
+from tritonamp.functional.linear_head import (
+    GradientSums,
+    LinearHead,
+    RowsOfLayer,
+    all_at_once,
+    check_layer,
+    chunks,
+)
+from tritonamp.functional.losses import (
+    REDUCTIONS,
+    LineLosses,
+    Tensors,
+    check_targets,
+    differentiable,
+    reduced,
+)
 
-LIFT = 2.0**15  # of float16: the largest factor of a gradient of 1 that it holds
-
-
-class CrossEntropyRows(NamedTuple):
-    """Cross entropies of rows: a ``RowLoss``."""
-
-    ignore_index: int
-    smoothing: float
-
-    def of(self, logits: Tensor, targets: Tensor) -> tuple[Results, Tensor]:
-        losses, stats = cross_entropy_of_lines(
-            logits, targets, 1, *self, linear_head.backend_of(logits.dtype)
-        )
-        return (losses,), stats
-
-    def gradient(
-        self, logits: Tensor, targets: Tensor, grads: Sequence[Tensor], stats: Tensor
-    ) -> Tensor:
-        return cross_entropy_backward(
-            logits, targets, grads[0], stats, 1, *self, linear_head.backend_of(logits.dtype)
-        )
-
-    def by_torch(self, logits: Tensor, targets: Tensor) -> Results:
-        losses = cross_entropy(
-            logits,
-            targets,
-            ignore_index=self.ignore_index,
-            reduction="none",
-            label_smoothing=self.smoothing,
-        )
-        return (losses,)
+LIFT = 2.0**15  # the largest power of two that is still finite in float16
 
 
 class ReducedLinearCrossEntropy(torch.autograd.Function):
@@ -69,7 +49,7 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         dtype: torch.dtype,
-        rule: CrossEntropyRows,
+        rule: LineLosses,
         chunk_rows: int,
         reduction: str,
     ) -> Tensor:
@@ -77,7 +57,7 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(input.device.type, enabled=False):
             head, losses = LinearHead.of(dtype, weight, bias), []
             sums = GradientSums(head, input, head.wide, ctx.needs_input_grad[:3])
-            for at in linear_head.chunks(len(target), chunk_rows):
+            for at in chunks(len(target), chunk_rows):
                 rows = head.rows(input[at])
                 logits = head.logits(rows)
                 (loss,), stats = rule.of(logits, target[at])
@@ -102,10 +82,10 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
         input, weight, bias, target, share, *kept = ctx.saved_tensors
         inputs = input, weight, bias
         with torch.autocast(target.device.type, enabled=False):
-            if torch.is_grad_enabled():  # it is differentiated again
-                (losses,) = linear_head.all_at_once(input, weight, bias, target, *ctx.args)
+            if torch.is_grad_enabled():  # for a gradient of the gradient
+                (losses,) = all_at_once(input, weight, bias, target, *ctx.args)
                 loss = reduced(losses, target, ctx.args[1].ignore_index, ctx.reduction)
-                found = linear_head.differentiable([loss], inputs, ctx.needs_input_grad[:3], grads)
+                found = differentiable([loss], inputs, ctx.needs_input_grad[:3], grads)
             else:
                 factor = grads[0] * share
                 found = tuple(
@@ -159,30 +139,18 @@ def linear_cross_entropy(
         ValueError: shapes, the reduction or ``chunk_rows`` are no such.
         IndexError: a target is no class; on CUDA it is a failed assertion on the device.
     """
-    linear_head.check_layer(input, weight, bias, chunk_rows)
-    _check(target, tuple(input.shape[:-1]), reduction, label_smoothing)
-    rows, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1)
-    dtype = linear_head.dtype_of_logits(input, weight)
-    rule = CrossEntropyRows(ignore_index, float(label_smoothing))
-    chunk_rows = chunk_rows or LinearHead.chunk_rows(input.shape[-1])
-    args = rows, weight, bias, targets, dtype, rule, chunk_rows
-    trains = any(t is not None and t.requires_grad for t in (rows, weight, bias))
-    makes_gradients = reduction != "none" and trains and torch.is_grad_enabled()
-    if makes_gradients and not linear_head.takes_all_logits(rows, targets):
-        loss: Tensor = ReducedLinearCrossEntropy.apply(*args, reduction)
-        return loss
-    (losses,) = linear_head.results_of_linear(*args)
-    return reduced(losses.view(target.shape), target, ignore_index, reduction)
-
-
-def _check(target: Tensor, rows: tuple[int, ...], reduction: str, label_smoothing: float) -> None:
-    """Raise ValueError about what is wrong with the arguments."""
-    if tuple(target.shape) != rows or target.dtype is not torch.int64:
-        raise ValueError(
-            f"target: expected int64 classes of shape {rows}, one for each row of input, got "
-            f"{target.dtype} of shape {tuple(target.shape)}"
-        )
+    check_layer(input, weight, bias, chunk_rows)
+    check_targets("target", target, tuple(input.shape[:-1]))
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: expected 'none', 'mean' or 'sum', got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing: expected 0 to 1, got {label_smoothing}")
+    losses = LineLosses(ignore_index=ignore_index, smoothing=float(label_smoothing))
+    rows = RowsOfLayer.of(input, weight, bias, target, losses, chunk_rows)
+    trains = any(t is not None and t.requires_grad for t in (input, weight, bias))
+    makes_gradients = reduction != "none" and trains and torch.is_grad_enabled()
+    if makes_gradients and not rows.take_all_logits:
+        loss: Tensor = ReducedLinearCrossEntropy.apply(*rows, reduction)
+        return loss
+    (found,) = rows.results()
+    return reduced(found.view(target.shape), target, ignore_index, reduction)
