@@ -1,16 +1,16 @@
-"""Cross entropy of a linear layer's outputs, of which a part exists at a time.
+"""Cross entropy of a linear layer's outputs, of which one chunk of rows exists at a time.
 
-Let r be rows, v classes, d features. Training takes 6 rvd FLOPs, as with all logits, which would
-take 4 B (with torch's operations up to 12 B) for each of r * v; here it is 4 B for each of
-chunk_rows * v. Gradients are made chunk by chunk in the forward, where the logits are.
+For r rows, v classes and d features training takes 6 rvd FLOPs, as many as with all logits. All
+logits would take 4 rv B (with torch's operations up to 12 rv B); here they take 4 chunk_rows v B.
+The forward computes the gradients chunk by chunk, while the logits of the chunk exist.
 
-Neither the loss scale nor any other factor is known there, yet no small gradient is lost: gradients
-of logits are probabilities, at most 1, and a fixed power of two puts them where float16 is densest.
-Their sums stay in FP32, 4 (r + v) d B until the backward, which multiplies by the incoming gradient
-in FP32 and rounds once.
+The forward does not know the loss scale, yet it loses no small gradient. A gradient of a logit is a
+probability, at most 1, and a fixed power of two lifts it to where float16 is densest. The sums over
+rows and classes stay in FP32 until the backward, 4 (r + v) d B. The backward multiplies them by the
+incoming gradient in FP32 and rounds once.
 
-Losses that are not reduced get a factor for each row, of which no sum can be made before. They are
-computed again in the backward: 8 rvd FLOPs, and two FP32 numbers a row are kept.
+Without a reduction each row has a factor of its own, so that the forward cannot sum up. The
+backward then computes the logits again, 8 rvd FLOPs in all, and two FP32 numbers per row are kept.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ LIFT = 2.0**15  # the largest power of two that is still finite in float16
 
 
 class ReducedLinearCrossEntropy(torch.autograd.Function):
-    """The sum of the losses of rows, or their mean, with gradients that the forward makes."""
+    """Sum or mean of the rows' losses; the forward computes the gradients."""
 
     @staticmethod
     def forward(
@@ -65,9 +65,9 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
                 dlogits = rule.gradient(logits, target[at], [grad], stats)
                 sums.add(at, rows, dlogits)
                 losses.append(loss)
-                del logits, dlogits  # before the next ones are made
+                del logits, dlogits  # frees them before the next chunk
             loss = reduced(torch.cat(losses), target, rule.ignore_index, reduction)
-        # where no target counts the mean is NaN, and gradients are 0
+        # If no target counts, the mean is NaN and gradients are 0.
         count = (target != rule.ignore_index).sum().clamp(min=1) if reduction == "mean" else 1
         ctx.save_for_backward(
             input, weight, bias, target, loss.new_ones(()) / (lift * count),
@@ -96,9 +96,9 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(sums: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``sums * factor`` in ``dtype``, without an FP32 product on the way.
+    """Return ``sums * factor`` in ``dtype``, without an FP32 tensor for the product.
 
-    Another backward of the same graph will ask for the sums again.
+    It is not computed in place because another backward of the same graph may follow.
     """
     return torch.mul(sums, factor, out=torch.empty_like(sums, dtype=dtype))
 
@@ -114,29 +114,29 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """Return the cross entropy of ``linear(input, weight, bias)``, which exists in parts only.
+    """Return the cross entropy of ``linear(input, weight, bias)``, one chunk of rows at a time.
 
-    Under autocast and in an enabled forward logits are half, as those of a linear layer there; and
-    so they are where the input or the weight is half, the other FP32. The loss is FP32, of FP64
-    FP64. Gradients of weight and bias are added up in FP32 and rounded once. Those of a sum or mean
-    are made in the forward, and kept in FP32 until the backward, 4 B for each element of input and
-    weight; losses that are not reduced are computed again in the backward. A gradient of the
-    gradient takes all logits at once, and so do transforms of torch.func.
+    Logits are half under autocast, in an enabled forward, and if one of input and weight is half
+    and the other FP32. The loss is FP32 (from FP64: FP64). Gradients of weight and bias are added
+    up in FP32 and rounded once. For a sum or mean the forward computes the gradients, and keeps
+    them in FP32, 4 B per element of input and weight; without a reduction the backward computes the
+    logits again. A gradient of the gradient and transforms of torch.func take all logits at once.
 
     Args:
-        input: [..., d], what the last linear layer of a model is given.
-        weight: [v, d], of that layer.
+        input: input of the model's last linear layer, [..., d].
+        weight: weight of that layer, [v, d].
         target: int64 classes, [...].
-        bias: [v], or None.
-        ignore_index: a target that does not count.
+        bias: bias of that layer, [v], or None.
+        ignore_index: target that does not count.
         reduction: "none", "mean" over the targets that count, or "sum".
         label_smoothing: share of the target's probability that is spread over all classes.
-        chunk_rows: rows of logits that exist at a time, with their gradients. None: 2048, or 2 d
-            where that is more: half logits then take as much memory as the weight's FP32 gradient
-            does.
+        chunk_rows: number of rows whose logits exist at a time, with their gradients. None: 2048,
+            or 2 d if that is more. Half logits of 2 d rows take as much memory as the weight's FP32
+            gradient.
 
     Raises:
-        ValueError: shapes, the reduction or ``chunk_rows`` are no such.
+        ValueError: a shape, the targets' dtype, the reduction, ``label_smoothing`` or
+            ``chunk_rows`` is wrong.
         IndexError: a target is no class; on CUDA it is a failed assertion on the device.
     """
     check_layer(input, weight, bias, chunk_rows)
