@@ -26,7 +26,7 @@ SUMMARY = 11_000  # characters: a lent machine may hand back 12,000
 MOST_PROCESSES = 14
 DRY_TESTS = "tests/gpuless/test_waits.py"
 NCU = (
-    "softmax", "norm", "group_norm", "cross_entropy", "token_log_probs", "sum", "cast",
+    "softmax", "norm", "group_norm", "cross_entropy", "sum", "cast",
     "grad_stats", "adam", "sgd", "lion", "muon", "ema", "ranges",
 )  # fmt: skip
 SANITIZERS = {"memcheck": 60, "racecheck": 30, "synccheck": 20}  # tools, and their shares

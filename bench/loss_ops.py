@@ -93,7 +93,7 @@ LINEAR_FORWARDS: dict[str, Forward] = {
     "Liger-Kernel": liger_linear,
 }
 CROSS_ENTROPY = simple_op("cross_entropy", CROSS_ENTROPY_FORWARDS, inputs, (2, 4), gems="fp32")
-LOG_PROBS = simple_op("token_log_probs", LOG_PROBS_FORWARDS, inputs, (2, 4), gems="fp32")
+LOG_PROBS = CROSS_ENTROPY._replace(name="token_log_probs", forwards=LOG_PROBS_FORWARDS)
 # matmuls are the most of it, not bytes
 LINEAR = Op("linear cross entropy", LINEAR_FORWARDS, linear_inputs, None, ((), ()), gems=None)
 

@@ -1,12 +1,13 @@
 """cross_entropy over one dimension of half logits: FP32 arithmetic, 2 B/element.
 
-With m the largest logit of a line and s = sum(exp(x - m)) the loss is
+With T the temperature, m the largest logit of a line, e = exp((x - m) / T) and s = sum(e), a line's
+loss and, where it is wanted, its entropy are
 
-    (1 - smoothing) * (m - x[target] + log(s)) + smoothing * (m - mean(x) + log(s)).
+    (1 - smoothing) * ((m - x[target]) / T + log(s)) + smoothing * ((m - mean(x)) / T + log(s)),
+    log(s) + sum(e * (m - x)) / (s * T).
 
-m and log(s) are kept for the gradient one by one: added up in FP32, the log-sum-exp of logits near
-65504 would be off by 2**-8. A line is read once, in several tiles where it is long. Lines whose
-target is ignored are not read, where they are rows.
+Without smoothing the loss is minus the log-probability of the target. A line is read once, in
+several tiles if it is long.
 """
 
 import math
@@ -30,153 +31,232 @@ from tritonamp.kernels._lines import (
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped, build_name
 from tritonamp.kernels.device import tl, triton
-from tritonamp.kernels.softmax import exp_shifted
 
 PER_THREAD = 32  # elements that a thread holds
-LONGEST = 8192  # line that is one tile
-MAX_REGISTERS = 64, 80  # of a thread: 64 for whole rows without smoothing, which would take 113
+LONGEST = 8192  # elements of the longest line that is one tile
+LOG2_E = 1.4426950408889634
+NO_CLASS = -(1 << 62)  # ``ignore_index`` of losses that refuse every target that is no class
+# Whole rows fit 64 registers. Smoothing and entropies take more, and 113 where nothing limits them.
+MAX_REGISTERS = 64, 80
 
 
 @triton.jit
-def _add_tile(x_ptr, mask, m, s, far, seen, SMOOTH: tl.constexpr):
-    """Return the maximum m, the sum s of exp(x - m) and that of m - x, with a tile more.
+def _add_tile(
+    x_ptr, mask, m, s, gaps, spread, seen, scale, SMOOTH: tl.constexpr, ENTROPY: tl.constexpr
+):  # fmt: skip
+    """Return the sums of each line with one tile more.
 
-    ``seen`` columns came before. Where m is -inf the sums are of exp(x) and -x.
+    m is the maximum, s the sum of e = exp2((x - m) * scale), gaps the sum of m - x, spread the sum
+    of e * (m - x). ``seen`` columns came before. As long as m is -inf, 0 stands in for it.
     """
+    # nothing reads these logits again before the backward
     x = tl.load(x_ptr, mask=mask, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
     largest = tl.maximum(m, tl.max(x, 1, keep_dims=True))
-    # of a line that is all -inf so far x - m would be NaN
+    # -inf - -inf would be NaN
     base = tl.where(largest == -float("inf"), 0.0, largest)
-    s = s * exp_shifted(m - base, 0.0) + tl.sum(exp_shifted(x - base, 0.0), 1, keep_dims=True)
+    before = tl.where(m == -float("inf"), 0.0, m)
+    # The scale multiplies differences because x * scale - m * scale is off by 5e-3 near 6e4.
+    e, shrink = tl.exp2((x - base) * scale), tl.exp2((m - base) * scale)
     if SMOOTH:
-        # what was summed up from the old maximum moves to the new one, for each column seen
-        before = tl.where(m == -float("inf"), 0.0, m)
+        # Each column seen is further from the new maximum, by as much as the maximum grew.
         tile = tl.sum(tl.where(mask, base - x, 0.0), 1, keep_dims=True)
-        far += tile + seen.to(tl.float32) * (base - before)
-    return largest, s, far
+        gaps += tile + seen.to(tl.float32) * (base - before)
+    if ENTROPY:
+        # Each term e * (m - x) shrinks with its e, and its distance grows with the maximum. Of a
+        # logit of -inf the product 0 * inf would be NaN.
+        tile = tl.where(e == 0.0, 0.0, e * (base - x))
+        spread = shrink * (spread + s * (base - before)) + tl.sum(tile, 1, keep_dims=True)
+    return largest, s * shrink + tl.sum(e, 1, keep_dims=True), gaps, spread
 
 
-@triton.jit(do_not_specialize=("rows", "n", "blocks", "count", "smoothing"))
+@triton.jit(do_not_specialize=("rows", "n", "blocks", "count", "smoothing", "scale", "inverse"))
 def cross_entropy_kernel(
-    x_ptr, target_ptr, minus_ptr, losses_ptr, stats_ptr, rows, n, blocks, count, smoothing,
-    IGNORE: tl.constexpr, SMOOTH: tl.constexpr,
+    x_ptr, target_ptr, minus_ptr, losses_ptr, stats_ptr, rows, n, blocks, count,
+    smoothing, scale, inverse,
+    IGNORE: tl.constexpr, SMOOTH: tl.constexpr, ENTROPY: tl.constexpr,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Go along the lines of a program, with the sums so far rescaled to each new maximum."""
+    """Walk along the lines of a program, with the sums so far rescaled to each new maximum.
+
+    ``inverse`` is 1 / T, ``scale`` log2(e) / T. IGNORE is None where every target counts.
+    """
     lines, numbers, valid = line_offsets(
         tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
     )
-    counts = valid & (tl.load(target_ptr + numbers, mask=valid, other=IGNORE) != IGNORE)
+    counts = valid
+    if IGNORE is not None:
+        counts = valid & (tl.load(target_ptr + numbers, mask=valid, other=IGNORE) != IGNORE)
     minus = tl.load(minus_ptr + numbers, mask=counts, other=0.0)
-    read = counts if ROW_MAJOR else valid  # neighbours in memory are read together
+    # An ignored row costs no bytes. Columns share sectors of memory, so that a gap saves nothing.
+    read = counts if ROW_MAJOR else valid
     begin = line_lead(tl.program_id(0), n, ALIGN, VEC)
     first, last = whole_vectors(begin, begin + n, ALIGN, VEC)
     m = tl.full([ROWS, 1], -float("inf"), tl.float32)
     s = tl.zeros([ROWS, 1], tl.float32)
-    far = tl.zeros([ROWS, 1], tl.float32)
+    gaps = tl.zeros([ROWS, 1], tl.float32)
+    spread = tl.zeros([ROWS, 1], tl.float32)
     for at in range(first, last, BLOCK):
         columns, exist = column_offsets(at, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
-        m, s, far = _add_tile(x_ptr + lines + columns, read & exist, m, s, far, at - first, SMOOTH)
+        m, s, gaps, spread = _add_tile(
+            x_ptr + lines + columns, read & exist, m, s, gaps, spread, at - first, scale,
+            SMOOTH, ENTROPY,
+        )  # fmt: skip
     if ALIGN < VEC:
         edges, there = edge_offsets(begin, begin + n, first, last, VEC)
-        m, s, far = _add_tile(x_ptr + lines + edges, read & there, m, s, far, last - first, SMOOTH)
-    m = tl.where(s == s, m, s)  # maxima pass over NaN, sums do not
+        m, s, gaps, spread = _add_tile(
+            x_ptr + lines + edges, read & there, m, s, gaps, spread, last - first, scale,
+            SMOOTH, ENTROPY,
+        )  # fmt: skip
+    # A maximum passes over NaN, a sum does not.
+    m = tl.where(s == s, m, s)
     log_s = tl.log2(s) * 0.6931471805599453
-    loss = log_s + (m + minus)
+    loss = (m + minus) * inverse + log_s
     if SMOOTH:
-        loss = (1.0 - smoothing) * loss + smoothing * (log_s + far / n)
+        loss = (1.0 - smoothing) * loss + smoothing * (log_s + gaps / n * inverse)
     tl.store(losses_ptr + numbers, tl.where(counts, loss, 0.0), mask=valid)
+    # m and log(s) are kept one by one because their FP32 sum is off by 2**-8 near 65504.
     tl.store(stats_ptr + numbers, tl.where(counts, m, 0.0), mask=valid)
     tl.store(stats_ptr + count + numbers, tl.where(counts, log_s, 0.0), mask=valid)
+    if ENTROPY:
+        entropy = log_s + spread / s * inverse
+        tl.store(stats_ptr + 2 * count + numbers, tl.where(counts, entropy, 0.0), mask=valid)
 
 
 @cached_by_shape
 def _launch(
-    shape: tuple[int, ...], given: torch.dtype, dim: int, ignore_index: int, smoothing: float
+    shape: tuple[int, ...],
+    given: torch.dtype,
+    dim: int,
+    ignore_index: int,
+    smoothing: float,
+    temperature: float,
+    entropy: bool,
 ) -> Launch:
     """Return the launch for logits of a shape and of the dtype ``given``."""
     t = tiling(shape, dim, dim, PER_THREAD, LONGEST, WIDEST // given.itemsize)
+    is_plain = t.whole and t.layout[0] and smoothing == 0 and not entropy
+    # Targets of which none is ignored are not read.
+    ignored = None if ignore_index == NO_CLASS else ignore_index
     return Launch(
         cross_entropy_kernel,
         (t.grid[0], 1, 1),
-        (*t.sizes, t.lines, smoothing),
-        (ignore_index, smoothing > 0, *t.layout),
+        (*t.sizes, t.lines, smoothing, LOG2_E / temperature, 1 / temperature),
+        (ignored, smoothing > 0, entropy, *t.layout),
         t.num_warps,
-        MAX_REGISTERS[not (t.whole and t.layout[0] and smoothing == 0)],
+        MAX_REGISTERS[not is_plain],
     )
 
 
 def cross_entropy_triton(
-    x: Tensor, target: Tensor, dim: int, ignore_index: int, smoothing: float
+    x: Tensor,
+    target: Tensor,
+    dim: int,
+    ignore_index: int,
+    smoothing: float,
+    temperature: float,
+    entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     x, target = x.contiguous(), target.contiguous()
     losses = x.new_empty(target.shape, dtype=torch.float32)
-    stats = x.new_empty((2, *target.shape), dtype=torch.float32)
+    stats = x.new_empty((2 + entropy, *target.shape), dtype=torch.float32)
     if not x.numel():
         return losses.zero_(), stats.zero_()
     minus = minus_logits_of_targets(x, target, dim, ignore_index).float()
-    launch = _launch(x.shape, x.dtype, dim, ignore_index, float(smoothing))
+    # plain floats, so that an integer of the same value is no other kernel
+    floats = float(smoothing), float(temperature)
+    launch = _launch(x.shape, x.dtype, dim, ignore_index, *floats, entropy)
     launch(x, target, minus, losses, stats)
     return losses, stats
 
 
 def minus_logits_of_targets(x: Tensor, target: Tensor, dim: int, ignore_index: int) -> Tensor:
-    """Return -x[target], 0 for targets that are ignored.
+    """Return -x[target], and 0 for targets that are ignored.
 
-    torch's own kernel notices a target that is no class: by an error on a CPU, on CUDA by an
-    assertion on the device. One in a Triton kernel would be there in debug mode only. The operation
-    is that below ``nll_loss``, which autocast would widen.
+    torch's own kernel refuses a target that is no class, by an error on a CPU and by a failed
+    assertion on CUDA. An assertion in a Triton kernel would exist in debug mode only.
     """
     at = dim % x.dim()
     outer, inner = math.prod(x.shape[:at]), math.prod(x.shape[at + 1 :])
     lines, targets = x.reshape(outer, x.shape[at], 1, inner), target.reshape(outer, 1, inner)
+    # the operation below ``nll_loss`` because autocast widens the logits of ``nll_loss`` itself
     picked, _ = torch.ops.aten.nll_loss2d_forward(lines, targets, None, 0, ignore_index)
     return picked.view(target.shape)
 
 
 def cross_entropy_torch(
-    x: Tensor, target: Tensor, dim: int, ignore_index: int, smoothing: float
+    x: Tensor,
+    target: Tensor,
+    dim: int,
+    ignore_index: int,
+    smoothing: float,
+    temperature: float,
+    entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if not x.shape[dim]:
-        return wide.new_zeros(target.shape), wide.new_zeros((2, *target.shape))
+        return wide.new_zeros(target.shape), wide.new_zeros((2 + entropy, *target.shape))
     m = wide.amax(dim, keepdim=True)
-    d = wide - m
-    log_s = d.exp().sum(dim).log()
+    d = (wide - m) / temperature
+    e = d.exp()
+    s = e.sum(dim)
+    log_s = s.log()
     loss = log_s + minus_logits_of_targets(d, target, dim, ignore_index)
     if smoothing > 0:
         loss = (1.0 - smoothing) * loss + smoothing * (log_s - d.mean(dim))
+    # m and log(s) are kept one by one because their FP32 sum is off by 2**-8 near 65504.
+    numbers = [m.squeeze(dim), log_s]
+    if entropy:
+        # Of a logit of -inf the product 0 * inf would be NaN.
+        numbers.append(log_s - (e * d).masked_fill(e == 0, 0.0).sum(dim) / s)
     ignored = target == ignore_index
-    stats = torch.stack([m.squeeze(dim), log_s])
-    return loss.masked_fill(ignored, 0.0), stats.masked_fill(ignored, 0.0)
+    return loss.masked_fill(ignored, 0.0), torch.stack(numbers).masked_fill(ignored, 0.0)
 
 
 def cross_entropy(
-    x: Tensor, target: Tensor, dim: int, ignore_index: int, smoothing: float, backend: str = "auto"
+    x: Tensor,
+    target: Tensor,
+    dim: int,
+    ignore_index: int,
+    smoothing: float,
+    temperature: float,
+    entropy: bool,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Compute the cross entropy of each line of logits along ``dim`` in FP32.
+    """Compute the cross entropy of each line of logits along ``dim`` in FP32, and its entropy.
 
     Args:
-        x: logits, float16, bfloat16 or float32 (the eager twin: also float64), any shape, strides.
-        target: int64 classes, contiguous or not, the shape of ``x`` without ``dim``.
-        dim: of the classes.
-        ignore_index: lines with this target have loss 0, and are not looked at.
+        x: logits of any shape and strides, float16, bfloat16 or float32 (eager twin: also float64).
+        target: int64 classes in the shape of ``x`` without ``dim``, contiguous or not.
+        dim: dimension of the classes.
+        ignore_index: target of lines with loss 0. Such rows are not read. ``NO_CLASS``: none.
         smoothing: share of the target's probability that is spread over all classes, 0 to 1.
+        temperature: divisor of the logits, above 0.
+        entropy: whether to compute the entropies of the lines.
         backend: "auto", "triton" or "eager".
 
     Returns:
-        losses of the target's shape, float32 (of float64: float64), and, with a dimension of 2 in
-        front, the maximum m of each line and log(sum(exp(x - m))), for the gradient.
+        losses in the target's shape, float32 (from float64: float64), and statistics for the
+        gradient with a dimension of 2 or 3 in front: the maximum m of each line,
+        log(sum(exp((x - m) / temperature))), and the entropy.
 
     Raises:
         IndexError: a target is no class; on CUDA it is a failed assertion on the device.
     """
-    return CROSS_ENTROPY(backend, x, target, dim, ignore_index, smoothing)
+    return CROSS_ENTROPY(backend, x, target, dim, ignore_index, smoothing, temperature, entropy)
+
+
+VARIANTS: dict[str, tuple[int, float, float, bool]] = {
+    "": (-100, 0.0, 1.0, False),
+    "smoothed": (-100, 0.1, 1.0, False),
+    "tokens": (NO_CLASS, 0.0, 1.25, False),
+    "entropy": (NO_CLASS, 0.0, 1.25, True),
+}
+"""Sample arguments from ``ignore_index`` on, by name."""
 
 
 def sample_targets(x: Tensor, dim: int, ignored: bool) -> Tensor:
-    """Return classes for the lines of ``x``; every third one is -100 where some are ``ignored``."""
+    """Return classes for the lines of ``x``; every third one is -100 if some are ``ignored``."""
     lines = x.sum(dim, dtype=torch.float32)
     n = x.shape[dim]
     number = torch.arange(lines.numel(), device=x.device).view(lines.shape)
@@ -186,48 +266,48 @@ def sample_targets(x: Tensor, dim: int, ignored: bool) -> Tensor:
     return target.where(number % 3 > 0, -100) if ignored else target
 
 
-def sample_numbers(x: Tensor, target: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return losses and numbers of the lines of ``x``, to take a gradient of."""
-    return cross_entropy_torch(x, target, dim, -100, 0.0)
+def sample_stats(x: Tensor, target: Tensor, dim: int, variant: str) -> Tensor:
+    """Return the statistics of sample targets, for a gradient."""
+    return cross_entropy_torch(x, target, dim, *VARIANTS[variant])[1]
 
 
-def _sample(smoothing: float) -> Sample:
-    ignored = smoothing > 0
-
+def _sample(variant: str) -> Sample:
     def args(x: Tensor, dim: int) -> tuple[object, ...]:
-        return x, sample_targets(x, dim, ignored), dim, -100, smoothing
+        return x, sample_targets(x, dim, variant == "smoothed"), dim, *VARIANTS[variant]
 
-    if ignored:
-        return Sample(args, any_order=True, variant="smoothed")
-    return Sample(args, reads=2, writes=0, of_line=(8 + 4, 4 + 8), any_order=True)
-
-
-CROSS_ENTROPY = TraceableOp(
-    cross_entropy_triton, cross_entropy_torch, [_sample(smoothing) for smoothing in (0.0, 0.1)]
-)
+    read = {"": 8 + 4, "tokens": 4}.get(variant)
+    if read is None:
+        return Sample(args, any_order=True, variant=variant)
+    return Sample(args, 2, 0, of_line=(read, 4 + 8), any_order=True, variant=variant)
 
 
-def shipped_cases() -> Iterator[tuple[str, Tensor, Tensor, float]]:
-    """Yield name, logits, targets and smoothing of the calls whose builds are checked."""
+CROSS_ENTROPY = TraceableOp(cross_entropy_triton, cross_entropy_torch, list(map(_sample, VARIANTS)))
+
+
+def shipped_cases() -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    """Yield name, variant, logits and targets of the calls whose builds are checked."""
     half, bf16 = torch.float16, torch.bfloat16
-    cases: list[tuple[tuple[int, ...], torch.dtype, float]] = [
-        *(((4096, n), half, 0.0) for n in (32, 1000, 8192, 50257)),
-        *(((4096, n), half, 0.1) for n in (8192, 50257)),
-        ((4096, 8192), bf16, 0.0),
-        ((4, 64, 4096), half, 0.0),
+    cases: list[tuple[tuple[int, ...], torch.dtype, str]] = [
+        *(((4096, n), half, "") for n in (32, 1000, 8192, 50257)),
+        *(((4096, n), half, variant) for variant in ("smoothed", "entropy") for n in (8192, 50257)),
+        ((4096, 8192), bf16, ""),
+        ((4, 64, 4096), half, ""),
+        ((4096, 1000), half, "tokens"),
+        ((4096, 32000), bf16, "tokens"),
+        ((4096, 151936), bf16, "entropy"),
     ]
-    for shape, dtype, smoothing in cases:
+    for shape, dtype, variant in cases:
         x = torch.empty(shape, dtype=dtype, device="meta")
         target = torch.empty((shape[0], *shape[2:]), dtype=torch.int64, device="meta")
         case = "inner" if len(shape) > 2 else f"n={shape[1]}"
-        name = build_name("cross_entropy", dtype, case, smoothing > 0 and "smoothed")
-        yield name, x, target, smoothing
+        yield build_name("cross_entropy", dtype, case, variant or False), variant, x, target
 
 
 def shipped() -> Iterator[Shipped]:
     """Yield the calls whose builds are checked."""
-    for name, x, target, smoothing in shipped_cases():
-        plain = not smoothing and x.dim() == 2
-        registers = 64 if plain and x.shape[1] <= LONGEST else 80
-        args = x, target, 1, -100, smoothing
-        yield Shipped(name, cross_entropy_triton, args, registers, 14 if plain else 17, 1)
+    for name, variant, x, target in shipped_cases():
+        is_row = x.dim() == 2 and variant in ("", "tokens")
+        registers = MAX_REGISTERS[not (is_row and x.shape[1] <= LONGEST)]
+        most = 20 if variant == "entropy" else 14 if is_row else 17
+        args = x, target, 1, *VARIANTS[variant]
+        yield Shipped(name, cross_entropy_triton, args, registers, most, 1)

@@ -1,10 +1,13 @@
-"""Gradient of cross_entropy from the logits and two numbers of each line, in FP32. 4 B/element.
+"""Gradient of cross_entropy from the logits and the numbers of each line, in FP32. 4 B/element.
 
-    grad * (exp(x - m - log(s)) - (1 - smoothing) * (class == target) - smoothing / classes)
+With p = exp((x - m) / T - log(s)) and the incoming gradients g of the loss and h of the entropy it
+is
 
-The incoming gradient, and with it a loss scale, is applied before the result is rounded: so much is
-lost as the scale does not save, and no more. Elements know nothing of one another: every tile has a
-program of its own.
+    (g * (p - (1 - smoothing) * (class == target) - smoothing / classes)
+     - h * p * (log(p) + entropy)) / T.
+
+The incoming gradients, and with them a loss scale, are applied in FP32 and the result is rounded
+once. Each tile has a program of its own because an element needs no other element.
 """
 
 from collections.abc import Iterator
@@ -26,77 +29,117 @@ from tritonamp.kernels._lines import (
 )
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels.cross_entropy import sample_numbers, sample_targets, shipped_cases
+from tritonamp.kernels.cross_entropy import (
+    LOG2_E,
+    NO_CLASS,
+    VARIANTS,
+    sample_stats,
+    sample_targets,
+    shipped_cases,
+)
 from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 16  # elements that a thread holds
-LONGEST = 4096  # line that is one tile
+LONGEST = 4096  # elements of the longest line that is one tile
 
 
 @triton.jit
 def _write_tile(
-    x_ptr, dx_ptr, offs, counts, mask, hit, g, m, log2_s, off, more, ROW_MAJOR: tl.constexpr
+    x_ptr, dx_ptr, offs, counts, mask, hit, g, h, m, log2_s, entropy, scale, off, more,
+    ROW_MAJOR: tl.constexpr, SMOOTH: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile. Of lines that do not count g is 0; rows are not read then, what is there is."""
-    read = counts & mask if ROW_MAJOR else mask  # neighbours in memory are read together
+    """Write a tile; numbers of the lines are divided by the temperature and in base 2."""
+    # An ignored row is not read, and its gradient is 0 because g and h are. Columns share sectors
+    # of memory, so that a gap saves nothing.
+    read = counts & mask if ROW_MAJOR else mask
     x = tl.load(x_ptr + offs, mask=read, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    p = tl.exp2((x - m) * 1.4426950408889634 - log2_s)
-    dx = g * (p - (off + tl.where(hit, more, 0.0)))
+    log2_p = (x - m) * scale - log2_s
+    p = tl.exp2(log2_p)
+    # Without smoothing these are literals, which take no registers.
+    wanted = tl.where(hit, 1.0, 0.0)
+    if SMOOTH:
+        wanted = off + tl.where(hit, more, 0.0)
+    # p - 1 is exact from 1/2 on, where g - g * p would cancel.
+    dx = g * (p - wanted)
+    if ENTROPY:
+        # Of a logit of -inf the product 0 * inf would be NaN.
+        dx -= tl.where(p == 0.0, 0.0, h * p * (log2_p + entropy))
     if not ROW_MAJOR:
+        # What was read of an ignored line may be inf or NaN.
         dx = tl.where(counts, dx, 0.0)
     tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=("rows", "n", "blocks", "tiles", "count", "off", "more"))
+@triton.jit(
+    do_not_specialize=("rows", "n", "blocks", "tiles", "count", "off", "more", "scale", "inverse")
+)
 def cross_entropy_backward_kernel(
-    x_ptr, target_ptr, grad_ptr, stats_ptr, dx_ptr, rows, n, blocks, tiles, count, off, more,
-    IGNORE: tl.constexpr,
+    x_ptr, target_ptr, grad_ptr, stats_ptr, dx_ptr, rows, n, blocks, tiles, count,
+    off, more, scale, inverse,
+    IGNORE: tl.constexpr, SMOOTH: tl.constexpr, ENTROPY: tl.constexpr,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile; ``tiles`` programs follow one another along the same lines.
+    """Write one tile; ``tiles`` programs follow one another along the same lines.
 
-    ``off`` is the probability that a class should have, the target that and ``more``.
+    A class should have the probability ``off``, the target ``more`` in addition. ``inverse`` is
+    1 / T, ``scale`` log2(e) / T. IGNORE is None where every target counts.
     """
     pid, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     lines, numbers, valid = line_offsets(pid, rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
-    target = tl.load(target_ptr + numbers, mask=valid, other=IGNORE)
-    counts = valid & (target != IGNORE)
-    g = tl.load(grad_ptr + numbers, mask=counts, other=0.0)
+    target = tl.load(target_ptr + numbers, mask=valid, other=0)
+    counts = valid if IGNORE is None else valid & (target != IGNORE)
+    g = tl.load(grad_ptr + numbers, mask=counts, other=0.0) * inverse
     m = tl.load(stats_ptr + numbers, mask=counts, other=0.0)
     log2_s = tl.load(stats_ptr + count + numbers, mask=counts, other=0.0) * 1.4426950408889634
+    h, entropy = g, log2_s
+    if ENTROPY:
+        # In base 2 an element takes one product less. The factor of h turns the base back.
+        h = tl.load(grad_ptr + count + numbers, mask=counts, other=0.0)
+        h = h * inverse * 0.6931471805599453
+        entropy = tl.load(stats_ptr + 2 * count + numbers, mask=counts, other=0.0)
+        entropy = entropy * 1.4426950408889634
     begin = line_lead(pid, n, ALIGN, VEC)
     first, last = whole_vectors(begin, begin + n, ALIGN, VEC)
     at = first + tile * BLOCK
     columns, exist = column_offsets(at, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
-    # a target in another tile is no column of this one
+    # A target in another tile is no column of this one.
     hit = tl.arange(0, BLOCK)[None, :] == (target + begin - at).to(tl.int32)
     _write_tile(
         x_ptr, dx_ptr, lines + columns, counts, valid & exist, hit,
-        g, m, log2_s, off, more, ROW_MAJOR,
+        g, h, m, log2_s, entropy, scale, off, more, ROW_MAJOR, SMOOTH, ENTROPY,
     )  # fmt: skip
     if ALIGN < VEC:  # noqa: SIM102  # constant, the other not
+        # The first program of a line has its edges, of which there are at most two vectors.
         if tile == 0:
             edges, there = edge_offsets(begin, begin + n, first, last, VEC)
             hits = edges == target + begin
             _write_tile(
                 x_ptr, dx_ptr, lines + edges, counts, valid & there, hits,
-                g, m, log2_s, off, more, ROW_MAJOR,
+                g, h, m, log2_s, entropy, scale, off, more, ROW_MAJOR, SMOOTH, ENTROPY,
             )  # fmt: skip
 
 
 @cached_by_shape
 def _launch(
-    shape: tuple[int, ...], given: torch.dtype, dim: int, ignore_index: int, smoothing: float
+    shape: tuple[int, ...],
+    given: torch.dtype,
+    dim: int,
+    ignore_index: int,
+    smoothing: float,
+    temperature: float,
+    entropy: bool,
 ) -> Launch:
     """Return the launch for logits of a shape and of the dtype ``given``."""
     t = tiling(shape, dim, dim, PER_THREAD, LONGEST, WIDEST // given.itemsize)
     tiles = -(-t.n // t.layout[-1])
+    wanted = smoothing / t.n, 1.0 - smoothing
+    ignored = None if ignore_index == NO_CLASS else ignore_index
     return Launch(
         cross_entropy_backward_kernel,
         (t.grid[0] * tiles, 1, 1),
-        (*t.sizes, tiles, t.lines, smoothing / t.n, 1.0 - smoothing),
-        (ignore_index, *t.layout),
+        (*t.sizes, tiles, t.lines, *wanted, LOG2_E / temperature, 1 / temperature),
+        (ignored, smoothing > 0, entropy, *t.layout),
         t.num_warps,
     )
 
@@ -109,11 +152,14 @@ def cross_entropy_backward_triton(
     dim: int,
     ignore_index: int,
     smoothing: float,
+    temperature: float,
 ) -> Tensor:
     x, target, grad = x.contiguous(), target.contiguous(), grad.contiguous()
     dx = torch.empty_like(x)
     if x.numel():
-        launch = _launch(x.shape, x.dtype, dim, ignore_index, float(smoothing))
+        # plain floats, so that an integer of the same value is no other kernel
+        floats = float(smoothing), float(temperature)
+        launch = _launch(x.shape, x.dtype, dim, ignore_index, *floats, len(grad) == 2)
         launch(x, target, grad, stats, dx)
     return dx
 
@@ -126,16 +172,24 @@ def cross_entropy_backward_torch(
     dim: int,
     ignore_index: int,
     smoothing: float,
+    temperature: float,
 ) -> Tensor:
     ignored = (target == ignore_index).unsqueeze(dim)
-    m, log_s = (number.unsqueeze(dim) for number in stats)
-    p = (x - m - log_s).exp()
+    m, log_s, *entropy = (number.unsqueeze(dim) for number in stats)
+    g, *h = (number.unsqueeze(dim) / temperature for number in grad)
+    log_p = (x - m) / temperature - log_s
+    p = log_p.exp()
     index = target.unsqueeze(dim).masked_fill(ignored, 0)
     off = smoothing / max(x.shape[dim], 1)
     wanted = torch.full_like(p, off)
     if x.numel():
         wanted.scatter_(dim, index, 1.0 - smoothing + off)
-    return (grad.unsqueeze(dim) * (p - wanted)).masked_fill(ignored, 0.0).to(x.dtype)
+    # p - 1 is exact from 1/2 on, where g - g * p would cancel.
+    dx = g * (p - wanted)
+    if h:
+        # Of a logit of -inf the product 0 * inf would be NaN.
+        dx -= (h[0] * p * (log_p + entropy[0])).masked_fill(p == 0, 0.0)
+    return dx.masked_fill(ignored, 0.0).to(x.dtype)
 
 
 def cross_entropy_backward(
@@ -146,50 +200,52 @@ def cross_entropy_backward(
     dim: int,
     ignore_index: int,
     smoothing: float,
+    temperature: float,
     backend: str = "auto",
 ) -> Tensor:
     """Compute the gradient of cross_entropy in FP32, rounded once to the logits' dtype.
 
     Args:
-        x: the logits, and the other arguments of ``cross_entropy``.
-        target: int64 classes.
-        grad: of the losses, their shape and dtype.
-        stats: what ``cross_entropy`` returned.
-        dim: of the classes.
-        ignore_index: lines with this target have gradient 0.
-        smoothing: share of probability that is spread over all classes.
+        x: the logits.
+        target: the int64 classes.
+        grad: incoming gradients in the losses' dtype, with a dimension of 1 or 2 in front: of the
+            losses, then of the entropies.
+        stats: the statistics from ``cross_entropy``.
+        dim: dimension of the classes.
+        ignore_index: target of lines with gradient 0. Such rows are not read.
+        smoothing: share of the target's probability that is spread over all classes, 0 to 1.
+        temperature: divisor of the logits, above 0.
         backend: "auto", "triton" or "eager".
     """
-    return CROSS_ENTROPY_BACKWARD(backend, x, target, grad, stats, dim, ignore_index, smoothing)
+    return CROSS_ENTROPY_BACKWARD(
+        backend, x, target, grad, stats, dim, ignore_index, smoothing, temperature
+    )
 
 
-def _sample(smoothing: float) -> Sample:
-    ignored = smoothing > 0
-
+def _sample(variant: str) -> Sample:
     def args(x: Tensor, dim: int) -> tuple[object, ...]:
-        target = sample_targets(x, dim, ignored)
-        losses, stats = sample_numbers(x, target, dim)
-        grad = torch.linspace(-2, 2, losses.numel(), device=x.device).view(losses.shape)
-        return x, target, grad, stats, dim, -100, smoothing
+        target = sample_targets(x, dim, variant == "smoothed")
+        *options, entropy = VARIANTS[variant]
+        stats = sample_stats(x, target, dim, variant)
+        grad = torch.linspace(-2, 2, (1 + entropy) * target.numel(), device=x.device)
+        return x, target, grad.view(1 + entropy, *target.shape), stats, dim, *options
 
-    if ignored:
-        return Sample(args, variant="smoothed", any_order=True)
-    return Sample(args, reads=2, writes=2, of_line=(8 + 4 + 8, 0), any_order=True)
+    if variant in ("smoothed", "entropy"):
+        return Sample(args, any_order=True, variant=variant)
+    return Sample(args, 2, 2, of_line=(8 + 4 + 8, 0), any_order=True, variant=variant)
 
 
 CROSS_ENTROPY_BACKWARD = TraceableOp(
-    cross_entropy_backward_triton,
-    cross_entropy_backward_torch,
-    [_sample(smoothing) for smoothing in (0.0, 0.1)],
+    cross_entropy_backward_triton, cross_entropy_backward_torch, list(map(_sample, VARIANTS))
 )
 
 
 def shipped() -> Iterator[Shipped]:
     """Yield the calls whose builds are checked, for the forward's cases."""
-    for name, x, target, smoothing in shipped_cases():
-        if smoothing:
-            continue  # the same kernel
-        grad = torch.empty(target.shape, device="meta")
-        stats = torch.empty((2, *target.shape), device="meta")
-        args = x, target, grad, stats, 1, -100, smoothing
-        yield Shipped(f"{name} backward", cross_entropy_backward_triton, args, 64, 16, 1)
+    for name, variant, x, target in shipped_cases():
+        *options, entropy = VARIANTS[variant]
+        grad = torch.empty((1 + entropy, *target.shape), device="meta")
+        stats = torch.empty((2 + entropy, *target.shape), device="meta")
+        most = 23 if entropy else 16
+        args = x, target, grad, stats, 1, *options
+        yield Shipped(f"{name} backward", cross_entropy_backward_triton, args, 64, most, 1)

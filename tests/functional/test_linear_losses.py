@@ -1,7 +1,8 @@
-"""functional.linear_cross_entropy against torch on all logits, and FP64."""
+"""Losses of linear layers against torch on all logits, and FP64."""
 
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,25 +12,66 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import tritonamp
-from tritonamp.functional import linear_cross_entropy
+from tritonamp.functional import linear_cross_entropy, linear_token_log_probs
 
 HALVES = [torch.float16, torch.bfloat16]
 FP16, FP32, FP64 = torch.float16, torch.float32, torch.float64
 ROWS, CLASSES, FEATURES = 7, 11, 8
 
 
-def arguments(dtype: torch.dtype, device: Any, weights: torch.dtype | None = None) -> Any:
+def arguments(
+    dtype: torch.dtype, device: Any, weights: torch.dtype | None = None, ignored: bool = True
+) -> Any:
     torch.manual_seed(0)
     x = torch.randn(ROWS, FEATURES, device=device).to(dtype).requires_grad_()
     weight = torch.randn(CLASSES, FEATURES, device=device).to(weights or dtype).requires_grad_()
     bias = torch.randn(CLASSES, device=device).to(weights or dtype).requires_grad_()
-    target = torch.tensor([0, 10, 3, -100, 5, 7, 1], device=device)
+    target = torch.tensor([0, 10, 3, -100 if ignored else 2, 5, 7, 1], device=device)
     return x, weight, bias, target
 
 
 def at_once(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **options: Any) -> Any:
     logits = F.linear(x, weight, bias)
     return F.cross_entropy(logits.flatten(0, -2), target.flatten(), **options)
+
+
+class Row(NamedTuple):
+    """A loss of a linear layer.
+
+    Attributes:
+        function: the loss.
+        products: products of its training step, each of 2 rvd FLOPs.
+        options: its options.
+    """
+
+    function: Callable[..., Any]
+    products: int
+    options: dict[str, Any]
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Any = None, **given: Any
+    ) -> tuple[Tensor, ...]:
+        """Return all results."""
+        found = self.function(x, weight, target, bias, **{**self.options, **given})
+        return found if isinstance(found, tuple) else (found,)
+
+
+def cross_entropy_row(products: int, **options: Any) -> Row:
+    return Row(linear_cross_entropy, products, options)
+
+
+def tokens_row(**options: Any) -> Row:
+    return Row(linear_token_log_probs, 4, options)
+
+
+ROWS_OF_BOTH = {
+    "mean": cross_entropy_row(3),
+    "sum": cross_entropy_row(3, reduction="sum", label_smoothing=0.2),
+    "none": cross_entropy_row(4, reduction="none"),
+    "tokens": tokens_row(),
+    "entropies": tokens_row(return_entropy=True, temperature=0.7),
+}
+each_row = pytest.mark.parametrize("row", ROWS_OF_BOTH.values(), ids=ROWS_OF_BOTH)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 3, 7, None])
@@ -193,9 +235,9 @@ def test_where_no_target_counts_gradients_are_zero(device: torch.device, reducti
         assert (grad == 0).all()
 
 
-@pytest.mark.parametrize(("reduction", "products"), [("mean", 3), ("sum", 3), ("none", 4)])
+@each_row
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_products_of_a_step(level: str, reduction: str, products: int) -> None:
+def test_products_of_a_step(level: str, row: Row) -> None:
     """6 rvd FLOPs, as with all logits; 8 where each row's loss gets a factor of its own.
 
     On a CPU: a mode that counts does not reach into operations of a GPU in software.
@@ -203,16 +245,15 @@ def test_products_of_a_step(level: str, reduction: str, products: int) -> None:
 
     class Head(nn.Linear):
         def forward(self, x: Tensor, target: Tensor) -> Tensor:
-            options: Any = {"reduction": reduction, "chunk_rows": 100}
-            return linear_cross_entropy(x, self.weight, target, self.bias, **options)
+            return sum(r.mean() for r in row(x, self.weight, target, self.bias, chunk_rows=100))
 
     x, target = torch.randn(512, 16, requires_grad=True), torch.randint(300, (512,))
     model = Head(16, 300)
     with tritonamp.enable(model, level=level), FlopCounterMode(display=False) as flops:
-        model(x, target).mean().backward()
-    assert flops.get_total_flops() == products * 2 * 512 * 300 * 16
+        model(x, target).backward()
+    assert flops.get_total_flops() == row.products * 2 * 512 * 300 * 16
     with FlopCounterMode(display=False) as flops, torch.no_grad():
-        linear_cross_entropy(x, model.weight, target)
+        row(x, model.weight, target)
     assert flops.get_total_flops() == 2 * 512 * 300 * 16
 
 
@@ -230,26 +271,31 @@ class Sizes(TorchDispatchMode):
         return result
 
 
+@each_row
 @pytest.mark.parametrize("half", [FP16, FP32], ids=str)
-def test_no_more_rows_of_logits_than_asked_for(device: torch.device, half: torch.dtype) -> None:
-    x, weight, bias, target = arguments(half, device)
+def test_no_more_rows_of_logits_than_asked_for(
+    device: torch.device, half: torch.dtype, row: Row
+) -> None:
+    x, weight, bias, target = arguments(half, device, ignored=False)
     with Sizes() as sizes:
-        linear_cross_entropy(x, weight, target, bias, chunk_rows=3).backward()
+        sum(r.sum() for r in row(x, weight, target, bias, chunk_rows=3)).backward()
     assert sizes.most == 3
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.append(t.numel()) or t, lambda t: t
     ):
-        linear_cross_entropy(x, weight, target, bias, chunk_rows=3)
+        row(x, weight, target, bias, chunk_rows=3)
     assert max(kept) == weight.numel()
 
 
-def test_the_same_bits_again(device: torch.device) -> None:
-    x, weight, bias, target = arguments(FP16, device)
+@each_row
+def test_the_same_bits_again(device: torch.device, row: Row) -> None:
+    x, weight, bias, target = arguments(FP16, device, ignored=False)
 
     def run() -> list[Tensor]:
-        loss = linear_cross_entropy(x, weight, target, bias, chunk_rows=3)
-        return [loss, *torch.autograd.grad(loss * 2.0**16, (x, weight, bias))]
+        results = row(x, weight, target, bias, chunk_rows=3)
+        loss = sum(r.sum() for r in results)
+        return [*results, *torch.autograd.grad(loss * 2.0**8, (x, weight, bias))]
 
     for first, again in zip(run(), run(), strict=True):
         assert torch.equal(first, again)
@@ -303,63 +349,81 @@ def test_training_under_amp(device: torch.device, level: str, half: torch.dtype)
         torch.testing.assert_close(ours, plain, rtol=0, atol=4 * 0.3 * torch.finfo(half).eps)
 
 
-def test_fp64_passes_gradcheck_twice(device: torch.device) -> None:
+@each_row
+def test_fp64_passes_gradcheck_twice(device: torch.device, row: Row) -> None:
     x, weight, bias, target = arguments(FP64, device)
 
-    def loss(*tensors: Tensor) -> Tensor:
-        return linear_cross_entropy(
-            tensors[0], tensors[1], target[:3], tensors[2], label_smoothing=0.2, chunk_rows=2
-        )
+    def results(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return row(tensors[0], tensors[1], target[:3], tensors[2], chunk_rows=2)
 
     tensors = x[:3].detach().requires_grad_(), weight, bias
-    assert torch.autograd.gradcheck(loss, tensors)
-    assert torch.autograd.gradgradcheck(loss, tensors)
+    assert torch.autograd.gradcheck(results, tensors)
+    assert torch.autograd.gradgradcheck(results, tensors)
 
 
 @pytest.mark.compiled
 # torch 2.11 tracing a Function
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compile_sees_one_graph(device: torch.device) -> None:
+@pytest.mark.parametrize("name", ["mean", "entropies"])
+def test_compile_sees_one_graph(device: torch.device, name: str) -> None:
     torch.compiler.reset()
-    x, weight, bias, target = arguments(FP16, device)
-    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
-    loss = compiled(x, weight, target, bias, chunk_rows=3)
-    expected = linear_cross_entropy(x, weight, target, bias, chunk_rows=3)
-    assert torch.equal(loss, expected)
-    found = torch.autograd.grad(loss, (x, weight))
-    for got, wanted in zip(found, torch.autograd.grad(expected, (x, weight)), strict=True):
+    x, weight, bias, target = arguments(FP16, device, ignored=False)
+    row = ROWS_OF_BOTH[name]
+    compiled = torch.compile(row.function, fullgraph=True, backend="aot_eager")
+    call = row._replace(function=compiled)
+    found, expected = (f(x, weight, target, bias, chunk_rows=3) for f in (call, row))
+    for got, wanted in zip(found, expected, strict=True):
+        assert torch.equal(got, wanted)
+    gradients = (
+        torch.autograd.grad(sum(r.sum() for r in results), (x, weight))
+        for results in (found, expected)
+    )
+    for got, wanted in zip(*gradients, strict=True):
         assert torch.equal(got, wanted)
 
 
-def test_function_transforms_and_meta_tensors(device: torch.device) -> None:
-    x, weight, _, target = arguments(FP32, device)
-    found = torch.func.grad(linear_cross_entropy)(x, weight, target)
-    (expected,) = torch.autograd.grad(linear_cross_entropy(x, weight, target), x)
-    torch.testing.assert_close(found, expected)
-    meta = (t.to("meta") for t in (x, weight, target))
-    assert linear_cross_entropy(*meta).shape == ()
+@each_row
+def test_function_transforms_meta_tensors_and_nothing(device: torch.device, row: Row) -> None:
+    x, weight, _, target = arguments(FP32, device, ignored=False)
+
+    def total(x: Tensor) -> Tensor:
+        return sum(r.sum() for r in row(x, weight, target))
+
+    (expected,) = torch.autograd.grad(total(x), x)
+    torch.testing.assert_close(torch.func.grad(total)(x), expected)
+    shape = row(x, weight, target)[0].shape
+    assert row(*(t.to("meta") for t in (x, weight, target)))[0].shape == shape
+    assert row(x[:0], weight, target[:0])[0].shape == ((0,) if shape else ())
+
+
+BOTH = ROWS_OF_BOTH["mean"], ROWS_OF_BOTH["tokens"]
+WRONG_LAYERS: list[tuple[dict[str, Any], str]] = [
+    ({"weight": torch.zeros(11, 9)}, r"expected input \[..., d\] and weight \[v, d\], got"),
+    ({"bias": torch.zeros(7)}, r"bias: expected shape \(11,\), weight's first, got \(7,\)"),
+    ({"chunk_rows": 0}, "chunk_rows: expected 1 or more, or None, got 0"),
+    ({"target": torch.zeros(8).long()}, r"classes of shape \(7,\), one for each row"),
+    ({"target": torch.zeros(7)}, r"expected int64 classes of shape \(7,\).*float32"),
+]
+WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"reduction": "all"}, "reduction: expected 'none', 'mean' or 'sum', got 'all'"),
+    ({"label_smoothing": 1.5}, "label_smoothing: expected 0 to 1, got 1.5"),
+]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weight": torch.zeros(11, 9)}, r"expected input \[..., d\] and weight \[v, d\], got"),
-        ({"target": torch.zeros(8).long()}, r"classes of shape \(7,\), one for each row"),
-        ({"target": torch.zeros(7)}, r"expected int64 classes of shape \(7,\).*float32"),
-        ({"bias": torch.zeros(7)}, r"bias: expected shape \(11,\), weight's first, got \(7,\)"),
-        ({"reduction": "all"}, "reduction: expected 'none', 'mean' or 'sum', got 'all'"),
-        ({"label_smoothing": 1.5}, "label_smoothing: expected 0 to 1, got 1.5"),
-        ({"chunk_rows": 0}, "chunk_rows: expected 1 or more, or None, got 0"),
-    ],
+    ("row", "change", "message"),
+    [(row, *wrong) for row in BOTH for wrong in WRONG_LAYERS]
+    + [(BOTH[0], *wrong) for wrong in WRONG_OPTIONS],
 )
-def test_errors(change: dict[str, Any], message: str) -> None:
+def test_errors(row: Row, change: dict[str, Any], message: str) -> None:
     x, weight, bias, target = arguments(FP32, "cpu")
-    given = {"input": x, "weight": weight, "target": target, "bias": bias} | change
+    given = {"x": x, "weight": weight, "target": target, "bias": bias} | change
     with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(**given)
+        row(**given)
 
 
-def test_targets_that_are_no_class_are_refused() -> None:
+@pytest.mark.parametrize("row", BOTH, ids=["cross entropy", "tokens"])
+def test_targets_that_are_no_class_are_refused(row: Row) -> None:
     x, weight, _, target = arguments(FP32, "cpu")
     with pytest.raises(IndexError, match="Target 11 is out of bounds"):
-        linear_cross_entropy(x, weight, torch.full_like(target, 11))
+        row(x, weight, torch.full_like(target, 11))

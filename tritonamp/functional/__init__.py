@@ -1,8 +1,8 @@
 """Differentiable functions of half tensors: half storage, FP32 arithmetic.
 
-The signatures are those of ``torch.nn.functional`` and ``torch``. On float16 and bfloat16 the
-arithmetic is FP32 and each result is rounded once; every other dtype is handed to torch, and so are
-inputs on a GPU that are too small to gain by a kernel: torch's own do the same there.
+The signatures are those of ``torch.nn.functional`` and ``torch``. For float16 and bfloat16 the
+arithmetic is FP32 and each result is rounded once. torch computes every other dtype, and small
+inputs on a GPU, because a kernel gains nothing there.
 """
 
 from tritonamp.functional.group_norms import group_norm

@@ -14,7 +14,7 @@ from tritonamp.kernels._implementations import MIN_NUMEL
 
 
 class GroupNorm(torch.autograd.Function):
-    """group_norm that saves its half input, and two FP32 numbers of each group of an image."""
+    """group_norm that saves its half input and two FP32 numbers per group of an image."""
 
     @staticmethod
     def forward(
@@ -36,7 +36,8 @@ class GroupNorm(torch.autograd.Function):
         x, weight, bias, stats = ctx.saved_tensors
         groups, eps, backend = ctx.args
         _, dweight, dbias, *_ = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # it is differentiated again: stats, too, are functions of x
+        if torch.is_grad_enabled():
+            # A gradient of the gradient needs statistics that are functions of x.
             stats, backend = _group_norm.statistics(x, groups, eps), "eager"
         dx, sums = _group_norm_backward.group_norm_backward(
             grads[0], x, weight, stats, groups, dweight, dbias, backend
@@ -52,14 +53,14 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Return ``torch.nn.functional.group_norm``, of half input computed in FP32, rounded once.
+    """Return ``torch.nn.functional.group_norm``; half input is computed in FP32, rounded once.
 
     Args:
-        input: [N, C, ...], contiguous or channels last, as the result is then, too.
-        num_groups: into which the channels are divided.
-        weight: [C], half or float32.
-        bias: as ``weight``.
-        eps: added to the variance.
+        input: [N, C, ...], contiguous or channels last. The result has the same layout.
+        num_groups: number of groups of channels.
+        weight: factor [C], half or float32.
+        bias: summand [C], half or float32.
+        eps: summand of the variance.
     """
     if not is_ours(input, num_groups, weight, bias, least=min_numel()):
         return torch.nn.functional.group_norm(input, num_groups, weight, bias, eps)
@@ -69,9 +70,10 @@ def group_norm(
 def is_ours(
     input: Tensor, num_groups: int, *weights: Tensor | None, least: int = MIN_NUMEL
 ) -> bool:
-    """Return whether this package computes the norm; else torch does, or refuses.
+    """Return whether this package computes the norm; if not, torch computes or refuses it.
 
-    On a GPU from ``least`` elements on, and what torch's kernels cannot: weights of other dtypes.
+    On a GPU ``least`` is the least number of elements, except with weights in another dtype than
+    the input, which torch's kernels refuse.
     """
     if not is_half(input) or is_traceable_wrapper_subclass(input):  # torch shards DTensors' norms
         return False

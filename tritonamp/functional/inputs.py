@@ -1,4 +1,4 @@
-"""Which inputs the functions here compute with, and which they hand to torch."""
+"""The choice between this package and torch, by the input."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,25 +11,28 @@ from tritonamp.kernels._implementations import MIN_NUMEL
 from tritonamp.policy import HALF_DTYPES
 
 Compute = Callable[..., Any] | None
-"""What computes the forward of a Function from its tensors, by ``TraceableOp.prepared``; None: the
-operation itself does, which the arguments are for.
+"""A launch from ``TraceableOp.prepared`` that computes the forward of a Function from its tensors.
+None: the Function calls the operation with its arguments.
 """
 
 
 def is_half(input: Any) -> bool:
-    """Return whether ``input`` is a half tensor that torch.func does not transform."""
+    """Return whether ``input`` is a half tensor outside transforms of torch.func."""
     return isinstance(input, Tensor) and input.dtype in HALF_DTYPES and not is_under_transforms()
 
 
 def is_under_transforms() -> bool:
-    """Return whether torch.func or forward-mode AD transforms what runs.
+    """Return whether a transform of torch.func or forward-mode AD is active.
 
-    A Function would hide it from torch.
+    Functions are not used then because a transform cannot look into them.
     """
-    # private, nothing public asks them (torch 2.11 to 2.15)
+    # private (torch 2.11 to 2.15): there is no public name for either question
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def min_numel() -> int:
-    """Return from which size this package computes: 0 under autocast, where torch returns FP32."""
+    """Return the least number of elements for this package on a GPU.
+
+    It is 0 under autocast, because torch's result would be FP32 there.
+    """
     return 0 if torch.is_autocast_enabled("cuda") else MIN_NUMEL

@@ -1,35 +1,33 @@
-"""The last linear layer of a model: logits, the products of their gradients, and losses by chunks.
+"""The last linear layer of a model: its logits, the products of their gradients, and its losses.
 
-A loss of rows of logits is a ``RowLoss``; ``LossOfLinear`` computes it of a layer's outputs, of
-which one chunk of rows exists at a time.
+``RowsOfLayer`` computes losses of a layer's outputs, of which one chunk of rows exists at a time.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonamp.functional.inputs import is_under_transforms
+from tritonamp.functional.losses import LineLosses, Results, Tensors, differentiable
 from tritonamp.policy import HALF_DTYPES
 
-MIN_ROWS = 2048
-Results = tuple[Tensor, ...]
-Tensors = tuple[Tensor | None, ...]
+MIN_ROWS = 2048  # of a chunk
 
 
 class LinearHead(NamedTuple):
-    """A linear layer as its products are computed: from half operands, with FP32 sums.
+    """A linear layer whose products take half operands and have FP32 sums.
 
-    On CUDA operands are of ``dtype``. On a CPU, where torch's half products are slow, half ones are
-    widened, and logits are rounded once: what a Tensor Core does.
+    On CUDA operands have ``dtype``. On a CPU half operands are widened because half products
+    are slow there. Logits are rounded once, as on a Tensor Core.
 
     Attributes:
-        dtype: of logits and their gradients.
-        wide: dtype of sums: FP32, of FP64 FP64.
-        operand: that of products.
-        weight: [v, d], an operand.
-        bias: [v], an operand, or None.
+        dtype: dtype of logits and their gradients.
+        wide: dtype of sums, FP32 or FP64.
+        operand: dtype of the products' operands.
+        weight: weight of the layer as an operand, [v, d].
+        bias: bias of the layer as an operand, [v], or None.
     """
 
     dtype: torch.dtype
@@ -48,21 +46,27 @@ class LinearHead(NamedTuple):
 
     @staticmethod
     def chunk_rows(features: int) -> int:
-        """Rows whose half logits take as much memory as the weight's FP32 gradient, or 2048."""
+        """Return the default number of rows per chunk.
+
+        Half logits of 2 d rows take as much memory as the weight's FP32 gradient.
+        """
         return max(MIN_ROWS, 2 * features)
 
     def rows(self, x: Tensor) -> Tensor:
-        """Return rows of the input as an operand."""
+        """Return rows of the layer's input as an operand."""
         return x.to(self.dtype).to(self.operand)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return [..., v] of the operand [..., d], rounded to ``dtype``."""
+        """Return the logits [..., v] of an operand [..., d], rounded to ``dtype``."""
         return torch.nn.functional.linear(rows, self.weight, self.bias).to(self.dtype)
 
     def gradients(self, dlogits: Tensor, rows: Tensor, needed: tuple[bool, ...]) -> Tensors:
-        """Return gradients of rows, weight and bias, in ``wide``; None for those not ``needed``.
+        """Return the gradients of rows, weight and bias in ``wide``, None where not needed.
 
-        ``dlogits`` [r, v] are the gradients of logits, which were made of the operand rows [r, d].
+        Args:
+            dlogits: gradients of the logits, [r, v].
+            rows: the operand of the logits, [r, d].
+            needed: needs_input_grad of rows, weight and bias.
         """
         dlogits = dlogits.to(self.operand)
         return (
@@ -78,9 +82,9 @@ class LinearHead(NamedTuple):
 
 
 class GradientSums:
-    """Gradients of those of input, weight and bias that are needed, while chunks are added.
+    """The needed gradients of input, weight and bias, while chunks of rows are added.
 
-    Those of weight and bias are not rounded to half.
+    Sums of weight and bias stay in FP32 because half would lose small chunks.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class GradientSums:
         self.bias: Tensor | None = None
 
     def add(self, at: slice, rows: Tensor, dlogits: Tensor) -> None:
-        """Add the rows ``at``."""
+        """Add the gradients of the rows ``at``."""
         of_rows, of_weight, of_bias = self.head.gradients(dlogits, rows, self.needed)
         if self.input is not None and of_rows is not None:
             self.input[at] = of_rows
@@ -102,7 +106,7 @@ class GradientSums:
             self.bias = of_bias if self.bias is None else self.bias.add_(of_bias)
 
     def rounded(self, weight: Tensor, bias: Tensor | None) -> Tensors:
-        """Return all three, in the dtypes of input, weight and bias."""
+        """Return the gradients of input, weight and bias in the dtypes of these tensors."""
         return (
             self.input,
             None if self.weight is None else self.weight.to(weight.dtype),
@@ -110,23 +114,57 @@ class GradientSums:
         )
 
 
-class RowLoss(Protocol):
-    """Numbers computed of each row of logits [r, v] and its target."""
+class RowsOfLayer(NamedTuple):
+    """Losses of a linear layer's outputs, of which one chunk of rows exists at a time.
 
-    def of(self, logits: Tensor, targets: Tensor) -> tuple[Results, Tensor]:
-        """Return the results, each [r], and the statistics of rows that the gradient reads."""
+    Attributes:
+        input: inputs of the layer, [r, d].
+        weight: weight of the layer, [v, d].
+        bias: bias of the layer, [v], or None.
+        targets: int64 classes, [r].
+        dtype: dtype of the logits.
+        losses: the losses to compute.
+        chunk_rows: rows per chunk.
+    """
 
-    def gradient(
-        self, logits: Tensor, targets: Tensor, grads: Sequence[Tensor], stats: Tensor
-    ) -> Tensor:
-        """Return the gradient of the logits for gradients of the results, each [r]."""
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    dtype: torch.dtype
+    losses: LineLosses
+    chunk_rows: int
 
-    def by_torch(self, logits: Tensor, targets: Tensor) -> Results:
-        """Return the results by operations that may be differentiated any number of times."""
+    @classmethod
+    def of(
+        cls,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        losses: LineLosses,
+        chunk_rows: int | None,
+    ) -> "RowsOfLayer":
+        """Return the rows of inputs [..., d] and targets [...], with defaults filled in."""
+        rows, classes = input.reshape(-1, input.shape[-1]), targets.reshape(-1)
+        chunk_rows = chunk_rows or LinearHead.chunk_rows(input.shape[-1])
+        return cls(rows, weight, bias, classes, dtype_of_logits(input, weight), losses, chunk_rows)
+
+    @property
+    def take_all_logits(self) -> bool:
+        """Whether torch computes the loss: under transforms, on the meta device, of no rows."""
+        return is_under_transforms() or self.input.is_meta or not len(self.targets)
+
+    def results(self) -> Results:
+        """Return the results of the losses, each [r]."""
+        if self.take_all_logits:
+            return all_at_once(*self[:-1])
+        results: Results = LossOfLinear.apply(*self)
+        return results
 
 
 class LossOfLinear(torch.autograd.Function):
-    """Results of a ``RowLoss``, each [r]; the backward computes the logits again."""
+    """Results of ``RowsOfLayer``; the backward computes the logits again."""
 
     @staticmethod
     def forward(
@@ -136,28 +174,28 @@ class LossOfLinear(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         dtype: torch.dtype,
-        loss: RowLoss,
+        losses: LineLosses,
         chunk_rows: int,
     ) -> Results:
         with torch.autocast(input.device.type, enabled=False):
             head, found, stats = LinearHead.of(dtype, weight, bias), [], []
             for at in chunks(len(targets), chunk_rows):
-                # no name for the logits: it would keep them while the next ones are made
-                results, stat = loss.of(head.logits(head.rows(input[at])), targets[at])
+                # The logits get no name because it would keep them while the next ones are made.
+                results, stat = losses.of(head.logits(head.rows(input[at])), targets[at])
                 found.append(results)
                 stats.append(stat)
         ctx.save_for_backward(input, weight, bias, targets, *stats)
-        ctx.args = dtype, loss, chunk_rows
+        ctx.args = dtype, losses, chunk_rows
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensors:
         input, weight, bias, targets, *stats = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
-        dtype, loss, chunk_rows = ctx.args
+        dtype, losses, chunk_rows = ctx.args
         with torch.autocast(input.device.type, enabled=False):
-            if torch.is_grad_enabled():  # it is differentiated again
-                results = all_at_once(input, weight, bias, targets, dtype, loss)
+            if torch.is_grad_enabled():  # for a gradient of the gradient
+                results = all_at_once(input, weight, bias, targets, dtype, losses)
                 found = differentiable(results, (input, weight, bias), needed, grads)
                 return *found, *(None,) * 4
             head = LinearHead.of(dtype, weight, bias)
@@ -165,29 +203,8 @@ class LossOfLinear(torch.autograd.Function):
             for at, stat in zip(chunks(len(targets), chunk_rows), stats, strict=True):
                 rows = head.rows(input[at])
                 of_chunk = [grad[at] for grad in grads]
-                sums.add(at, rows, loss.gradient(head.logits(rows), targets[at], of_chunk, stat))
+                sums.add(at, rows, losses.gradient(head.logits(rows), targets[at], of_chunk, stat))
         return *sums.rounded(weight, bias), *(None,) * 4
-
-
-def results_of_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    dtype: torch.dtype,
-    loss: RowLoss,
-    chunk_rows: int,
-) -> Results:
-    """Return the results of ``loss`` by chunks of rows, or by torch where it has to see all."""
-    if takes_all_logits(input, targets):
-        return all_at_once(input, weight, bias, targets, dtype, loss)
-    results: Results = LossOfLinear.apply(input, weight, bias, targets, dtype, loss, chunk_rows)
-    return results
-
-
-def takes_all_logits(input: Tensor, targets: Tensor) -> bool:
-    """Return whether the loss is torch's own: under transforms, of no values, of no rows."""
-    return is_under_transforms() or input.is_meta or not len(targets)
 
 
 def all_at_once(
@@ -196,15 +213,18 @@ def all_at_once(
     bias: Tensor | None,
     targets: Tensor,
     dtype: torch.dtype,
-    loss: RowLoss,
+    losses: LineLosses,
 ) -> Results:
-    """Return the results of ``loss`` by torch's operations on all logits."""
+    """Return the results of ``losses`` by torch's operations on all logits."""
     head = LinearHead.of(dtype, weight, bias)
-    return loss.by_torch(head.logits(head.rows(input)), targets)
+    return losses.by_torch(head.logits(head.rows(input)), targets)
 
 
 def dtype_of_logits(input: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype of the logits of a linear layer: under autocast, and beside half, half."""
+    """Return the dtype of a linear layer's logits.
+
+    It is half under autocast, and if one of input and weight is half and the other FP32.
+    """
     kind, given = input.device.type, {input.dtype, weight.dtype}
     casts = not input.is_meta and torch.is_autocast_enabled(kind)
     if casts and torch.float64 not in given:
@@ -215,29 +235,12 @@ def dtype_of_logits(input: Tensor, weight: Tensor) -> torch.dtype:
     return torch.promote_types(input.dtype, weight.dtype)
 
 
-def backend_of(dtype: torch.dtype) -> str:
-    """Return that of the loss: kernels compute in FP32."""
-    return "eager" if dtype is torch.float64 else "auto"
-
-
 def chunks(count: int, rows: int) -> Iterator[slice]:
     return (slice(at, at + rows) for at in range(0, count, rows))
 
 
-def differentiable(
-    results: Sequence[Tensor],
-    inputs: Sequence[Tensor | None],
-    needed: tuple[bool, ...],
-    grads: Sequence[Tensor],
-) -> Tensors:
-    """Return the gradients of those inputs that are needed, which may be differentiated again."""
-    tensors = [t for t, wanted in zip(inputs, needed, strict=True) if t is not None and wanted]
-    found = iter(torch.autograd.grad(results, tensors, grads, create_graph=True))
-    return tuple(next(found) if wanted else None for wanted in needed)
-
-
 def check_layer(input: Tensor, weight: Tensor, bias: Tensor | None, chunk_rows: int | None) -> None:
-    """Raise ValueError about what is wrong with a linear layer's arguments."""
+    """Raise ValueError if a linear layer's arguments do not fit each other."""
     shapes = tuple(input.shape), tuple(weight.shape)
     if not input.dim() or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
         raise ValueError(f"expected input [..., d] and weight [v, d], got {shapes[0]}, {shapes[1]}")

@@ -1,65 +1,45 @@
-"""Cross entropy of a linear layer's outputs, of which a part exists at a time.
+"""Cross entropy of a linear layer's outputs, of which one chunk of rows exists at a time.
 
-Let r be rows, v classes, d features. Training takes 6 rvd FLOPs, as with all logits, which would
-take 4 B (with torch's operations up to 12 B) for each of r * v; here it is 4 B for each of
-chunk_rows * v. Gradients are made chunk by chunk in the forward, where the logits are.
+For r rows, v classes and d features training takes 6 rvd FLOPs, as many as with all logits. All
+logits would take 4 rv B (with torch's operations up to 12 rv B); here they take 4 chunk_rows v B.
+The forward computes the gradients chunk by chunk, while the logits of the chunk exist.
 
-Neither the loss scale nor any other factor is known there, yet no small gradient is lost: gradients
-of logits are probabilities, at most 1, and a fixed power of two puts them where float16 is densest.
-Their sums stay in FP32, 4 (r + v) d B until the backward, which multiplies by the incoming gradient
-in FP32 and rounds once.
+The forward does not know the loss scale, yet it loses no small gradient. A gradient of a logit is a
+probability, at most 1, and a fixed power of two lifts it to where float16 is densest. The sums over
+rows and classes stay in FP32 until the backward, 4 (r + v) d B. The backward multiplies them by the
+incoming gradient in FP32 and rounds once.
 
-Losses that are not reduced get a factor for each row, of which no sum can be made before. They are
-computed again in the backward: 8 rvd FLOPs, and two FP32 numbers a row are kept.
+Without a reduction each row has a factor of its own, so that the forward cannot sum up. The
+backward then computes the logits again, 8 rvd FLOPs in all, and two FP32 numbers per row are kept.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonamp.functional import linear_head
-from tritonamp.functional.linear_head import GradientSums, LinearHead, Results, Tensors
-from tritonamp.functional.losses import REDUCTIONS, cross_entropy, reduced
-from tritonamp.kernels.cross_entropy import cross_entropy as cross_entropy_of_lines
-from tritonamp.kernels.cross_entropy_backward import cross_entropy_backward
+from tritonamp.functional.linear_head import (
+    GradientSums,
+    LinearHead,
+    RowsOfLayer,
+    all_at_once,
+    check_layer,
+    chunks,
+)
+from tritonamp.functional.losses import (
+    REDUCTIONS,
+    LineLosses,
+    Tensors,
+    check_targets,
+    differentiable,
+    reduced,
+)
 
-LIFT = 2.0**15  # of float16: the largest factor of a gradient of 1 that it holds
-
-
-class CrossEntropyRows(NamedTuple):
-    """Cross entropies of rows: a ``RowLoss``."""
-
-    ignore_index: int
-    smoothing: float
-
-    def of(self, logits: Tensor, targets: Tensor) -> tuple[Results, Tensor]:
-        losses, stats = cross_entropy_of_lines(
-            logits, targets, 1, *self, linear_head.backend_of(logits.dtype)
-        )
-        return (losses,), stats
-
-    def gradient(
-        self, logits: Tensor, targets: Tensor, grads: Sequence[Tensor], stats: Tensor
-    ) -> Tensor:
-        return cross_entropy_backward(
-            logits, targets, grads[0], stats, 1, *self, linear_head.backend_of(logits.dtype)
-        )
-
-    def by_torch(self, logits: Tensor, targets: Tensor) -> Results:
-        losses = cross_entropy(
-            logits,
-            targets,
-            ignore_index=self.ignore_index,
-            reduction="none",
-            label_smoothing=self.smoothing,
-        )
-        return (losses,)
+LIFT = 2.0**15  # the largest power of two that is still finite in float16
 
 
 class ReducedLinearCrossEntropy(torch.autograd.Function):
-    """The sum of the losses of rows, or their mean, with gradients that the forward makes."""
+    """Sum or mean of the rows' losses; the forward computes the gradients."""
 
     @staticmethod
     def forward(
@@ -69,7 +49,7 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         dtype: torch.dtype,
-        rule: CrossEntropyRows,
+        rule: LineLosses,
         chunk_rows: int,
         reduction: str,
     ) -> Tensor:
@@ -77,7 +57,7 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(input.device.type, enabled=False):
             head, losses = LinearHead.of(dtype, weight, bias), []
             sums = GradientSums(head, input, head.wide, ctx.needs_input_grad[:3])
-            for at in linear_head.chunks(len(target), chunk_rows):
+            for at in chunks(len(target), chunk_rows):
                 rows = head.rows(input[at])
                 logits = head.logits(rows)
                 (loss,), stats = rule.of(logits, target[at])
@@ -85,9 +65,9 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
                 dlogits = rule.gradient(logits, target[at], [grad], stats)
                 sums.add(at, rows, dlogits)
                 losses.append(loss)
-                del logits, dlogits  # before the next ones are made
+                del logits, dlogits  # frees them before the next chunk
             loss = reduced(torch.cat(losses), target, rule.ignore_index, reduction)
-        # where no target counts the mean is NaN, and gradients are 0
+        # If no target counts, the mean is NaN and gradients are 0.
         count = (target != rule.ignore_index).sum().clamp(min=1) if reduction == "mean" else 1
         ctx.save_for_backward(
             input, weight, bias, target, loss.new_ones(()) / (lift * count),
@@ -102,10 +82,10 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
         input, weight, bias, target, share, *kept = ctx.saved_tensors
         inputs = input, weight, bias
         with torch.autocast(target.device.type, enabled=False):
-            if torch.is_grad_enabled():  # it is differentiated again
-                (losses,) = linear_head.all_at_once(input, weight, bias, target, *ctx.args)
+            if torch.is_grad_enabled():  # for a gradient of the gradient
+                (losses,) = all_at_once(input, weight, bias, target, *ctx.args)
                 loss = reduced(losses, target, ctx.args[1].ignore_index, ctx.reduction)
-                found = linear_head.differentiable([loss], inputs, ctx.needs_input_grad[:3], grads)
+                found = differentiable([loss], inputs, ctx.needs_input_grad[:3], grads)
             else:
                 factor = grads[0] * share
                 found = tuple(
@@ -116,9 +96,9 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(sums: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``sums * factor`` in ``dtype``, without an FP32 product on the way.
+    """Return ``sums * factor`` in ``dtype``, without an FP32 tensor for the product.
 
-    Another backward of the same graph will ask for the sums again.
+    It is not computed in place because another backward of the same graph may follow.
     """
     return torch.mul(sums, factor, out=torch.empty_like(sums, dtype=dtype))
 
@@ -134,55 +114,43 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """Return the cross entropy of ``linear(input, weight, bias)``, which exists in parts only.
+    """Return the cross entropy of ``linear(input, weight, bias)``, one chunk of rows at a time.
 
-    Under autocast and in an enabled forward logits are half, as those of a linear layer there; and
-    so they are where the input or the weight is half, the other FP32. The loss is FP32, of FP64
-    FP64. Gradients of weight and bias are added up in FP32 and rounded once. Those of a sum or mean
-    are made in the forward, and kept in FP32 until the backward, 4 B for each element of input and
-    weight; losses that are not reduced are computed again in the backward. A gradient of the
-    gradient takes all logits at once, and so do transforms of torch.func.
+    Logits are half under autocast, in an enabled forward, and if one of input and weight is half
+    and the other FP32. The loss is FP32 (from FP64: FP64). Gradients of weight and bias are added
+    up in FP32 and rounded once. For a sum or mean the forward computes the gradients, and keeps
+    them in FP32, 4 B per element of input and weight; without a reduction the backward computes the
+    logits again. A gradient of the gradient and transforms of torch.func take all logits at once.
 
     Args:
-        input: [..., d], what the last linear layer of a model is given.
-        weight: [v, d], of that layer.
+        input: input of the model's last linear layer, [..., d].
+        weight: weight of that layer, [v, d].
         target: int64 classes, [...].
-        bias: [v], or None.
-        ignore_index: a target that does not count.
+        bias: bias of that layer, [v], or None.
+        ignore_index: target that does not count.
         reduction: "none", "mean" over the targets that count, or "sum".
         label_smoothing: share of the target's probability that is spread over all classes.
-        chunk_rows: rows of logits that exist at a time, with their gradients. None: 2048, or 2 d
-            where that is more: half logits then take as much memory as the weight's FP32 gradient
-            does.
+        chunk_rows: number of rows whose logits exist at a time, with their gradients. None: 2048,
+            or 2 d if that is more. Half logits of 2 d rows take as much memory as the weight's FP32
+            gradient.
 
     Raises:
-        ValueError: shapes, the reduction or ``chunk_rows`` are no such.
+        ValueError: a shape, the targets' dtype, the reduction, ``label_smoothing`` or
+            ``chunk_rows`` is wrong.
         IndexError: a target is no class; on CUDA it is a failed assertion on the device.
     """
-    linear_head.check_layer(input, weight, bias, chunk_rows)
-    _check(target, tuple(input.shape[:-1]), reduction, label_smoothing)
-    rows, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1)
-    dtype = linear_head.dtype_of_logits(input, weight)
-    rule = CrossEntropyRows(ignore_index, float(label_smoothing))
-    chunk_rows = chunk_rows or LinearHead.chunk_rows(input.shape[-1])
-    args = rows, weight, bias, targets, dtype, rule, chunk_rows
-    trains = any(t is not None and t.requires_grad for t in (rows, weight, bias))
-    makes_gradients = reduction != "none" and trains and torch.is_grad_enabled()
-    if makes_gradients and not linear_head.takes_all_logits(rows, targets):
-        loss: Tensor = ReducedLinearCrossEntropy.apply(*args, reduction)
-        return loss
-    (losses,) = linear_head.results_of_linear(*args)
-    return reduced(losses.view(target.shape), target, ignore_index, reduction)
-
-
-def _check(target: Tensor, rows: tuple[int, ...], reduction: str, label_smoothing: float) -> None:
-    """Raise ValueError about what is wrong with the arguments."""
-    if tuple(target.shape) != rows or target.dtype is not torch.int64:
-        raise ValueError(
-            f"target: expected int64 classes of shape {rows}, one for each row of input, got "
-            f"{target.dtype} of shape {tuple(target.shape)}"
-        )
+    check_layer(input, weight, bias, chunk_rows)
+    check_targets("target", target, tuple(input.shape[:-1]))
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: expected 'none', 'mean' or 'sum', got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing: expected 0 to 1, got {label_smoothing}")
+    losses = LineLosses(ignore_index=ignore_index, smoothing=float(label_smoothing))
+    rows = RowsOfLayer.of(input, weight, bias, target, losses, chunk_rows)
+    trains = any(t is not None and t.requires_grad for t in (input, weight, bias))
+    makes_gradients = reduction != "none" and trains and torch.is_grad_enabled()
+    if makes_gradients and not rows.take_all_logits:
+        loss: Tensor = ReducedLinearCrossEntropy.apply(*rows, reduction)
+        return loss
+    (found,) = rows.results()
+    return reduced(found.view(target.shape), target, ignore_index, reduction)

@@ -1,38 +1,96 @@
-"""Differentiable cross entropy: half logits, FP32 arithmetic and loss."""
+"""Differentiable cross entropy and entropy of half logits: FP32 arithmetic and results."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonamp.functional.inputs import is_half
-from tritonamp.kernels import cross_entropy as _cross_entropy
-from tritonamp.kernels import cross_entropy_backward as _backward
+from tritonamp.kernels.cross_entropy import CROSS_ENTROPY, NO_CLASS
+from tritonamp.kernels.cross_entropy import cross_entropy as _cross_entropy
+from tritonamp.kernels.cross_entropy_backward import cross_entropy_backward
 from tritonamp.policy import HALF_DTYPES
 
 REDUCTIONS = "none", "mean", "sum"  # by their numbers in aten::cross_entropy_loss
+Results = tuple[Tensor, ...]
+Tensors = tuple[Tensor | None, ...]
+
+
+class LineLosses(NamedTuple):
+    """Cross entropies of lines of logits and, with ``entropy``, the entropies of the lines.
+
+    Attributes:
+        dim: dimension of the classes.
+        ignore_index: target of lines with loss 0; ``NO_CLASS``: none.
+        smoothing: share of the target's probability that is spread over all classes.
+        temperature: divisor of the logits.
+        entropy: whether entropies are computed.
+        backend: "auto" or "triton". FP64 is eager because the kernels compute in FP32.
+    """
+
+    dim: int = -1
+    ignore_index: int = NO_CLASS
+    smoothing: float = 0.0
+    temperature: float = 1.0
+    entropy: bool = False
+    backend: str = "auto"
+
+    def of(self, logits: Tensor, targets: Tensor) -> tuple[Results, Tensor]:
+        """Return the results in the shape of ``targets``, and the statistics for the gradient."""
+        *options, _ = self
+        losses, stats = _cross_entropy(logits, targets, *options, self._backend_for(logits))
+        return ((losses, stats[2]) if self.entropy else (losses,)), stats
+
+    def gradient(
+        self, logits: Tensor, targets: Tensor, grads: Sequence[Tensor], stats: Tensor
+    ) -> Tensor:
+        """Return the gradient of the logits for the gradients of the results."""
+        *options, _, _ = self
+        grad = torch.stack(tuple(grads)) if self.entropy else grads[0].unsqueeze(0)
+        backend = self._backend_for(logits)
+        return cross_entropy_backward(logits, targets, grad, stats, *options, backend)
+
+    def by_torch(self, logits: Tensor, targets: Tensor) -> Results:
+        """Return the results by operations that may be differentiated any number of times."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        lines = wide.movedim(self.dim, -1)
+        losses = torch.nn.functional.cross_entropy(
+            lines.reshape(-1, lines.shape[-1]),
+            targets.reshape(-1),
+            ignore_index=self.ignore_index,
+            reduction="none",
+            label_smoothing=self.smoothing,
+        ).view(targets.shape)
+        if not self.entropy:
+            return (losses,)
+        log_p = lines.log_softmax(-1)
+        p = log_p.exp()
+        entropies = -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
+        return losses, entropies.masked_fill(targets == self.ignore_index, 0.0)
+
+    def _backend_for(self, logits: Tensor) -> str:
+        return "eager" if logits.dtype is torch.float64 else self.backend
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Losses of lines of logits, of which the logits and two FP32 numbers a line are saved."""
+    """Results of ``LineLosses``; saves the logits and two or three FP32 numbers per line."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, target: Tensor, args: tuple[Any, ...]) -> Tensor:
-        losses, stats = _cross_entropy.cross_entropy(x, target, *args)
-        ctx.save_for_backward(x, target, stats)
-        ctx.args = args
-        return losses
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, losses: LineLosses) -> Results:
+        (loss, *entropy), stats = losses.of(logits, targets)
+        ctx.save_for_backward(logits, targets, stats)
+        ctx.losses = losses
+        # An entropy is a view of the saved statistics, which a caller must not write to.
+        return loss, *(view.clone() for view in entropy)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, target, stats = ctx.saved_tensors
-        if torch.is_grad_enabled():  # it is differentiated again
-            *args, _ = ctx.args
-            losses, _ = _cross_entropy.cross_entropy_torch(x, target, *args)
-            (dx,) = torch.autograd.grad(losses, x, grads[0], create_graph=True)
-        else:
-            dx = _backward.cross_entropy_backward(x, target, grads[0], stats, *ctx.args)
-        return dx, None, None
+    def backward(ctx: Any, *grads: Tensor) -> Tensors:
+        logits, targets, stats = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a gradient of the gradient
+            results = ctx.losses.by_torch(logits, targets)
+            return *differentiable(results, (logits,), (True,), grads), None, None
+        return ctx.losses.gradient(logits, targets, grads, stats), None, None
 
 
 def cross_entropy(
@@ -45,19 +103,20 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return ``torch.nn.functional.cross_entropy``, of half input computed in FP32: an FP32 loss.
+    """Return ``torch.nn.functional.cross_entropy`` of half logits, computed in FP32, as FP32.
 
-    The gradient takes the incoming one, and with it the loss scale, in FP32, and is rounded once.
-    How many targets count is summed up on the device. Lines whose target is ignored have gradient 0
-    whatever is in them. Class weights and probabilities as targets are torch's, in FP32.
+    The incoming gradient, and with it the loss scale, is applied in FP32, and the result is rounded
+    once. The number of targets that count is summed up on the device. Lines with an ignored target
+    have gradient 0 whatever they contain. With class weights, or with probabilities as targets,
+    torch computes in FP32.
 
     Args:
         input: logits [classes], [N, classes] or [N, classes, d1, ...].
-        target: int64 classes [], [N] or [N, d1, ...]; else as in torch.
-        weight: of the classes.
-        size_average: deprecated in torch, as there.
-        ignore_index: a target that does not count.
-        reduce: deprecated in torch, as there.
+        target: int64 classes [], [N] or [N, d1, ...], or whatever else torch takes.
+        weight: weights of the classes.
+        size_average: deprecated in torch, with the same meaning.
+        ignore_index: target that does not count.
+        reduce: deprecated in torch, with the same meaning.
         reduction: "none", "mean" over the targets that count, or "sum".
         label_smoothing: share of the target's probability that is spread over all classes.
 
@@ -65,7 +124,7 @@ def cross_entropy(
         IndexError: a target is no class; on CUDA it is a failed assertion on the device.
     """
     if size_average is not None or reduce is not None:
-        # private (torch 2.11 to 2.15): what torch.nn.functional.cross_entropy makes of them
+        # private (torch 2.11 to 2.15): torch.nn.functional.cross_entropy calls it for these two
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
     if uses_triton("auto", input, target, weight, label_smoothing) and reduction in REDUCTIONS:
         return fused(input, target, ignore_index, reduction, label_smoothing, "auto")
@@ -86,7 +145,7 @@ def cross_entropy(
 def uses_triton(
     backend: str, input: Tensor, target: Tensor, weight: Tensor | None, smoothing: float
 ) -> bool:
-    """Tell whether the kernels compute the loss; else torch does in FP32, or refuses."""
+    """Return whether the kernels compute the loss; if not, torch computes or refuses it."""
     if not is_half(input) or weight is not None:
         return False
     if not isinstance(target, Tensor) or target.dtype is not torch.int64:
@@ -96,27 +155,54 @@ def uses_triton(
     dim = _class_dim(input)
     if target.shape != input.shape[:dim] + input.shape[dim + 1 :] or not input.numel():
         return False
-    return _cross_entropy.CROSS_ENTROPY.uses_triton(backend, input)
+    return CROSS_ENTROPY.uses_triton(backend, input)
 
 
 def fused(
     input: Tensor, target: Tensor, ignore_index: int, reduction: str, smoothing: float, backend: str
 ) -> Tensor:
     """Return the loss of logits for which ``uses_triton`` is true."""
-    args = _class_dim(input), ignore_index, float(smoothing), backend
+    losses = LineLosses(_class_dim(input), ignore_index, float(smoothing), backend=backend)
     if input.requires_grad and torch.is_grad_enabled():
-        losses = CrossEntropy.apply(input, target, args)
+        (found,) = CrossEntropy.apply(input, target, losses)
     else:
-        losses, _ = _cross_entropy.cross_entropy(input, target, *args)
-    return reduced(losses, target, ignore_index, reduction)
+        (found,), _ = losses.of(input, target)
+    return reduced(found, target, ignore_index, reduction)
 
 
 def reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Return ``losses``, or their sum, or that over the number of targets that count."""
+    """Return ``losses``, their sum, or their sum over the number of targets that count."""
     if reduction == "none":
         return losses
     total = losses.sum()
     return total / (target != ignore_index).sum() if reduction == "mean" else total
+
+
+def differentiable(
+    results: Sequence[Tensor],
+    inputs: Sequence[Tensor | None],
+    needed: tuple[bool, ...],
+    grads: Sequence[Tensor],
+) -> Tensors:
+    """Return the needed gradients of ``inputs``, which may be differentiated again."""
+    tensors = [t for t, wanted in zip(inputs, needed, strict=True) if t is not None and wanted]
+    found = iter(torch.autograd.grad(results, tensors, grads, create_graph=True))
+    return tuple(next(found) if wanted else None for wanted in needed)
+
+
+def check_targets(name: str, targets: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError if ``targets`` are no int64 classes of a shape.
+
+    Args:
+        name: name of the argument, for the message.
+        targets: the argument.
+        shape: the expected shape.
+    """
+    if tuple(targets.shape) != shape or targets.dtype is not torch.int64:
+        raise ValueError(
+            f"{name}: expected int64 classes of shape {shape}, one for each row, got "
+            f"{targets.dtype} of shape {tuple(targets.shape)}"
+        )
 
 
 def _class_dim(input: Tensor) -> int:

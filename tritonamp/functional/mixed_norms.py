@@ -1,4 +1,4 @@
-"""Norms whose result has a dtype of its own, computed in FP32 and rounded once."""
+"""Norms with a dtype for the result, computed in FP32 and rounded once."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,17 +22,17 @@ def mixed_layer_norm(
     *,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return ``layer_norm`` in a dtype of its own, computed in FP32 and rounded once.
+    """Return ``layer_norm`` in ``dtype``, computed in FP32 and rounded once.
 
-    Half input, of which no FP32 copy is made, half or FP32 weights and result are one pass.
+    It is one pass without an FP32 copy for half input with half or FP32 weights and result.
 
     Args:
-        input: as of ``layer_norm``.
-        normalized_shape: as of ``layer_norm``.
-        weight: as of ``layer_norm``; any floating dtype.
-        bias: as ``weight``.
-        eps: as of ``layer_norm``.
-        dtype: of the result.
+        input: any shape that ends in ``normalized_shape``.
+        normalized_shape: shape of the last dimensions, which get mean 0 and variance 1.
+        weight: factor in ``normalized_shape``, any floating dtype.
+        bias: summand in ``normalized_shape``, any floating dtype.
+        eps: summand of the variance.
+        dtype: dtype of the result.
     """
     if dtype in STORED and is_ours(input, normalized_shape, weight, bias, least=min_numel()):
         return norm(input, normalized_shape, weight, bias, eps, True, dtype)
@@ -48,16 +48,16 @@ def mixed_rms_norm(
     *,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return ``rms_norm`` in a dtype of its own, computed in FP32 and rounded once.
+    """Return ``rms_norm`` in ``dtype``, computed in FP32 and rounded once.
 
-    Half input, of which no FP32 copy is made, half or FP32 weight and result are one pass.
+    It is one pass without an FP32 copy for half input with a half or FP32 weight and result.
 
     Args:
-        input: as of ``rms_norm``.
-        normalized_shape: as of ``rms_norm``.
-        weight: as of ``rms_norm``; any floating dtype.
-        eps: as of ``rms_norm``.
-        dtype: of the result.
+        input: any shape that ends in ``normalized_shape``.
+        normalized_shape: shape of the last dimensions, which get mean square 1.
+        weight: factor in ``normalized_shape``, any floating dtype.
+        eps: summand of the mean square. None: float32's eps, as in torch.
+        dtype: dtype of the result.
     """
     if dtype in STORED and is_ours(input, normalized_shape, weight, least=min_numel()):
         return norm(input, normalized_shape, weight, None, eps, False, dtype)
@@ -66,7 +66,7 @@ def mixed_rms_norm(
 
 
 def _alike(dtype: torch.dtype, input: Tensor, *weights: Tensor | None) -> Iterator[Any]:
-    """Return tensors as torch takes them: in FP32 at least, unless all are of ``dtype``."""
+    """Return the tensors in one dtype: ``dtype`` if all have it, else FP32 or FP64."""
     given = input, *weights
     if any(t is not None and t.dtype is not dtype for t in given):
         dtype = torch.promote_types(input.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Differentiable norms, also of a sum: half storage, FP32 arithmetic, weights half or FP32."""
+"""Differentiable norms of half inputs and of sums: FP32 arithmetic, weights half or FP32."""
 
 import math
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from tritonamp.kernels import norm_backward as _norm_backward
 from tritonamp.kernels._implementations import MIN_NUMEL
 from tritonamp.policy import HALF_DTYPES
 
-RMS_EPS = torch.finfo(torch.float32).eps  # torch's, of half input, too: it computes in FP32
+RMS_EPS = torch.finfo(torch.float32).eps  # as in torch, which computes half input in FP32
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Norm(torch.autograd.Function):
-    """layer_norm or rms_norm that saves its half input, and two FP32 numbers of each line."""
+    """layer_norm or rms_norm that saves its half input and one or two FP32 numbers per line."""
 
     @staticmethod
     def forward(
@@ -45,7 +45,7 @@ class Norm(torch.autograd.Function):
 
 
 class AddNorm(torch.autograd.Function):
-    """A sum and its norm, from one pass; the sum is saved in the place of the norm's input."""
+    """A sum and its norm in one pass; the saved tensor is the sum, which is the norm's input."""
 
     @staticmethod
     def forward(
@@ -74,10 +74,19 @@ class AddNorm(torch.autograd.Function):
 def _gradients(
     ctx: Any, grad: Tensor, added: Tensor | None, dweight: bool, dbias: bool
 ) -> Gradients:
-    """Return the gradients of a norm's input, with ``added``, of its weight and of its bias."""
+    """Return the gradients of a norm's input, weight and bias.
+
+    Args:
+        ctx: context of the Function.
+        grad: incoming gradient of the norm.
+        added: gradient to add to the input's, or None.
+        dweight: whether the weight's gradient is needed.
+        dbias: whether the bias's gradient is needed.
+    """
     x, weight, bias, stats = ctx.saved_tensors
     n, eps, center, backend = ctx.args
-    if torch.is_grad_enabled():  # it is differentiated again: stats, too, are functions of x
+    if torch.is_grad_enabled():
+        # A gradient of the gradient needs statistics that are functions of x.
         stats = _norm.norm_torch(x, None, None, n, eps, center, x.dtype)[1]
         backend = "eager"
     dx, sums = _norm_backward.norm_backward(
@@ -89,7 +98,10 @@ def _gradients(
 def of_weights(
     sums: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of those that are given, from FP32 [given, elements]."""
+    """Return the gradients of weight and bias; None for a weight that is None.
+
+    ``sums`` holds one FP32 row for each weight that is not None.
+    """
     dw = None if weight is None else sums[0].to(weight.dtype).view(weight.shape)
     db = None if bias is None else sums[-1].to(bias.dtype).view(bias.shape)
     return dw, db
@@ -102,14 +114,14 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Return ``torch.nn.functional.layer_norm``, of half input computed in FP32, rounded once.
+    """Return ``torch.nn.functional.layer_norm``; half input is computed in FP32, rounded once.
 
     Args:
         input: any shape that ends in ``normalized_shape``.
-        normalized_shape: of what has mean 0 and variance 1 before ``weight`` and ``bias``.
-        weight: of that shape, half or float32.
-        bias: as ``weight``.
-        eps: added to the variance.
+        normalized_shape: shape of the last dimensions, which get mean 0 and variance 1.
+        weight: factor in ``normalized_shape``, half or float32.
+        bias: summand in ``normalized_shape``, half or float32.
+        eps: summand of the variance.
     """
     if not is_ours(input, normalized_shape, weight, bias, least=min_numel()):
         return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
@@ -122,13 +134,13 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Return ``torch.nn.functional.rms_norm``, of half input computed in FP32, rounded once.
+    """Return ``torch.nn.functional.rms_norm``; half input is computed in FP32, rounded once.
 
     Args:
         input: any shape that ends in ``normalized_shape``.
-        normalized_shape: of what has mean square 1 before ``weight``.
-        weight: of that shape, half or float32.
-        eps: added to the mean square; None: that of float32, as in torch.
+        normalized_shape: shape of the last dimensions, which get mean square 1.
+        weight: factor in ``normalized_shape``, half or float32.
+        eps: summand of the mean square. None: float32's eps, as in torch.
     """
     if not is_ours(input, normalized_shape, weight, least=min_numel()):
         return torch.nn.functional.rms_norm(input, normalized_shape, weight, eps)
@@ -144,7 +156,7 @@ def norm(
     center: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return layer_norm (``center``) or rms_norm of what ``is_ours`` accepts, in ``dtype``."""
+    """Return layer_norm (``center``) or rms_norm of an input that ``is_ours`` accepts."""
     eps = RMS_EPS if eps is None else eps
     return Norm.apply(input, weight, bias, (math.prod(shape), eps, center, dtype, "auto"))
 
@@ -157,18 +169,18 @@ def add_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``input + residual``, and ``layer_norm`` of it, in this order, from one pass.
+    """Return ``input + residual`` and the ``layer_norm`` of this sum, from one pass.
 
-    The norm is of the sum as it is rounded: the bits are those of the two calls. In backward the
-    gradient of the sum is added in the same pass, too.
+    The bits are those of two calls because the norm takes the rounded sum. The backward adds the
+    gradient of the sum in one pass, too.
 
     Args:
         input: any shape that ends in ``normalized_shape``.
-        residual: of the same shape and dtype for one pass; else what torch can add.
-        normalized_shape: as of ``layer_norm``.
-        weight: as of ``layer_norm``.
-        bias: as of ``layer_norm``.
-        eps: as of ``layer_norm``.
+        residual: summand, in the input's shape and dtype for one pass.
+        normalized_shape: shape of the last dimensions, which get mean 0 and variance 1.
+        weight: factor in ``normalized_shape``, half or float32.
+        bias: summand in ``normalized_shape``, half or float32.
+        eps: summand of the variance.
     """
     if not _is_our_sum(input, residual, normalized_shape, weight, bias):
         total = input + residual
@@ -184,17 +196,17 @@ def add_rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``input + residual``, and ``rms_norm`` of it, in this order, from one pass.
+    """Return ``input + residual`` and the ``rms_norm`` of this sum, from one pass.
 
-    The norm is of the sum as it is rounded: the bits are those of the two calls. In backward the
-    gradient of the sum is added in the same pass, too.
+    The bits are those of two calls because the norm takes the rounded sum. The backward adds the
+    gradient of the sum in one pass, too.
 
     Args:
         input: any shape that ends in ``normalized_shape``.
-        residual: of the same shape and dtype for one pass; else what torch can add.
-        normalized_shape: as of ``rms_norm``.
-        weight: as of ``rms_norm``.
-        eps: as of ``rms_norm``.
+        residual: summand, in the input's shape and dtype for one pass.
+        normalized_shape: shape of the last dimensions, which get mean square 1.
+        weight: factor in ``normalized_shape``, half or float32.
+        eps: summand of the mean square. None: float32's eps, as in torch.
     """
     if not _is_our_sum(input, residual, normalized_shape, weight):
         total = input + residual
@@ -218,9 +230,10 @@ def _is_our_sum(
 def is_ours(
     input: Tensor, normalized_shape: Sequence[int], *weights: Tensor | None, least: int = MIN_NUMEL
 ) -> bool:
-    """Return whether this package computes the norm; else torch does, or refuses.
+    """Return whether this package computes the norm; if not, torch computes or refuses it.
 
-    On a GPU from ``least`` elements on, and what torch's kernels cannot: weights of other dtypes.
+    On a GPU ``least`` is the least number of elements, except with weights in another dtype than
+    the input, which torch's kernels refuse.
     """
     if not is_half(input) or is_traceable_wrapper_subclass(input):  # torch shards DTensors' norms
         return False
@@ -233,7 +246,14 @@ def is_ours(
 
 
 def fit(input: Tensor, shape: tuple[int, ...], weights: list[Tensor], least: int) -> bool:
-    """Return whether the weights have this shape, dtypes for a kernel, and the input the size."""
+    """Return whether weights and the input's size fit a kernel.
+
+    Args:
+        input: the input.
+        shape: expected shape of the weights.
+        weights: the weights that are not None.
+        least: least number of elements on a GPU, if all dtypes are the same.
+    """
     if any(tuple(w.shape) != shape or w.device != input.device for w in weights):
         return False
     if any(w.dtype not in (*HALF_DTYPES, torch.float32) for w in weights):

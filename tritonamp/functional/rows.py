@@ -47,12 +47,12 @@ class LogSoftmax(torch.autograd.Function):
 def _softmax_gradient(ctx: Any, grad: Tensor, backward: Callable[..., Tensor]) -> Tensor:
     (y,) = ctx.saved_tensors
     (dim, _, backend), dtype = ctx.args
-    # torch's operations where it is differentiated again
+    # A gradient of the gradient needs torch's operations.
     return backward(grad, y, dim, dtype, "eager" if torch.is_grad_enabled() else backend)
 
 
 class Sum(torch.autograd.Function):
-    """sum that saves nothing: its gradient is expanded."""
+    """sum that saves no tensor because its gradient is an expanded one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, args: tuple[Any, ...], compute: Compute = None) -> Tensor:
@@ -64,7 +64,7 @@ class Sum(torch.autograd.Function):
         (dims, keepdim, *_), shape, dtype = ctx.args
         grad = grads[0]
         if shape and not keepdim:
-            # of all dims there are none here: expand alone broadcasts the scalar
+            # The sum over all dimensions has no ``dims``, and expand broadcasts its scalar.
             for d in sorted(d % len(shape) for d in dims):
                 grad = grad.unsqueeze(d)
         return grad.to(dtype).expand(shape), None, None
@@ -73,13 +73,13 @@ class Sum(torch.autograd.Function):
 def softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return ``torch.nn.functional.softmax``, of half input computed in FP32.
+    """Return ``torch.nn.functional.softmax``; half input is computed in FP32.
 
     Args:
         input: any shape.
-        dim: the dimension that sums to one; None as in torch (deprecated there).
-        _stacklevel: of the warning about ``dim=None``, as in torch.
-        dtype: of the result, taken from the FP32 values; None: the input's.
+        dim: dimension that sums to one. None is deprecated, as in torch.
+        _stacklevel: stack level of the warning about ``dim=None``, as in torch.
+        dtype: dtype of the result, rounded once from FP32. None: the input's.
     """
     if not is_ours(input, dtype, min_numel()):
         return torch.nn.functional.softmax(input, dim, _stacklevel + 1, dtype)
@@ -91,13 +91,13 @@ def softmax(
 def log_softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return ``torch.nn.functional.log_softmax``, of half input computed in FP32.
+    """Return ``torch.nn.functional.log_softmax``; half input is computed in FP32.
 
     Args:
         input: any shape.
-        dim: the dimension whose exponentials sum to one; None as in torch (deprecated there).
-        _stacklevel: of the warning about ``dim=None``, as in torch.
-        dtype: of the result, taken from the FP32 values; None: the input's.
+        dim: dimension whose exponentials sum to one. None is deprecated, as in torch.
+        _stacklevel: stack level of the warning about ``dim=None``, as in torch.
+        dtype: dtype of the result, rounded once from FP32. None: the input's.
     """
     if not is_ours(input, dtype, min_numel()):
         return torch.nn.functional.log_softmax(input, dim, _stacklevel + 1, dtype)
@@ -113,13 +113,13 @@ def sum(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return ``torch.sum``, of half input accumulated in FP32 and rounded once.
+    """Return ``torch.sum``; half input is accumulated in FP32 and rounded once.
 
     Args:
         input: any shape.
-        dim: one or several dimensions; None or an empty sequence sums over all of them.
-        keepdim: keep them, with size 1.
-        dtype: of the result; None: the input's.
+        dim: one or several dimensions. None or an empty sequence: all dimensions.
+        keepdim: whether the summed dimensions stay, with size 1.
+        dtype: dtype of the result. None: the input's.
     """
     if not is_ours(input, dtype, min_numel()):
         # torch takes any sequence
@@ -129,7 +129,13 @@ def sum(
 
 
 def is_ours(input: Tensor, dtype: torch.dtype | None, min_numel: int = MIN_NUMEL) -> bool:
-    """Return whether this package computes the result, not torch: on a GPU from that size on."""
+    """Return whether this package computes the result, and not torch.
+
+    Args:
+        input: the input.
+        dtype: dtype of the result. None: the input's.
+        min_numel: least number of elements on a GPU.
+    """
     if not is_half(input) or dtype not in (None, torch.float32, *HALF_DTYPES):
         return False
     is_large = not input.is_cuda or input.numel() >= min_numel

@@ -1,72 +1,15 @@
-"""Log-probabilities of tokens, and entropies, as reinforcement learning takes them from logits.
+"""Log-probabilities and entropies of tokens, as reinforcement learning takes them from logits.
 
-Losses of it multiply each token's log-probability by a factor of its own (an advantage, a ratio of
-two policies), so gradients are made in the backward, from the logits or, by parts, from what the
-logits are made of.
+A log-probability is a cross entropy with the opposite sign. Its losses multiply each token by a
+factor of its own (an advantage, a ratio of two policies), so that the backward has to compute the
+gradients: from the logits, or from the inputs of the linear layer that computes them.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import torch
 from torch import Tensor
 
-from tritonamp.functional import linear_head
 from tritonamp.functional.inputs import is_under_transforms
-from tritonamp.functional.linear_head import LinearHead, Results, Tensors
-from tritonamp.kernels.token_log_probs import token_log_probs as of_rows
-from tritonamp.kernels.token_log_probs_backward import token_log_probs_backward
-
-
-class TokenRows(NamedTuple):
-    """Log-probabilities of rows' targets and, with ``entropy``, entropies: a ``RowLoss``."""
-
-    temperature: float
-    entropy: bool
-
-    def of(self, logits: Tensor, targets: Tensor) -> tuple[Results, Tensor]:
-        log_probs, stats = of_rows(logits, targets, *self, linear_head.backend_of(logits.dtype))
-        return ((log_probs, stats[2]) if self.entropy else (log_probs,)), stats
-
-    def gradient(
-        self, logits: Tensor, targets: Tensor, grads: Sequence[Tensor], stats: Tensor
-    ) -> Tensor:
-        return token_log_probs_backward(
-            logits,
-            targets,
-            torch.stack(tuple(grads)),
-            stats,
-            self.temperature,
-            linear_head.backend_of(logits.dtype),
-        )
-
-    def by_torch(self, logits: Tensor, targets: Tensor) -> Results:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        log_p = torch.log_softmax(wide / self.temperature, -1)
-        found = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        if not self.entropy:
-            return (found,)
-        p = log_p.exp()
-        return found, -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
-
-
-class TokenLogProbs(torch.autograd.Function):
-    """Log-probabilities of classes, and entropies, of logits [..., v], which are kept."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, loss: TokenRows) -> Results:
-        (log_probs, *entropy), stats = loss.of(logits, targets)
-        ctx.save_for_backward(logits, targets, stats)
-        ctx.loss = loss
-        return log_probs, *(view.clone() for view in entropy)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensors:
-        logits, targets, stats = ctx.saved_tensors
-        if torch.is_grad_enabled():  # it is differentiated again
-            results = ctx.loss.by_torch(logits, targets)
-            return *linear_head.differentiable(results, (logits,), (True,), grads), None, None
-        return ctx.loss.gradient(logits, targets, grads, stats), None, None
+from tritonamp.functional.linear_head import RowsOfLayer, check_layer
+from tritonamp.functional.losses import CrossEntropy, LineLosses, Results, check_targets
 
 
 def token_log_probs(
@@ -74,17 +17,17 @@ def token_log_probs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the log-probability of each target under ``softmax(logits / temperature)``.
 
-    Results are FP32 (of FP64 FP64), computed in it from half logits, which are read once. Gradients
-    take the incoming ones, and with them a loss scale, in FP32, and are rounded once.
+    Half logits are read once, and results are FP32 (from FP64: FP64). The incoming gradients, and
+    with them a loss scale, are applied in FP32, and the result is rounded once.
 
     Args:
         logits: [..., v], float16, bfloat16 or float32.
         targets: int64 classes, [...].
-        temperature: more than 0; that of the sampling.
-        return_entropy: return the entropy of each row, too, [...]; its gradient counts.
+        temperature: temperature of the sampling, above 0.
+        return_entropy: whether to return the entropy of each row, [...], with a gradient, too.
 
     Raises:
-        ValueError: shapes, the targets' dtype or the temperature are no such.
+        ValueError: a shape, a dtype or the temperature is wrong.
         IndexError: a target is no class; on CUDA it is a failed assertion on the device.
     """
     if not logits.dim() or not logits.is_floating_point():
@@ -92,13 +35,11 @@ def token_log_probs(
             f"logits: expected floating numbers [..., v], got {logits.dtype} of shape "
             f"{tuple(logits.shape)}"
         )
-    _check(tuple(logits.shape[:-1]), targets, temperature)
-    loss = TokenRows(float(temperature), return_entropy)
+    check_targets("targets", targets, tuple(logits.shape[:-1]))
+    losses = _losses(temperature, return_entropy)
     if is_under_transforms() or logits.is_meta or not logits.numel():
-        results = loss.by_torch(logits, targets)
-    else:
-        results = TokenLogProbs.apply(logits, targets, loss)
-    return (results[0], results[1]) if return_entropy else results[0]
+        return _log_probs(losses.by_torch(logits, targets))
+    return _log_probs(CrossEntropy.apply(logits, targets, losses))
 
 
 def linear_token_log_probs(
@@ -111,43 +52,44 @@ def linear_token_log_probs(
     return_entropy: bool = False,
     chunk_rows: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return ``token_log_probs`` of ``linear(input, weight, bias)``, which exists in parts only.
+    """Return ``token_log_probs(linear(input, weight, bias), targets)``, one chunk at a time.
 
-    Under autocast and in an enabled forward logits are half, and so they are where the input or the
-    weight is half, the other FP32. The backward computes them again: 8 rvd FLOPs for r rows, v
-    classes and d features. Gradients of weight and bias are added up in FP32 and rounded once.
+    Logits are half under autocast, in an enabled forward, and if one of input and weight is half
+    and the other FP32. The backward computes the logits again, which makes 8 rvd FLOPs for r rows,
+    v classes and d features. Gradients of weight and bias are added up in FP32 and rounded once.
 
     Args:
-        input: [..., d], hidden states.
-        weight: [v, d], of the model's last layer.
+        input: hidden states, [..., d].
+        weight: weight of the model's last layer, [v, d].
         targets: int64 classes, [...].
-        bias: [v], or None.
-        temperature: more than 0; that of the sampling.
-        return_entropy: return the entropy of each row, too, [...]; its gradient counts.
-        chunk_rows: rows of logits that exist at a time, in the backward with their gradients. None:
-            2048, or 2 d where that is more.
+        bias: bias of that layer, [v], or None.
+        temperature: temperature of the sampling, above 0.
+        return_entropy: whether to return the entropy of each row, [...], with a gradient, too.
+        chunk_rows: number of rows whose logits exist at a time, in the backward with their
+            gradients. None: 2048, or 2 d if that is more.
 
     Raises:
-        ValueError: shapes, the targets' dtype, the temperature or ``chunk_rows`` are no such.
+        ValueError: a shape, the targets' dtype, the temperature or ``chunk_rows`` is wrong.
         IndexError: a target is no class; on CUDA it is a failed assertion on the device.
     """
-    linear_head.check_layer(input, weight, bias, chunk_rows)
-    _check(tuple(input.shape[:-1]), targets, temperature)
-    rows, classes = input.reshape(-1, input.shape[-1]), targets.reshape(-1)
-    dtype = linear_head.dtype_of_logits(input, weight)
-    loss = TokenRows(float(temperature), return_entropy)
-    chunk_rows = chunk_rows or LinearHead.chunk_rows(input.shape[-1])
-    results = linear_head.results_of_linear(rows, weight, bias, classes, dtype, loss, chunk_rows)
-    results = tuple(result.view(targets.shape) for result in results)
-    return (results[0], results[1]) if return_entropy else results[0]
+    check_layer(input, weight, bias, chunk_rows)
+    check_targets("targets", targets, tuple(input.shape[:-1]))
+    losses = _losses(temperature, return_entropy)
+    rows = RowsOfLayer.of(input, weight, bias, targets, losses, chunk_rows)
+    return _log_probs(tuple(result.view(targets.shape) for result in rows.results()))
 
 
-def _check(shape: tuple[int, ...], targets: Tensor, temperature: float) -> None:
-    """Raise ValueError about what is wrong with the targets or the temperature."""
-    if tuple(targets.shape) != shape or targets.dtype is not torch.int64:
-        raise ValueError(
-            f"targets: expected int64 classes of shape {shape}, one for each row, got "
-            f"{targets.dtype} of shape {tuple(targets.shape)}"
-        )
+def _losses(temperature: float, entropy: bool) -> LineLosses:
+    """Return the losses whose negatives are log-probabilities.
+
+    Raises:
+        ValueError: the temperature is wrong.
+    """
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature: expected a number above 0, got {temperature}")
+    return LineLosses(temperature=float(temperature), entropy=entropy)
+
+
+def _log_probs(results: Results) -> Tensor | tuple[Tensor, Tensor]:
+    losses, *entropies = results
+    return (-losses, entropies[0]) if entropies else -losses
