@@ -42,10 +42,10 @@ class Build(NamedTuple):
         call, kernel: names; the kernel's with a number if the call launches it again.
         function: where the kernel is found, module and name.
         signature, constants: by the names of the kernel's parameters.
-        warps: of 32 threads.
+        warps: number of warps of 32 threads.
         n: length of a line; 0: the kernel has no such argument.
-        max_registers, max_instructions, exp2, max_shared: see ``Shipped``; exp2 is for all launches
-            of the call.
+        max_registers, max_instructions, exp2, max_shared: the bounds of ``Shipped``; exp2 counts
+            all launches of the call.
     """
 
     arch: Arch

@@ -153,7 +153,7 @@ def text(runs: list[dict[str, Any]]) -> str:
 def table(runs: list[dict[str, Any]]) -> str:
     """Return Markdown: mean and range of the seeds, and the largest distance from O0 of one seed.
 
-    In brackets: that distance over O0's own range. Bold: it is more than that range.
+    In brackets: that distance over O0's own range. Distances above that range are bold.
     """
     head = (
         "model", "mode", "final training loss", "test score",

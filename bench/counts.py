@@ -1,7 +1,7 @@
 """What every shipped kernel executes for each element, counted, and the gates on it.
 
     python bench/counts.py --arch 90 --only "softmax.*n=1000"
-    python bench/counts.py --peers --only "softmax n=1000"  # others' kernels beside ours
+    python bench/counts.py --peers --only "softmax n=1000"  # others' kernels next to ours
 
 Needs no GPU: some programs of each launch run in the emulator of tests/gpuless/ptx. The calls are
 those of ``static.py``, which reads machine code, where the body of a loop counts once; here what
@@ -46,9 +46,9 @@ class Row(NamedTuple):
     """What was counted in one launch.
 
     Attributes:
-        name: of the call and the kernel.
+        name: names of the call and the kernel.
         arch: architecture.
-        instructions: of PTX that a thread runs, for each element.
+        instructions: PTX instructions that a thread runs, per element.
         loads, stores: sectors of 32 bytes in a warp's request; 0 where there is none.
         asked: bytes of all sectors, for each element.
         conflicts: passes over the banks of shared memory, in those that it takes without

@@ -245,7 +245,7 @@ def positive(text: str) -> float:
     """Return a number of seconds.
 
     Raises:
-        ValueError: it is not above 0, or not finite.
+        ValueError: the number is not above 0, or not finite.
     """
     seconds = float(text)
     if not 0 < seconds < math.inf:

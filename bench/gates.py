@@ -53,7 +53,7 @@ def memory_faults(row: Row) -> Iterator[str]:
 
 
 def occupancy_faults(row: Row) -> Iterator[str]:
-    """Yield what keeps programs from running beside one another."""
+    """Yield the limits that keep programs from running at the same time."""
     build = row.build
     if build.amd:
         allowed = AMD_REGISTERS if build.moves_tensors else 255  # one program needs no others

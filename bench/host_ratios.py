@@ -59,7 +59,7 @@ def of_465_tensors() -> nn.Module:
 
 
 def measure_step(build: steps.Build, apart: bool, repeats: int) -> dict[str, float]:
-    """Return our O2 step beside torch.amp's; ``apart``: see ``groups``."""
+    """Return our O2 step over torch.amp's; ``apart`` has the meaning that it has in ``groups``."""
     params = steps.parameters(build, CPU, torch.float32)
     theirs = steps.FUSED_ADAMW(groups(params, apart))
     with no_kernels_of_torchs_step(len(params)) as called:
@@ -74,7 +74,7 @@ def measure_step(build: steps.Build, apart: bool, repeats: int) -> dict[str, flo
 
 
 def measure_forward(level: str, repeats: int) -> dict[str, float]:
-    """Return a forward of an empty module with gradients, enabled beside plain."""
+    """Return a forward of an empty module with gradients, enabled over plain."""
     x = torch.zeros(2, 2, requires_grad=True)
     enabled, plain = Nothing(), Nothing()
     optimizer = torch.optim.SGD(enabled.parameters(), lr=0.1)
@@ -84,7 +84,7 @@ def measure_forward(level: str, repeats: int) -> dict[str, float]:
 
 
 def measure_overrides(repeats: int) -> dict[str, dict[str, float]]:
-    """Return overridden ops with autograd, each beside an empty Function."""
+    """Return overridden ops with autograd, each over an empty Function."""
     x = torch.randn(256, 1024).half().requires_grad_()
     weight, bias = torch.ones(1024, requires_grad=True), torch.zeros(1024, requires_grad=True)
     calls: dict[str, Call] = {
@@ -100,7 +100,7 @@ def measure_overrides(repeats: int) -> dict[str, dict[str, float]]:
 
 
 def measure_enable(repeats: int) -> dict[str, float]:
-    """Return ``enable`` of 3000 tensors beside ``copy.deepcopy`` of their model."""
+    """Return ``enable`` of 3000 tensors over ``copy.deepcopy`` of their model."""
     model, times = steps.tiny(3000), []
     for _ in range(max(repeats // 20, 1)):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Stubs in the place of kernels, and a clock: the time that is left is the host's."""
+"""Stubs instead of kernels, and a clock. The measured time is the host's alone."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -23,10 +23,10 @@ class Images(NamedTuple):
 
     Attributes:
         padded: images to train on, each with a margin of zeros.
-        classes: of the images to train on.
+        classes: classes of the images to train on.
         test: images to test on.
-        test_classes: of the images to test on.
-        mean: of the images to train on, by channel, (3, 1, 1).
+        test_classes: classes of the images to test on.
+        mean: mean of the images to train on, by channel, (3, 1, 1).
         std: standard deviation of the images to train on, by channel, (3, 1, 1).
     """
 

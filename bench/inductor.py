@@ -5,9 +5,8 @@
         y = softmax(x, -1)  # on the GPU in software
 
 Functions are traced on fake tensors and handed to Inductor, whose questions about the device are
-answered here. The code that it writes is run as it is; in the place of its launcher stands Triton's
-own, with the first of the configurations that Inductor would time against one another. Private
-names of torch 2.14.
+answered here. Its code runs unchanged, but Triton's own launcher replaces Inductor's and takes the
+first of the configurations that Inductor would time. Uses private names of torch 2.14.
 """
 
 import contextlib
@@ -118,8 +117,8 @@ def without_gpu(arch: int, processors: int = 132) -> Iterator[None]:
     """Have ``torch.compile`` run on the GPU in software inside of the block.
 
     Args:
-        arch: of the GPU that Inductor writes for, like 90.
-        processors: multiprocessors, which it splits reductions by.
+        arch: architecture that Inductor writes for, like 90.
+        processors: number of multiprocessors, over which Inductor splits reductions.
     """
     properties = _properties(arch, processors)
     answers: dict[str, Any] = {

@@ -35,8 +35,9 @@ class Row(NamedTuple):
     """What was measured of a build; None where the disassembler does not know the architecture.
 
     Attributes:
-        registers, stack, local: of a thread, the last two in bytes.
-        shared: bytes of a program.
+        registers: number of registers of a thread.
+        stack, local: bytes of a thread.
+        shared: bytes of shared memory of a program.
         occupancy: fraction of the warps that a multiprocessor can hold.
         tile_loads, tile_stores: bytes of whole tiles that a thread has to move, by the width that
             they allow for.

@@ -76,7 +76,7 @@ def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @of_sums
 def widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute in FP32, for torch.compile to fuse: torch refuses half input beside FP32 weights."""
+    """Compute in FP32, for torch.compile to fuse: torch refuses half input with FP32 weights."""
     return norm_of(F, x.float(), weight, bias).to(x.dtype)
 
 

@@ -163,12 +163,12 @@ def both_directions(
 
     Args:
         op: the operation.
-        dtype: of activations.
-        shape: by which the cases are named.
-        toy: the shape that is used in its place.
-        path_bytes: by peer other than us, as in ``Case``, forward and backward.
-        tier: as in ``Case``.
-        form: of memory, which ends the names.
+        dtype: dtype of activations.
+        shape: shape of the input, which names the cases.
+        toy: smaller shape for a run on the CPU.
+        path_bytes: by peer except us, bytes as in ``Case``, forward and backward.
+        tier: the cases' tier.
+        form: memory format, which ends the names.
     """
     used = toy or shape
     return [

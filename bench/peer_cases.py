@@ -41,11 +41,11 @@ class Question(NamedTuple):
 
     Attributes:
         op: the operation.
-        name: of the case.
-        n: what lines are long.
+        name: name of the case.
+        n: length of a line.
         exact: the operation, for FP64.
-        counted: the shape that counts are taken at.
-        checked: the shape that errors are taken at.
+        counted: shape at which instructions and bytes are counted.
+        checked: shape at which errors are measured.
         both: whether one of forward and backward does the work of the other.
     """
 

@@ -1,8 +1,8 @@
-"""What kernels of peers move and execute beside ours, counted by one machine, and their errors.
+"""Bytes, instructions and errors of peers' kernels and of ours, counted by one machine.
 
     python bench/counts.py --peers --only "softmax n=1024"
 
-A process of this file for each peer: some patch torch for everybody. Kernels run in the emulator of
+This file starts a process for each peer, because some peers patch torch. Kernels run in the emulator of
 tests/gpuless/ptx, compiled for sm_90. Torch's own kernels, which it cannot run, count as a launch
 that reads and writes each operand once.
 """

@@ -44,9 +44,10 @@ class Machine:
     """The GPU in software, and what ran on it.
 
     Attributes:
-        emulator: of kernels; its options say whether all programs run, and what is counted.
-        own: torch's own kernels, and the bytes of their operands.
-        gems: by name of an operation, what FlagGems has in its place.
+        emulator: emulator of kernels; its options say whether all programs run and which numbers are
+            counted.
+        own: names of torch's own kernels, with the bytes of their operands.
+        gems: by name of an operation, FlagGems's replacement.
         refused: the operations of ``gems`` that Triton does not compile, and why.
     """
 

@@ -57,8 +57,8 @@ class Built(NamedTuple):
     """What ptxas makes of a kernel.
 
     Attributes:
-        registers: of a thread.
-        in_flight: bytes that a thread asks for before it waits.
+        registers: number of registers of a thread.
+        in_flight: bytes that a thread requests before it waits.
     """
 
     registers: int

@@ -25,9 +25,9 @@ class Numbers(NamedTuple):
     """What is committed of one launch.
 
     Attributes:
-        name: of the call and the kernel.
+        name: names of the call and the kernel.
         arch: architecture; ``target``: the same, for people.
-        values: the numbers by what they are; None: not known of this architecture.
+        values: the numbers by name; None if they are unknown for this architecture.
     """
 
     name: str

@@ -155,7 +155,7 @@ def foreach_average(build: Build, device: torch.device) -> Work:
 
 
 def our_ranges(build: Build, device: torch.device) -> Work:
-    """Make the reading of ``amp.watch``, with the gradients in the place of activations."""
+    """Make the reading of ``amp.watch``, with gradients instead of activations."""
     grads = grads_of(parameters(build, device, HALF))
     row = torch.zeros(ROW, dtype=torch.int64, device=device)
     on = torch.ones((), dtype=torch.int32, device=device)
@@ -267,10 +267,10 @@ class Group(NamedTuple):
     """Rows of the same work, one for each set of parameters.
 
     Attributes:
-        name: of the group.
-        peers: by name, what makes the work, and the bytes for each parameter that its way through
-            memory takes, None where they are not known. Ours are the least.
-        operations: as in ``Case``.
+        name: name of the group.
+        peers: by name, a function that makes the work, and the bytes that the peer moves per
+            parameter, None if they are unknown. Ours are the least.
+        operations: names of the measured operations of the kernels.
     """
 
     name: str

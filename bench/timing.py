@@ -36,14 +36,14 @@ class Work(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """What was measured of a call.
+    """The measured times and memory of a call.
 
     Attributes:
-        us: of the device, the median.
-        host_us: median until the call returns while the device has nothing else to do; None on a
+        us: median time on the device, in microseconds.
+        host_us: median time until the call returns on an idle device, in microseconds; None on a
             CPU.
-        peak_bytes: most that was allocated, inputs included; None on a CPU, and for a graph, whose
-            many inputs would count.
+        peak_bytes: most bytes allocated at once, inputs included; None on a CPU, and for a graph,
+            whose many inputs would count.
         clock: "events", "graph" or "host".
     """
 

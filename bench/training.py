@@ -41,9 +41,9 @@ class Training(NamedTuple):
     """A model and its data.
 
     Attributes:
-        shape: of one input. ``tokens``: inputs are token numbers below this, and every one has a
-            target; 0: images.
-        classes: that a target is one of.
+        shape: shape of one input.
+        tokens: number of different tokens, each input having a target per token; 0 for images.
+        classes: number of classes of a target.
     """
 
     build: Callable[[], nn.Module]
