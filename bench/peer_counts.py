@@ -2,9 +2,9 @@
 
     python bench/counts.py --peers --only "softmax n=1024"
 
-This file starts a process for each peer, because some peers patch torch. Kernels run in the emulator of
-tests/gpuless/ptx, compiled for sm_90. Torch's own kernels, which it cannot run, count as a launch
-that reads and writes each operand once.
+This file starts a process for each peer, because some peers patch torch. Kernels are compiled for
+sm_90 and run in the emulator of tests/gpuless/ptx. The emulator cannot run torch's own kernels, so
+each counts as a launch that reads and writes each operand once.
 """
 
 import argparse

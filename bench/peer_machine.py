@@ -44,8 +44,7 @@ class Machine:
     """The GPU in software, and what ran on it.
 
     Attributes:
-        emulator: emulator of kernels; its options say whether all programs run and which numbers are
-            counted.
+        emulator: emulator of kernels, whose options choose the programs that run and the counters.
         own: names of torch's own kernels, with the bytes of their operands.
         gems: by name of an operation, FlagGems's replacement.
         refused: the operations of ``gems`` that Triton does not compile, and why.
