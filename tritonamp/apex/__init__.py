@@ -25,9 +25,9 @@ def __getattr__(name: str) -> Any:
 def install() -> None:
     """Make ``import apex`` in this process mean this package, for scripts that cannot be edited.
 
-    Call it before anything imports apex. ``import amp_C`` and ``import apex_C`` work
-    then, too. A folder of that name without an ``__init__.py``, as a clone beside the script is,
-    does not count.
+    Call it before anything imports apex. ``import amp_C`` and ``import apex_C`` then work as well.
+    A folder named apex without an ``__init__.py``, such as a clone next to the script, does not
+    count as apex.
 
     Raises:
         RuntimeError: another apex has been imported already.

@@ -103,7 +103,7 @@ def key_of(path: Path) -> str:
 
 
 def replace_tensors(tree: Any, function: Callable[[Path, Tensor], Any], path: Path = ()) -> Any:
-    """Return a copy of `tree` with `function(path, tensor)` in the place of each tensor."""
+    """Return a copy of `tree` with `function(path, tensor)` instead of each tensor."""
     if isinstance(tree, Tensor):
         return function(path, tree)
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):

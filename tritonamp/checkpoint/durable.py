@@ -20,7 +20,7 @@ import torch
 
 
 def fresh_name(target: str) -> str:
-    """Return a name beside `target` that nobody else has: concurrent savers never share a file."""
+    """Return a unique name next to `target`, because concurrent savers must not share a file."""
     return f"{target}.saving-{secrets.token_hex(8)}"
 
 
@@ -85,8 +85,8 @@ def read(file: BinaryIO) -> dict[str, Any]:
     """Return the content of a file that `write` has written.
 
     Raises:
-        ValueError: it is not as it was written, or ``torch.save`` has written it. What unpickling
-            raises, for one that is no such file at all.
+        ValueError: the file was changed, or ``torch.save`` wrote it.
+        Exception: the error of unpickling, if the file has another format.
     """
     end = max(file.seek(0, os.SEEK_END) - len(_comment(file, 0)), 0)
     file.seek(end)

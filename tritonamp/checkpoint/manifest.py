@@ -101,7 +101,7 @@ def commit(fresh: str, target: str, manifest: Manifest) -> None:
 
 
 def _rename(fresh: str, target: str) -> list[str]:
-    """Put `fresh` in the place of `target`, and return what has been put aside."""
+    """Replace `target` by `fresh`, and return the path to which the old one was moved."""
     put_aside: list[str] = []
     for _ in range(100):
         try:

@@ -79,13 +79,13 @@ def check_buckets(wrapper: DistributedDataParallel) -> None:
 
 
 def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
-    """Have DDP make its buckets and hooks anew, as its ``__setstate__`` does.
+    """Make DDP rebuild its buckets and hooks, as its ``__setstate__`` does.
 
-    Parameters have another dtype now, and it would miss their gradients. The names of torch's are
-    private, and the same from torch 2.11 to 2.15; communication hooks are registered again.
+    DDP would miss gradients otherwise, because the parameters' dtype has changed. The function uses
+    private names that are the same from torch 2.11 to 2.15. It registers communication hooks again.
 
     Raises:
-        ValueError: see ``check_buckets``; nothing was changed then.
+        ValueError: ``check_buckets`` refused the model; nothing was changed.
     """
     c10d: Any = dist
     wide = has_wide_gradients(wrapper)

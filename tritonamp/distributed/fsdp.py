@@ -168,7 +168,7 @@ def _set_mp_policy(module: Any, policy: Any) -> None:
 
 
 def _refresh(module: Any) -> None:
-    """Do anew what FSDP2 does once, at the first forward, with the dtypes of its shards."""
+    """Repeat the setup of FSDP2's first forward, with the present dtypes of the shards."""
     for group in groups_of(module):
         for param in group.fsdp_params:
             param.reset_sharded_param()

@@ -27,7 +27,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Resumable(Protocol):
-    """State that steps move beside parameters; ranks take it over from one another."""
+    """State other than parameters that steps move, and that ranks copy from one another."""
 
     def state_dict(self) -> Any:
         """Return all of it as plain values and tensors."""
@@ -225,18 +225,19 @@ class Ranks:
     ) -> tuple[Evidence, Tensor, Tensor]:
         """Return the same evidence on all ranks, by a collective that the host does not wait for.
 
-        Beside it the mean of the losses, and sums of squares that are the same to the last bit.
+        The evidence includes the mean of the losses, and sums of squares that have the same bits on
+        all ranks.
 
         Args:
-            mine: of this rank's gradients and losses; of sharded gradients the squares are divided
-                by the number of ranks that count them.
-            scale: 0-d, the loss scale; it should be the same on all ranks.
-            taken: 0-d, how many steps were taken so far; it should be the same, too.
-            loss: 0-d, of this rank; NaN: not known.
+            mine: evidence of this rank's gradients and losses. Squares of sharded gradients are
+                divided by the number of ranks that count them.
+            scale: the loss scale, 0-d, which should be the same on all ranks.
+            taken: number of steps taken so far, 0-d, which should be the same on all ranks.
+            loss: loss of this rank, 0-d; NaN if unknown.
 
         Raises:
-            RuntimeError: some decisions ago ranks differed in these; it names them. Or stages of a
-                pipeline run inside of ``join``.
+            RuntimeError: ranks differed in ``scale`` or ``taken`` at an earlier decision, or stages
+                of a pipeline run inside ``join``.
         """
         for wrapper in self._to_align:
             self._align(wrapper, 0)

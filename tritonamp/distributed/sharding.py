@@ -35,7 +35,7 @@ def meshes(models: Iterable[nn.Module]) -> list[Any]:
 
 
 def find_sharding(models: Sequence[nn.Module]) -> Sharding | None:
-    """Return how the parameters are spread; None: they are not."""
+    """Return how the parameters are sharded; None if they are whole."""
     found = meshes(models)
     if not found:
         return None

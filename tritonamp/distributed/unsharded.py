@@ -69,7 +69,7 @@ def missing_memory(modules: Sequence[Any]) -> str:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return how many bytes torch can still allocate on a device; None: nobody knows."""
+    """Return the number of bytes that torch can still allocate on a device; None if unknown."""
     if device.type != "cuda":
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""Where two levels part: the results at the one beside those at the other, and a report."""
+"""Comparison of two levels, result by result, and its report."""
 
 import dataclasses
 import linecache
@@ -25,16 +25,16 @@ class Comparison:
     """One batch at two levels, result by result. ``str()`` of it is the report.
 
     Attributes:
-        level: "float16 (O2)": the level that was asked about.
-        reference: "FP32 (O0)": what it is compared with.
-        dtype: the half format whose ulps are counted.
-        differences: in the order in which they were computed: parameters and inputs, forward,
+        level: name of the compared level, like "float16 (O2)".
+        reference: name of the level to compare with, like "FP32 (O0)".
+        dtype: the half dtype whose ulps are the unit.
+        differences: differences in the order of computation: parameters and inputs, forward,
             backward, gradients of parameters.
-        unmatched: how many results of the one have no counterpart in the other.
-        losses: of the level, and of the reference; the first is NaN where the run failed.
-        failed: why the run at the level came to no end, or "".
-        tried: the same, with the module in FP32 in which the two part; None: they part nowhere, or
-            in no module.
+        unmatched: number of results without a counterpart.
+        losses: loss at the level and loss at the reference; the first is NaN if the run failed.
+        failed: error of the run at the level, or "".
+        tried: comparison with FP32 in the module where the levels part; None if there is no such
+            module.
     """
 
     level: str

@@ -45,16 +45,16 @@ class TensorRecord:
     """One result of an op, an input, a parameter, or a parameter's gradient.
 
     Attributes:
-        place: of the op; in backward, of the forward op that the gradient belongs to.
-        op: its name in aten, or "input", "parameter", "gradient".
-        shape: of the tensor.
-        sizes: of its values.
-        parameter: the full name, for a parameter and its gradient.
-        backward: it was computed in backward.
-        half: the policy stores it in half.
-        scaled: it carries the loss scale.
+        place: place of the op; in a backward, place of the forward op of the gradient.
+        op: aten name of the op, or "input", "parameter", "gradient".
+        shape: shape of the tensor.
+        sizes: exponents of the tensor's values.
+        parameter: full name of the parameter, for a parameter or its gradient.
+        backward: whether a backward computed the tensor.
+        half: whether the policy stores the tensor in half.
+        scaled: whether the tensor is multiplied by the loss scale.
         sources: records of the op's inputs.
-        excused: its overflow does no harm: a mask that a softmax takes as -inf.
+        excused: whether an overflow is harmless, such as a mask that a softmax takes as -inf.
     """
 
     place: Place

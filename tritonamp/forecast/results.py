@@ -1,4 +1,4 @@
-"""Every result of a run beside that of another: kept in the one, compared in the other."""
+"""The results of two runs: the first run keeps them, the second compares its own with them."""
 
 import functools
 from collections import defaultdict, deque
@@ -158,7 +158,7 @@ class Compared(Results):
     """Compares every result with its counterpart, and lets go of that."""
 
     def __init__(self, side: Side, reference: Reference, dtype: torch.dtype) -> None:
-        """Prepare for a run beside ``reference``, which has run; ``dtype``: whose ulps count."""
+        """Prepare for a run to compare with ``reference``, which has run, in ulps of ``dtype``."""
         super().__init__(side, reference.wholes)
         self.differences: list[Difference] = []  # in the order in which they were computed
         self.unmatched = 0  # how many results have no counterpart

@@ -65,11 +65,11 @@ class WatchedCopy(PlacedOps):
         self.names = {module: path for path, module in twin.named_modules()}
 
     def given(self, batch: Batch) -> Batch:
-        """Return what the copy is given in the place of a batch."""
+        """Return the batch that the copy gets."""
         return map_leaves(lambda v: self.given_tensor(v) if isinstance(v, Tensor) else v, batch)
 
     def given_tensor(self, tensor: Tensor) -> Tensor:
-        """Return what the copy is given in the place of a tensor of the batch."""
+        """Return the tensor that the copy gets for a tensor of the batch."""
         copied = self.in_its_dtype(tensor.detach().clone())
         if copied.is_floating_point() and copied.numel():
             self.marked("input", copied)
@@ -89,7 +89,7 @@ class WatchedCopy(PlacedOps):
 
 @contextlib.contextmanager
 def _named_failures(watch: WatchedCopy) -> Iterator[None]:
-    """Say which module failed, and in which run, in the place of every exception but ``Misuse``."""
+    """Replace every exception but ``Misuse`` by one that names the failed module and the run."""
     try:
         yield
     except Misuse:
@@ -108,13 +108,12 @@ def run_copy(
 ) -> Tensor:
     """Run a copy of a model forward and backward, and return its loss, with its graph.
 
-    Model, batch, gradients and random states stay as they are, bit for bit.
-
-    Half parameters of the model are taken as FP32; the copy is enabled with the policy.
+    Model, batch, gradients and random states keep every bit. Half parameters of the model are taken
+    as FP32. The copy is enabled with the policy.
 
     Raises:
-        Misuse: the loss is no scalar.
-        RuntimeError: in the place of every other exception; the module is named, and the run.
+        Misuse: the loss is not a scalar.
+        RuntimeError: replaces every other exception, and names the module and the run.
     """
     with _isolated(model), contextlib.ExitStack() as stack:
         twin = fp32_copy(model)

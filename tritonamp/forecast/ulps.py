@@ -20,16 +20,17 @@ class Difference:
     """One result of an operation at two levels.
 
     Attributes:
-        place: of the operation; in backward, of the forward operation that the gradient belongs to.
-        op: its name in aten; "to float16" for a cast, "output" of a module, "input", "parameter",
-            "gradient".
-        shape: of the result.
-        backward: it was computed in backward.
-        parameter: the full name, for a parameter and its gradient.
-        ulps: root of the mean square of what the result is off, in ulps of the half format at the
-            root mean square of the reference; inf where it has inf or NaN and the reference not.
-        worst: the most that one element is off, in the same unit.
-        before: the largest ``ulps`` of what it was computed from.
+        place: place of the operation; in a backward, place of the forward operation of the
+            gradient.
+        op: aten name of the operation, "to float16" for a cast, "output" of a module, "input",
+            "parameter" or "gradient".
+        shape: shape of the result.
+        backward: whether a backward computed the result.
+        parameter: full name of the parameter, for a parameter or its gradient.
+        ulps: root mean square of the error, in ulps of the half dtype at the root mean square of
+            the reference; inf if the result has inf or NaN and the reference has none.
+        worst: largest error of one element, in the same unit.
+        before: largest ``ulps`` among the operation's inputs.
     """
 
     place: Place

@@ -98,10 +98,10 @@ class FusedLoss:
 
 
 def fuse_loss(model: nn.Module) -> None:
-    """Put a ``FusedLoss`` in the place of the model's loss function, if that is one of ``_LOSSES``.
+    """Replace the model's loss function by a ``FusedLoss``, if it is one of ``_LOSSES``.
 
     Args:
-        model: of transformers, or around one, as PEFT's are.
+        model: model of transformers, or a wrapper such as PEFT's.
     """
     own = _find_pretrained(model)
     if own is not None and own.loss_function in _LOSSES:

@@ -11,25 +11,25 @@ from tritonamp.integrations.fused_loss import fuse_loss, without_logits
 
 
 def enable(trainer: transformers.Trainer, *, fused_loss: bool = True, **settings: Any) -> None:
-    """Have ``trainer.train`` enable model and optimizer, and put them back when it is called again.
+    """Make ``trainer.train`` enable model and optimizer, and disable them before it runs again.
 
-    The loop, its clipping (``max_grad_norm``, the true norm is logged), accumulation, evaluation
-    and checkpoints stay Trainer's; ``trainer.accelerator.amp`` is the handle. Trainer's logs of the
-    training include ``amp.metrics()``.
+    The loop, clipping (``max_grad_norm``, with the true norm in the log), accumulation, evaluation
+    and checkpoints stay Trainer's. ``trainer.accelerator.amp`` is the handle. Trainer's training
+    logs include ``amp.metrics()``.
 
     Args:
-        trainer: of any subclass. Its ``fp16`` or ``bf16`` is the default of ``dtype``; the casts
-            are tritonamp's.
-        fused_loss: the model's own loss (causal and masked language models, token classification)
-            reads half logits, and makes no FP32 copy of them. With the Trainer's own
-            ``compute_loss``, many logits are computed and used a part at a time.
-        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: that of
-            ``fp16`` or ``bf16``, else the one that the model was loaded in), ``scaler``, fields of
-            ``Policy``...
+        trainer: a Trainer or an instance of a subclass. Its ``fp16`` or ``bf16`` sets the default
+            of ``dtype``; tritonamp does the casts.
+        fused_loss: whether the model's own loss (causal and masked language models, token
+            classification) reads half logits without an FP32 copy. With the Trainer's own
+            ``compute_loss``, many logits are computed and used in parts.
+        settings: keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: the dtype of
+            ``fp16`` or ``bf16``, else the dtype in which the model was loaded), ``scaler``, fields
+            of ``Policy`` and others.
 
     Raises:
-        ValueError: as ``tritonamp.integrations.accelerate.enable``; ``fp16_full_eval`` or
-            ``bf16_full_eval``.
+        ValueError: the cases of ``tritonamp.integrations.accelerate.enable``, and
+            ``fp16_full_eval`` or ``bf16_full_eval``.
     """
     if trainer.args.fp16_full_eval or trainer.args.bf16_full_eval:
         raise ValueError(

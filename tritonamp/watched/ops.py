@@ -23,11 +23,11 @@ OVERWRITES = frozenset(
 UNWRITTEN = frozenset(
     "empty new_empty empty_strided new_empty_strided empty_like empty_permuted resize".split()
 )
-"""Ops that return memory that nobody has written to."""
+"""Ops that return uninitialized memory."""
 ADDS_A_NUMBER = frozenset("add sub rsub clamp clamp_min".split())
 """Ops that take an eps: as a summand, or as a lower limit."""
 MOVES = frozenset("_unsafe_view clone _reshape_alias expand_copy lift_fresh _to_copy".split())
-"""Ops that keep the values of their input, beside the views."""
+"""Ops, other than views, that keep the values of their input."""
 
 
 def is_watched(value: Any) -> bool:
@@ -127,7 +127,7 @@ class OpCall(NamedTuple):
 
     @property
     def allocates(self) -> bool:
-        """Whether it returns memory that nobody has written to."""
+        """Whether the op returns uninitialized memory."""
         return self.schema.name in UNWRITTEN
 
     def _arguments(self) -> dict[int | str, Any]:

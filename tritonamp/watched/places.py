@@ -25,11 +25,11 @@ class Place:
     """Where an op ran. Places are equal where module, file and number are.
 
     Attributes:
-        module: full name of the innermost module, "" for the model itself, None outside of it.
+        module: full name of the innermost module, "" for the model itself, None outside the model.
         kind: class name of that module.
-        op: "linear", "mul"; in a backward the forward op whose gradient was computed.
-        file: the user's source, None where only torch was between the model and the op.
-        number: of the line in that file; 0 where there is none.
+        op: name of the op, like "linear"; in a backward, name of the forward op of the gradient.
+        file: the user's source file; None if only torch's code ran between the model and the op.
+        number: line number in that file; 0 without a file.
     """
 
     module: str | None = None

@@ -73,15 +73,16 @@ def init(
     """Cast around torch's functions in the whole process; the casts of an earlier call end.
 
     Args:
-        enabled: False: nothing happens, and the handle does nothing.
-        loss_scale: of optimizers that ``handle.wrap_optimizer`` or ``handle.scale_loss`` are given.
-        enable_caching: parameters are cast once an iteration.
-        verbose: accepted and not needed.
-        allow_banned: banned functions get FP32 arguments, instead of refusing half ones.
+        enabled: whether to cast at all; with False the handle does nothing.
+        loss_scale: loss scale of the optimizers passed to ``handle.wrap_optimizer`` or
+            ``handle.scale_loss``.
+        enable_caching: whether to cast each parameter once per iteration.
+        verbose: accepted and ignored.
+        allow_banned: whether banned functions get FP32 arguments instead of refusing half ones.
         patch_type: the half dtype, torch.float16 or torch.bfloat16.
 
     Returns:
-        the handle, which ``handle._deactivate()`` takes off again.
+        The handle. ``handle._deactivate()`` removes the casts.
     """
     earlier = _amp_state.handle
     carried = earlier.user_functions if earlier.is_active() else []

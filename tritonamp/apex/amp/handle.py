@@ -20,8 +20,8 @@ class AmpHandle(Casts):
     That of ``amp.initialize`` is ``_amp_state.handle``.
 
     Attributes:
-        loss_scale: of optimizers that ``wrap_optimizer`` and ``scale_loss`` are given.
-        verbose: as given; nothing is printed.
+        loss_scale: loss scale of the optimizers passed to ``wrap_optimizer`` and ``scale_loss``.
+        verbose: the argument of ``amp.init``; nothing is printed.
     """
 
     def __init__(

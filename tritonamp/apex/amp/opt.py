@@ -15,9 +15,8 @@ class OptimWrapper:
     """An optimizer with ``scale_loss``; everything else is the optimizer's own.
 
     Args:
-        handle: of ``amp.init``; while its casts are off, losses and steps are left alone.
-        num_loss: how many ``scale_loss`` blocks come before each step; each has a loss scale of its
-            own.
+        handle: handle of ``amp.init``; losses and steps do not change while its casts are off.
+        num_loss: number of ``scale_loss`` blocks before each step; each has its own loss scale.
     """
 
     def __init__(self, optimizer: Optimizer, handle: Any, num_loss: int = 1) -> None:

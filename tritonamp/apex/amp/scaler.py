@@ -14,10 +14,10 @@ class LossScaler:
     Reading waits for the device.
 
     Args:
-        loss_scale: "dynamic", or a number that stays.
-        min_loss_scale: lower bound of a dynamic one; None: 2^-24.
-        max_loss_scale: upper bound of a dynamic one.
-        device: of the losses.
+        loss_scale: "dynamic", or a fixed number.
+        min_loss_scale: lower bound of a dynamic loss scale; None means 2^-24.
+        max_loss_scale: upper bound of a dynamic loss scale.
+        device: device of the losses.
     """
 
     def __init__(

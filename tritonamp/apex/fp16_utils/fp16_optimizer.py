@@ -18,16 +18,16 @@ from tritonamp.step.state_loading import widen_state
 class FP16_Optimizer:
     """FP32 masters and a loss scale around the optimizer of a half model.
 
-    ``backward(loss)`` takes the place of ``loss.backward()``. A step whose gradients overflowed is
-    skipped, with a static scale too. The scale changes in ``step``, so that several backwards
-    before it agree on one.
+    ``backward(loss)`` replaces ``loss.backward()``. A step whose gradients overflowed is skipped,
+    even with a static scale. The scale changes in ``step``, so that all backwards before it use the
+    same scale.
 
     Args:
-        init_optimizer: its groups get FP32 masters in the place of half parameters.
-        static_loss_scale: the scale, unless it is dynamic.
-        dynamic_loss_args: of ``DynamicLossScaler``; default ``init_scale=2**16,
+        init_optimizer: the optimizer; FP32 masters replace the half parameters in its groups.
+        static_loss_scale: the loss scale, unless ``dynamic_loss_scale`` is True.
+        dynamic_loss_args: arguments of ``DynamicLossScaler``; default ``init_scale=2**16,
             scale_window=2000``.
-        verbose: prints skipped steps.
+        verbose: whether to print skipped steps.
 
     Attributes:
         overflow: whether the gradients of the last backward are not finite.

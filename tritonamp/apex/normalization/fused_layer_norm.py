@@ -123,7 +123,7 @@ class _FusedNorm(nn.Module):
 
 
 class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
-    """``torch.nn.LayerNorm`` that takes half input beside FP32 weights, for half output."""
+    """``torch.nn.LayerNorm`` of half input with FP32 weights; the output is half."""
 
     def forward(self, input: Tensor) -> Tensor:
         parameters, like = (self.weight, self.bias), self._result_like(input)
@@ -131,7 +131,7 @@ class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
 
 
 class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
-    """``torch.nn.RMSNorm`` that takes half input beside an FP32 weight, for half output."""
+    """``torch.nn.RMSNorm`` of half input with an FP32 weight; the output is half."""
 
     eps: float
 

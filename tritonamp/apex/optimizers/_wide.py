@@ -78,7 +78,7 @@ class WideOptimizer(Optimizer):
         """Load as torch does, but make the state of half parameters FP32, not half.
 
         Raises:
-            ValueError: it is no state over groups of so many parameters; nothing was changed then.
+            ValueError: the groups of the state have other sizes; nothing was changed.
         """
         load_state(self, super().load_state_dict, state_dict, rule=None)
         widen_state(self, [param for group in self.param_groups for param in group["params"]])

@@ -73,7 +73,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return [self._master(p) if p.dtype in HALF_DTYPES else p for p in params]
 
     def _master(self, param: Tensor) -> Tensor:
-        """Return the FP32 master; the parameter wins where somebody else wrote to it."""
+        """Return the FP32 master, updated if other code wrote to the parameter."""
         master = self.state[param].get("master_param", param)
         master = torch.where(master.to(param.dtype) == param, master, param).float()
         self.state[param]["master_param"] = master

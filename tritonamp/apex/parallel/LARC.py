@@ -14,11 +14,12 @@ class LARC(Optimizer):
     Each gradient is multiplied by ``trust_coefficient * |p| / (|grad| + weight_decay * |p| +
     eps)``, so that the optimizer's step has the local rate. Its weight decay is added to the
     gradient before that. Everything but ``step`` is the wrapped optimizer's own: state, groups,
-    checkpoints. Hand this one to ``amp.initialize``.
+    checkpoints. Pass the LARC to ``amp.initialize``.
 
     Args:
-        optimizer: takes the steps.
-        clip: the local rate is at most the group's ``lr``; False: it is a factor on it.
+        optimizer: the optimizer that takes the steps.
+        clip: whether the group's ``lr`` bounds the local rate; with False the local rate multiplies
+            ``lr``.
     """
 
     # whatever the wrapped optimizer does: its step is not the first here

@@ -48,9 +48,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 def convert_syncbn_model(
     module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> nn.Module:
-    """Return ``module`` with a SyncBatchNorm in the place of every BatchNorm in it.
+    """Return ``module`` with a SyncBatchNorm instead of every BatchNorm.
 
-    Parameters and statistics are the same ones.
+    Parameters and statistics are the same objects.
     """
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
     for norm in converted.modules():
