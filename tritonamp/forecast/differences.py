@@ -48,12 +48,12 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """Where they part first, in one operation; None: nowhere."""
+        """The first result whose own operation makes the levels part; None if there is none."""
         return next((each for each in self.differences if each.parts), None)
 
     @property
     def drift(self) -> Drift | None:
-        """Where they part by many small steps of one operation, the largest; None: nowhere."""
+        """The largest drift: many small errors of one operation; None if there is none."""
         calls = defaultdict(list)
         for each in self.differences:
             if not each.parameter:
@@ -63,13 +63,13 @@ class Comparison:
 
     @property
     def parted(self) -> Difference | None:
-        """The result at which they have parted, at once or little by little; None: nowhere."""
+        """``first``, or without it the end of ``drift``; None if the levels do not part."""
         drift = self.drift if self.first is None else None
         return drift.end if drift is not None else self.first
 
     @property
     def furthest(self) -> Difference | None:
-        """The result that is off most; None: there are none."""
+        """The result with the largest ``ulps``; None without results."""
         return max(self.differences, key=lambda each: each.ulps, default=None)
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ def _to_do(compared: Comparison, parted: Difference) -> Iterator[str]:
 
 
 def _cure(tried: Comparison, parted: Difference) -> str:
-    """Say what became of it with the module in FP32."""
+    """Return the setting that was tried, with the result of trying it."""
     then, setting = tried.parted, f"fp32_modules=[{parted.place.module!r}]"
     if then is None:
         return f"{setting} (tried: they part nowhere)"
@@ -175,7 +175,7 @@ def _gradients(compared: Comparison) -> Iterator[str]:
 
 
 def _shown(compared: Comparison) -> list[Difference]:
-    """Return the rows of the table: where it grows most, in the order they ran."""
+    """Return the differences that grow most, in the order they ran, for the table."""
     grown = sorted(
         (each for each in compared.differences if each.growth > GROWN and not each.parameter),
         key=lambda each: (each is not compared.first, -each.growth),

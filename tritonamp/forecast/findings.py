@@ -53,7 +53,7 @@ def early_gradients(where: str, name: str, ours: str, line: str = "") -> Finding
 
 
 def keep(module: str) -> str:
-    """Return the advice about what a module cannot do in half."""
+    """Return the advice for a module that has to compute in FP32."""
     if module:
         return f'keep it in FP32: fp32_modules=["{module}"]'
     return (

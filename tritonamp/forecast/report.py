@@ -1,4 +1,4 @@
-"""``tritonamp.check``: what half precision would do to a model, said before it is trained."""
+"""``tritonamp.check``: predicts problems of half precision before training."""
 
 import dataclasses
 import inspect
@@ -52,7 +52,7 @@ class Forecast:
             without harmful casts of inputs, and with a dynamic loss scale that starts at a fitting
             value. If no modules can be named, or FP32 does not help them, the same in bfloat16. If
             bfloat16 does not help either, or the device lacks it, FP32 (O0).
-        asked: the requested policy, which the findings are about.
+        asked: the requested policy, to which the findings refer.
         records: every result and gradient of the dry run, with amax, smallest magnitude and
             exponents.
         loss: loss of the dry run.
@@ -76,7 +76,7 @@ class Forecast:
         return tuple(finding for finding in self.findings if finding.problem)
 
     def scaler(self) -> GradScaler:
-        """Return a new GradScaler that begins at the loss scale of ``policy``."""
+        """Return a new GradScaler that starts at the loss scale of ``policy``."""
         return scaler_for(self.policy, self.device)
 
     def __str__(self) -> str:
@@ -186,7 +186,7 @@ def _side(level: str | Policy, policy: Policy, run: DryRun) -> Side:
 
 
 def _inputs(model: nn.Module, batch: Any) -> Batch:
-    """Return the arguments that a batch stands for, if a Mapping's keys are those of forward."""
+    """Return a batch as arguments of forward; ValueError if a Mapping's keys do not fit it."""
     if not isinstance(batch, Mapping):
         return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
     kwargs = dict(batch)
