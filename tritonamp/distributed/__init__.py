@@ -1,1 +1,2 @@
-"""Training on several processes: the ranks agree on every step, under DDP and FSDP2."""
+"""Training on several ranks, which agree on every step: DDP, FSDP2, tensor parallelism, pipelines.
+"""
