@@ -1,2 +1,1 @@
-"""Training on several ranks, which agree on every step: DDP, FSDP2, tensor parallelism, pipelines.
-"""
+"""Ranks that agree on every step, under DDP, FSDP2, tensor parallelism and pipelines."""

@@ -1,4 +1,4 @@
-"""``amp.init``, and the user's own functions in the lists."""
+"""``amp.init``, and registration of the user's functions in the lists."""
 
 import functools
 from collections.abc import Callable
@@ -18,12 +18,12 @@ _registered: list[Listed] = []  # for the next ``init``
 
 
 def half_function(function: F) -> F:
-    """Give ``function`` its floating tensors in float16 while casts are on; a decorator."""
+    """Decorator: ``function`` gets floating tensors in float16 while casts are on."""
     return wrap.half(function, torch.float16)
 
 
 def bfloat16_function(function: F) -> F:
-    """Give ``function`` its floating tensors in bfloat16 while casts are on; a decorator."""
+    """Decorator: ``function`` gets floating tensors in bfloat16 while casts are on."""
     return wrap.half(function, torch.bfloat16)
 
 
@@ -37,28 +37,28 @@ def _register(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Have the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the half list.
+    """Make the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the half list.
 
-    It stays there, wrapped once, through later calls of these, until the casts are taken off.
+    It stays there, wrapped once, through later such calls, until the casts are removed.
 
     Raises:
-        ValueError: ``module`` has nothing of that name.
+        ValueError: ``module`` has no attribute ``name``.
     """
     _register(module, name, half_function)
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
-    """Have the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the bfloat16 list."""
+    """Make the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the bfloat16 list."""
     _register(module, name, bfloat16_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Have the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the FP32 list."""
+    """Make the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the FP32 list."""
     _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Have the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the promote list."""
+    """Make the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the promote list."""
     _register(module, name, promote_function)
 
 

@@ -30,7 +30,7 @@ class OptimWrapper:
 
     @classmethod
     def of(cls, optimizer: Any, handle: Any) -> "OptimWrapper":
-        """``optimizer`` itself if it is one, else one for a single loss."""
+        """Return ``optimizer`` if it is an OptimWrapper, else a wrapper for a single loss."""
         return optimizer if isinstance(optimizer, cls) else cls(optimizer, handle)
 
     @contextlib.contextmanager
@@ -46,7 +46,7 @@ class OptimWrapper:
             yield scaled
 
     def step(self, closure: Any = None) -> Any:
-        """One step, or a skip where a gradient since the last one was not finite.
+        """Step, or skip if a gradient since the last step was not finite.
 
         Raises:
             RuntimeError: a closure was passed.

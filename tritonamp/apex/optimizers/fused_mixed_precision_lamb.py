@@ -12,13 +12,14 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """``FusedLAMB`` that unscales by itself and keeps an FP32 master of each half parameter.
+    """``FusedLAMB`` that unscales gradients itself and has an FP32 master of each half parameter.
 
-    The masters are in its state. With a GradScaler the step reads on the host whether to skip.
+    The masters are in its state. With a GradScaler the step waits for the device to know whether
+    to skip.
 
     Args:
-        step: what the steps are counted from.
-        reduced_precision_dtype: makes no difference; every half parameter has a master.
+        step: number of steps taken before.
+        reduced_precision_dtype: accepted and ignored; every half parameter has a master.
     """
 
     _step_supports_amp_scaling = True
