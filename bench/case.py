@@ -1,4 +1,4 @@
-"""One row of the comparison: a piece of work, and the peers that do it."""
+"""One row of the comparison: a piece of work and the peers that do it."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Bytes, instructions and errors of peers' kernels and of ours, counted by one machine.
+"""Bytes, instructions and errors of peers' kernels and of ours, counted in one emulator.
 
     python bench/counts.py --peers --only "softmax n=1024"
 
@@ -62,7 +62,7 @@ def _elements(question: Question, host: list[Any]) -> int:
 
 
 def adam(peer: str, machine: Machine) -> Iterator[Row]:
-    """Count a step of AdamW by all programs: those of a list of tensors differ."""
+    """Count a step of AdamW by all programs, because the programs of a list of tensors differ."""
     machine.emulator.options = COUNTING_ALL
     work = steps.stepping(*steps.ADAMWS[peer], _parameters, CUDA)
     work.calls[0]()  # state is there from then on
@@ -120,7 +120,7 @@ def _kernel(launch: Launch) -> Row:
 
 
 def calls(peer: str, machine: Machine) -> Iterator[tuple[str, Callable[[], Iterable[Row]]]]:
-    """Yield the peer's calls of all cases of this folder, at toy size; a GPU only measures then."""
+    """Yield the peer's calls of all cases of this folder at toy size, to check that they run."""
 
     def call(case: Case) -> Iterator[Row]:
         torch.manual_seed(0)
@@ -135,7 +135,7 @@ def calls(peer: str, machine: Machine) -> Iterator[tuple[str, Callable[[], Itera
 
 
 def counts(peer: str, machine: Machine) -> Iterator[tuple[str, Callable[[], Iterable[Row]]]]:
-    """Yield what counts and what checks each case, by its name."""
+    """Yield names of cases with the functions that count or check them."""
     if peer in WITH_ADAM:
         yield "AdamW step", lambda: adam(peer, machine)
     for question in questions():
@@ -145,7 +145,7 @@ def counts(peer: str, machine: Machine) -> Iterator[tuple[str, Callable[[], Iter
 
 
 def count_to_file(peer: str, only: str, path: Path, what: Any) -> None:
-    """Do what one peer is asked for, and append a line for each row."""
+    """Run one peer's cases, and append a line for each row."""
     machine = Machine()
     with path.open("a") as lines, machine.running(), of_peer(peer, machine):
 

@@ -116,7 +116,7 @@ def torchs_training_step(
     forward: Callable[[Tensor], Tensor],
     half: bool = True,
 ) -> Step:
-    """Return the loop of torch.amp in float16; ``half``: else in FP32, without a loss scale."""
+    """Return the loop of torch.amp in float16, or with ``half=False`` an FP32 loop."""
     device_type = params[0].device.type
     scaler = torch.amp.GradScaler(device_type, enabled=half)
 

@@ -18,12 +18,12 @@ _registered: list[Listed] = []  # for the next ``init``
 
 
 def half_function(function: F) -> F:
-    """Decorator: ``function`` gets floating tensors in float16 while casts are on."""
+    """Return ``function`` wrapped to get floating tensors in float16 while casts are on."""
     return wrap.half(function, torch.float16)
 
 
 def bfloat16_function(function: F) -> F:
-    """Decorator: ``function`` gets floating tensors in bfloat16 while casts are on."""
+    """Return ``function`` wrapped to get floating tensors in bfloat16 while casts are on."""
     return wrap.half(function, torch.bfloat16)
 
 
