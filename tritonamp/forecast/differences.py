@@ -22,7 +22,7 @@ SHOWN = 12  # rows in the text
 
 @dataclass(frozen=True)
 class Comparison:
-    """One batch at two levels, result by result. ``str()`` of it is the report.
+    """One batch at two levels, result by result. ``str()`` returns the report.
 
     Attributes:
         level: name of the compared level, like "float16 (O2)".

@@ -1,11 +1,11 @@
-"""A finding of a forecast: where, why, and what to do."""
+"""A finding of a forecast: place, reason and remedy."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know before training.
+    """One problem or piece of advice.
 
     Attributes:
         kind: "overflow", "vanishing", "constant", "adam eps"...

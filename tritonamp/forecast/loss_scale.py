@@ -27,14 +27,13 @@ class Outlook:
 
     Attributes:
         dtype: the half format.
-        stored: how many results of the forward the policy stores in half.
-        overflows: how many of them overflow.
-        vanishing: share of their values, other than zero, that become zero.
-        subnormal: share of their values that keep fewer bits.
-        grad_vanishing: share of the gradients' values, other than zero, that become zero at loss
-            scale 1.
-        max_scale: the largest power of two at which no gradient overflows, at most 2^24.
-        limited_by: the gradient that would overflow next.
+        stored: number of results of the forward that the policy stores in half.
+        overflows: number of stored results that overflow.
+        vanishing: share of nonzero stored values that become zero.
+        subnormal: share of nonzero stored values that keep fewer bits.
+        grad_vanishing: share of nonzero values of gradients that become zero at loss scale 1.
+        max_scale: largest power of two at which no gradient overflows, at most 2^24.
+        limited_by: parameter or module of the largest gradient, which would overflow next.
         scale: recommended loss scale, ``max_scale`` with a margin.
         scaled_vanishing: ``grad_vanishing`` at ``scale``.
         lost: parameters whose gradients are zero even at ``max_scale``.

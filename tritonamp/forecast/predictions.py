@@ -35,7 +35,7 @@ REMEDIES = {
 
 
 def predictions(run: DryRun, policy: Policy) -> Iterator[Finding]:
-    """Yield the problems that ``run`` foretells for ``policy.dtype``."""
+    """Yield the predicted problems of ``run`` in ``policy.dtype``."""
     if not any(hazard.kind == "infinite" for hazard in run.hazards):  # which FP32 would not have
         yield from _non_finite(run)
     if policy.cast_model or policy.op_policy:

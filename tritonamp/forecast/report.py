@@ -41,7 +41,7 @@ OWN_FORWARD = "the model's own forward"
 
 @dataclass(frozen=True)
 class Forecast:
-    """What ``check`` found. ``str()`` of it is the report.
+    """The result of ``check``. ``str()`` returns the report.
 
     Attributes:
         model: name of the model's class.
