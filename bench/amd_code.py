@@ -1,4 +1,4 @@
-"""AMD's assembly as Triton keeps it: what ``machine_code.py`` reads of it."""
+"""Reads numbers from AMD's assembly as Triton keeps it, for ``machine_code.py``."""
 
 import re
 from collections import Counter
@@ -22,7 +22,7 @@ def noted(text: str, *names: str) -> list[int]:
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """Return opcodes and operands; of two that one instruction issues, both."""
+    """Return opcodes and operands; an instruction that issues two operations gives both."""
     found = []
     for line in re.findall(r"^\t([a-z]\w+[^;\n]*)", text, re.MULTILINE):
         for part in line.split("::"):
@@ -32,7 +32,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 def widths(opcodes: Iterable[str], what: str) -> dict[int, int]:
-    """Return how many accesses of global memory there are of each width in bytes."""
+    """Return the number of accesses to global memory by width in bytes."""
     found: Counter[int] = Counter()
     for opcode in opcodes:
         if re.match(rf"(global|buffer|flat)_{what}_", opcode):
@@ -42,7 +42,7 @@ def widths(opcodes: Iterable[str], what: str) -> dict[int, int]:
 
 
 def occupancy(arch: str, waves: int, registers: int, shared: int) -> float:
-    """Return the fraction of a CU's waves that it holds of programs with such needs."""
+    """Return the fraction of a CU's waves that programs with these needs can fill."""
     most, of_lane, granule = LIMITS[arch]
     by_registers = SIMDS * min(most, of_lane // (granule * -(-max(registers, 1) // granule)))
     programs = by_registers // waves
@@ -52,9 +52,10 @@ def occupancy(arch: str, waves: int, registers: int, shared: int) -> float:
 
 
 def absorbed(code: Iterable[tuple[str, str]]) -> int:
-    """Return how many multiply-adds add a product to what came from another lane.
+    """Return the number of multiply-adds that add a product to a value from another lane.
 
-    See ``machine_code.absorbed``. Read from top to bottom; registers are used again.
+    ``machine_code.absorbed`` says why that matters. The code is read from top to bottom, because
+    registers are reused.
     """
     sent: set[str] = set()
     found = 0

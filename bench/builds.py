@@ -23,7 +23,7 @@ from tritonamp.kernels.device import AMD_WAVES, WARP_SIZE
 NVIDIA = 70, 75, 80, 86, 89, 90, 100, 120
 FIRST_BF16 = 80
 Arch = int | str
-"""One of NVIDIA's, or the name of one of AMD's."""
+"""An architecture: a number of NVIDIA's, or a name of AMD's."""
 ARCHITECTURES: tuple[Arch, ...] = (*NVIDIA, *AMD_WAVES)
 
 TYPES = {
@@ -39,13 +39,14 @@ class Build(NamedTuple):
     """One launch of a shipped call, for one architecture.
 
     Attributes:
-        call, kernel: names; the kernel's with a number if the call launches it again.
-        function: where the kernel is found, module and name.
-        signature, constants: by the names of the kernel's parameters.
-        warps: of 32 threads.
-        n: length of a line; 0: the kernel has no such argument.
-        max_registers, max_instructions, exp2, max_shared: see ``Shipped``; exp2 is for all launches
-            of the call.
+        call: name of the call.
+        kernel: name of the kernel, with a number if the call launches the kernel again.
+        function: module and name of the kernel.
+        signature, constants: types and values by parameter of the kernel.
+        warps: number of warps of 32 threads.
+        n: length of a line; 0 if the kernel has no such argument.
+        max_registers, max_instructions, exp2, max_shared: bounds of ``Shipped``; exp2 counts all
+            launches of the call.
     """
 
     arch: Arch
@@ -64,22 +65,22 @@ class Build(NamedTuple):
 
     @property
     def amd(self) -> str | None:
-        """The architecture, if it is AMD's."""
+        """The architecture if it is AMD's, else None."""
         return self.arch if isinstance(self.arch, str) else None
 
     @property
     def target(self) -> str:
-        """The architecture, for people."""
+        """The architecture as text."""
         return self.amd or f"sm_{self.arch}"
 
     @property
     def wave(self) -> int:
-        """Threads that run as one."""
+        """Number of threads in a warp or wave."""
         return AMD_WAVES[self.amd] if self.amd else WARP_SIZE
 
     @property
     def options(self) -> dict[str, Any]:
-        """Compile options: those of a launch."""
+        """The compile options of the launch."""
         return compile_options(self.warps, self.maxnreg, self.amd)
 
     @property
@@ -92,17 +93,17 @@ class Build(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """Elements that a program works on at a time."""
+        """Number of elements in a program's tile."""
         return self.constants.get("ROWS", 1) * self.constants.get("BLOCK", 1)
 
     @property
     def moves_tensors(self) -> bool:
-        """Whether memory bandwidth limits it; else it handles a few numbers."""
+        """Whether memory bandwidth limits the kernel; other kernels handle a few numbers."""
         return "ALIGN" in self.constants or "VEC" in self.constants
 
     @property
     def widest(self) -> int:
-        """Elements in the widest access."""
+        """Number of elements in the widest access."""
         return self.constants.get("VEC", 8)
 
     @property
@@ -111,14 +112,14 @@ class Build(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Whether its lines start at multiples of vectors."""
+        """Whether lines start at multiples of a vector."""
         return self.widest >= 4
 
     @property
     def judged(self) -> bool:
-        """Whether instructions for each element say something.
+        """Whether instructions per element are meaningful.
 
-        That needs one whole line, no masks, no loop, and length.
+        They are for one whole, long line without masks and loops.
         """
         rows, block = self.constants.get("ROWS", 1), self.constants.get("BLOCK", 1)
         full = self.constants.get("ALIGN", block) == block
@@ -126,10 +127,10 @@ class Build(NamedTuple):
 
 
 def all_builds(ops: list[str] | None, archs: list[Arch], only: str) -> Iterator[Build]:
-    """Yield the builds of these kernel modules, of calls whose name the regular expression finds.
+    """Yield the builds of kernel modules, for calls whose name matches the expression ``only``.
 
-    A kernel that handles a few numbers comes with many calls: the first of all has its build, with
-    whatever is asked for.
+    A kernel that handles a few numbers belongs to many calls. It is built once, for the first call
+    of all, whichever calls are asked for.
     """
     small = set()
     modules = sorted(module.name for module in pkgutil.iter_modules(tritonamp.kernels.__path__))
@@ -149,7 +150,7 @@ def all_builds(ops: list[str] | None, archs: list[Arch], only: str) -> Iterator[
 
 
 class Call(NamedTuple):
-    """What a launch was given: its grid, its tensors (on the meta device, some), its numbers."""
+    """The arguments of a launch: grid, tensors (some on the meta device) and numbers."""
 
     grid: tuple[int, int, int]
     tensors: tuple[torch.Tensor, ...]
@@ -157,7 +158,7 @@ class Call(NamedTuple):
 
 
 def module_launches(module: Any, arch: Arch, only: str = "") -> Iterator[tuple[Build, Call]]:
-    """Yield what the shipped calls of a module launch, of those whose name ``only`` finds."""
+    """Yield the launches of a module's shipped calls whose name matches ``only``."""
     for case in module.shipped() if hasattr(module, "shipped") else ():
         if not re.search(only, case.name):
             continue
@@ -173,7 +174,7 @@ def module_launches(module: Any, arch: Arch, only: str = "") -> Iterator[tuple[B
 
 
 def _is_refused(launch: Launch, tensors: tuple[Tensor, ...], arch: Arch) -> bool:
-    """Tell whether a call raises on that architecture, before it launches anything."""
+    """Return whether a call raises on that architecture before it launches anything."""
     halves = tl.bfloat16 in launch.constants or any(t.dtype is torch.bfloat16 for t in tensors)
     return halves and isinstance(arch, int) and arch < FIRST_BF16
 

@@ -1,4 +1,4 @@
-"""One row of the comparison: a piece of work, and the peers that do it."""
+"""One row of the comparison: a piece of work and the peers that do it."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,16 +13,18 @@ class Case(NamedTuple):
     """One piece of work that several peers do.
 
     Attributes:
-        group: of the tables.
-        name: unique.
-        dtype, shape: for people.
-        elements: of the input; parameters of a step, examples of a training step.
-        bytes: the least that have to move for each element; None: memory is not what limits it.
-        peers: name to maker of the work on a device.
-        path_bytes: by peer the bytes that it moves for each element, if they are known.
-        tier: 1: what people ask first; 2: the other rows of the tables of the pages; 3: the rest.
-        graph: too small to be timed by events; calls can be captured.
-        operations: the kernels' operations that it measures, by name.
+        group: title of the table that the case belongs to.
+        name: unique name.
+        dtype, shape: labels of the input for tables.
+        elements: number of elements of the input, parameters of a step, or examples of a training
+            step.
+        bytes: least number of bytes to move per element; None if memory is not the limit.
+        peers: by name, a function that makes the work on a device.
+        path_bytes: by peer, the bytes that the peer moves per element, where they are known.
+        tier: 1 for the questions that people ask first, 2 for the other rows of the pages, 3 for
+            the rest.
+        graph: whether to time calls in a CUDA graph, because events are too coarse for the work.
+        operations: names of the measured operations of the kernels.
     """
 
     group: str

@@ -24,7 +24,7 @@ if not GPU:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Print no table where times mean nothing: toys on a CPU, unless --benchmark-enable asks."""
+    """Print no table for toy sizes on a CPU without --benchmark-enable; the times mean nothing."""
     if not GPU:
         config.option.benchmark_disable = True
 
@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def clock() -> float:
-    """Seconds, after the device is done."""
+    """Return seconds, after the device is idle."""
     return now(DEVICE)
 
 
@@ -61,7 +61,7 @@ def stopwatch() -> Stopwatch:
 
 @pytest.fixture
 def compare(benchmark, stopwatch: Stopwatch) -> Callable[[Case, str], None]:
-    """Return a function that runs a peer's work; the table has peers of a case side by side."""
+    """Return a function that times a peer's work, in a table with all peers of a case."""
 
     def run(case: Case, peer: str) -> None:
         what = missing(peer)

@@ -1,13 +1,13 @@
-"""Does training end where it ends in FP32 (O0)? With equal seeds: weights and batches are the same.
+"""Final losses of levels and states compared with FP32 (O0), with equal weights and batches.
 
     python bench/convergence.py            # levels: O0, O1, O2 and torch.amp, in float16
     python bench/convergence.py state      # formats of optimizer state, both half types
     python bench/convergence.py drift      # formats of optimizer state, 2,000 steps of one seed
     python bench/convergence.py --quick    # few steps, writes nothing; --jobs 4: in processes
 
-Each takes minutes on a CPU and writes bench/results/convergence-<study>-<device>.json. Models, on
-real data: the digits CNN and the character transformer of ``tritonamp.demo``, and GPT-2 with four
-layers.
+Each takes minutes on a CPU and writes bench/results/convergence-<study>-<device>.json. The models
+are the digits CNN and the character transformer of ``tritonamp.demo``, and GPT-2 with four layers.
+The data are real.
 """
 
 import argparse
@@ -43,7 +43,7 @@ LAST = 20  # steps that a training loss is the mean of
 
 
 class Mode(NamedTuple):
-    """How a run trains; ``level`` is one of tritonamp, or "torch.amp"."""
+    """The precision of a run; ``level`` is a level of tritonamp, or "torch.amp"."""
 
     level: str
     dtype: torch.dtype = torch.float16
@@ -55,7 +55,7 @@ class Study:
     """Runs to compare: ``steps`` of each task, in each mode, from each seed.
 
     Attributes:
-        every: steps between training losses that are kept; 0: only the final one is.
+        every: number of steps between recorded training losses; 0 records the final one only.
     """
 
     modes: dict[str, Mode]
@@ -97,7 +97,7 @@ STUDIES = {
 
 @cache  # a job of a pool asks again for every run
 def tasks() -> dict[str, Task]:
-    """Return by name those of the demo, and a GPT-2 of four layers on the characters."""
+    """Return the demo's tasks and a GPT-2 of four layers on the characters, by name."""
     digits, chars = compare.tasks()
     _, vocabulary = data.characters()
     gpt = replace(
@@ -113,9 +113,10 @@ def tasks() -> dict[str, Task]:
 def train(
     task: Task, mode: Mode, seed: int, steps: int, device: torch.device, every: int = 0
 ) -> dict[str, Any]:
-    """One run: the mean training loss of the last steps, and the score on the test half.
+    """Train, and return the mean training loss of the last steps and the score on the test half.
 
-    With ``every``, also "losses": [step, mean training loss of the steps before] that often.
+    With ``every``, "losses" also has pairs of a step and the mean of up to ``LAST`` training losses
+    before it, for each ``every``-th step.
     """
     torch.manual_seed(seed)
     model = task.build().to(device)
@@ -146,14 +147,14 @@ def train(
 
 
 def text(runs: list[dict[str, Any]]) -> str:
-    """Return what a study found: ``curves`` if its runs have them, else a ``table``."""
+    """Return a study's result: ``curves`` if its runs recorded losses, else a ``table``."""
     return curves(runs) if "losses" in runs[0] else table(runs)
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Return Markdown: mean and range of the seeds, and the largest distance from O0 of one seed.
+    """Return a table: mean and range of the seeds, and the largest difference from O0 at one seed.
 
-    In brackets: that distance over O0's own range. Bold: it is more than that range.
+    The number in brackets is that difference divided by O0's range; it is bold above 1.
     """
     head = (
         "model", "mode", "final training loss", "test score",
@@ -176,7 +177,7 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def curves(runs: list[dict[str, Any]]) -> str:
-    """Return Markdown: the training losses of each mode along one run."""
+    """Return a table of the training losses of each mode during one run."""
     rows = [
         (str(row[0][0]), *(f"{loss:.4f}" for _, loss in row))
         for row in zip(*(run["losses"] for run in runs), strict=True)
@@ -200,7 +201,7 @@ def _distance(
 
 
 def _trained(study: str, quick: bool, jobs: int) -> Iterator[dict[str, Any]]:
-    """Train every run of a study; ``quick``: a few steps of one seed."""
+    """Train every run of a study; with ``quick``, a few steps of one seed."""
     seeds = STUDIES[study].seeds[: 1 if quick else None]
     runs = [run for run in STUDIES[study].runs() if run[2] in seeds]
     train_one = partial(_trained_run, study, quick)
@@ -220,7 +221,7 @@ def _trained_run(name: str, quick: bool, run: tuple[str, str, int]) -> dict[str,
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Final losses beside those of FP32.")
+    parser = argparse.ArgumentParser(description="Final losses compared with those of FP32.")
     parser.add_argument("study", nargs="?", choices=STUDIES, default="levels")
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_STEPS} steps, one seed; writes nothing"

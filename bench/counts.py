@@ -1,12 +1,12 @@
-"""What every shipped kernel executes for each element, counted, and the gates on it.
+"""Counts per element of what every shipped kernel executes, with gates on their growth.
 
     python bench/counts.py --arch 90 --only "softmax.*n=1000"
-    python bench/counts.py --peers --only "softmax n=1000"  # others' kernels beside ours
+    python bench/counts.py --peers --only "softmax n=1000"  # others' kernels next to ours
 
-Needs no GPU: some programs of each launch run in the emulator of tests/gpuless/ptx. The calls are
-those of ``static.py``, which reads machine code, where the body of a loop counts once; here what
-runs counts, but of PTX. One line for each launch; failed gates on stderr, exit status 1. After a
-kernel got better: ``--snapshot``.
+Needs no GPU, because some programs of each launch run in the emulator of tests/gpuless/ptx. The
+calls are those of ``static.py``. That script reads machine code, and counts the body of a loop
+once; this one counts executed PTX instructions. It prints a line per launch, and failed gates on
+stderr with exit status 1. After a kernel got better, call it with ``--snapshot``.
 """
 
 import importlib
@@ -46,13 +46,13 @@ class Row(NamedTuple):
     """What was counted in one launch.
 
     Attributes:
-        name: of the call and the kernel.
+        name: names of the call and the kernel.
         arch: architecture.
-        instructions: of PTX that a thread runs, for each element.
-        loads, stores: sectors of 32 bytes in a warp's request; 0 where there is none.
-        asked: bytes of all sectors, for each element.
-        conflicts: passes over the banks of shared memory, in those that it takes without
-            conflicts; 0 where there is none.
+        instructions: PTX instructions that a thread runs, per element.
+        loads, stores: sectors of 32 bytes per request of a warp; 0 without requests.
+        asked: bytes of all requested sectors, per element.
+        conflicts: passes over the banks of shared memory, relative to the passes without conflicts;
+            0 without shared memory.
     """
 
     name: str
@@ -71,7 +71,7 @@ WHAT = (  # of a row, from its third field on
 
 
 def rows_of(module: str, arch: int, only: str) -> list[Row]:
-    """Count what the calls of one module execute."""
+    """Return the counts of one module's calls."""
     memory = TrackedMemory()
     with memory.in_force(), kept_as_ptx():
         kernels = importlib.import_module(f"tritonamp.kernels.{module}")
@@ -83,7 +83,7 @@ def rows_of(module: str, arch: int, only: str) -> list[Row]:
 
 
 def counted(build: builds.Build, call: builds.Call, memory: TrackedMemory) -> Row:
-    """Run some programs of a launch."""
+    """Run some programs of a launch, and return its counts."""
     compiled = builds.compiled(build)
     regions, arguments = [], []
     listed = memory.of_lists()
@@ -121,12 +121,12 @@ def counted(build: builds.Build, call: builds.Call, memory: TrackedMemory) -> Ro
 
 
 def spread(total: int) -> np.ndarray:
-    """Return numbers of programs that stand for all, the first and the last among them."""
+    """Return the numbers of programs to run instead of all, with the first and the last."""
     return np.unique(np.linspace(0, total - 1, PROGRAMS).astype(int))
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory for a tensor of the meta device: zeros, whose pages are not there yet."""
+    """Return zeros instead of a tensor of the meta device; their pages are not allocated yet."""
     if tensor.device.type != "meta":
         return tensor
     size = tensor.numel() * tensor.element_size()
@@ -135,7 +135,7 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def elements_of(build: builds.Build, call: builds.Call) -> int:
-    """Return how many elements all programs work on together."""
+    """Return the number of elements that all programs process together."""
     given = dict(zip(build.signature, call.tensors, strict=False))
     if "numel_ptr" in given:
         return int(given["numel_ptr"].sum())
@@ -143,7 +143,7 @@ def elements_of(build: builds.Build, call: builds.Call) -> int:
 
 
 def numbers(row: Row) -> Numbers:
-    """Return what is committed of a launch."""
+    """Return the committed numbers of a launch."""
     values = dict(zip(WHAT, row[2:], strict=True))
     return Numbers(row.name, row.arch, f"sm_{row.arch}", values)
 
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = snapshots.parser_for(SNAPSHOT, __doc__.splitlines()[0], builds.NVIDIA)
     parser.add_argument(
         "--peers", action="store_true",
-        help="kernels of other packages beside ours, for sm_90; --snapshot writes bench/results/",
+        help="also kernels of other packages, for sm_90; --snapshot writes bench/results/",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="of --peers: an object on each line")
     args = snapshots.parsed(parser, arguments)

@@ -1,4 +1,4 @@
-"""Epochs of training in one mode: time, memory, and the accuracy that they lead to."""
+"""Epochs of training in one mode: time, memory and accuracy."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,8 +31,8 @@ class Task(NamedTuple):
         test: number of generated images to test on.
         size: pixels along a side of generated images.
         batch: images in a step.
-        epochs: epochs of a mode; the first is timed apart.
-        data: folder of CIFAR-10; None: images are generated.
+        epochs: number of epochs, of which the first is timed separately.
+        data: folder of CIFAR-10; None generates images.
     """
 
     build: Callable[[], nn.Module]

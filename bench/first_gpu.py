@@ -128,7 +128,7 @@ class Machine(NamedTuple):
 
 
 class Run:
-    """Runs the parts one after the other, and keeps what they leave.
+    """Runs the parts one after the other, and keeps their files.
 
     Attributes:
         failed: whether a part failed.
@@ -158,7 +158,7 @@ class Run:
         return self._end - time.monotonic()
 
     def run_all(self, waiting: list[Part]) -> None:
-        """Run the parts, each for its share of the time that those before it have left."""
+        """Run the parts, each for its share of the remaining time."""
         while waiting:
             seconds = self.left() * waiting[0].share / sum(part.share for part in waiting)
             self.run_part(waiting.pop(0), seconds)
@@ -245,7 +245,7 @@ def positive(text: str) -> float:
     """Return a number of seconds.
 
     Raises:
-        ValueError: it is not above 0, or not finite.
+        ValueError: the number is not above 0, or not finite.
     """
     seconds = float(text)
     if not 0 < seconds < math.inf:
@@ -254,7 +254,7 @@ def positive(text: str) -> float:
 
 
 def new_folder(run: str) -> Path:
-    """Return a folder that is not there yet, in bench/results; without a GPU a temporary one."""
+    """Return a new folder in bench/results, or without a GPU a temporary one."""
     if not run:
         return Path(tempfile.mkdtemp())
     names = (run if number == 1 else f"{run}-{number}" for number in itertools.count(1))

@@ -23,7 +23,7 @@ FOR_TESTS = "expecttest", "hypothesis", "pytest"  # other wheels are peers: some
 def ended(
     command: Sequence[str], tree: Path, log: Path, seconds: float, environment: dict[str, str]
 ) -> int | None:
-    """Run a command with all that it starts; return its exit status, None where it was cut off."""
+    """Run a command and its children; return its exit status, or None if the time was up."""
     with log.open("w") as file:
         try:
             process = subprocess.Popen(
@@ -55,7 +55,7 @@ def pack(folder: Path, path: Path) -> None:
 
 
 def facts_and_tree(work: Path) -> tuple[dict[str, str], Path]:
-    """Return ``facts``, and the tree to run in: this one if Python finds it, else a copy."""
+    """Return ``facts`` and the tree to run in: this one if Python finds it, else a copy."""
     spec = importlib.util.find_spec("tritonamp")
     if spec is not None and Path(str(spec.origin)).resolve() == ROOT / "tritonamp" / "__init__.py":
         with contextlib.suppress(subprocess.CalledProcessError):  # kernels/ is not found
@@ -68,7 +68,7 @@ def facts_and_tree(work: Path) -> tuple[dict[str, str], Path]:
 
 
 def importable_copy(work: Path) -> Path:
-    """Copy this tree, and have processes find it without pip.
+    """Copy this tree so that processes find it without pip.
 
     The copy has a link to kernels/ where the installed package has that folder.
     """
@@ -99,7 +99,7 @@ def install(wheels: Path, work: Path) -> Iterator[str]:
 def facts(tree: Path) -> dict[str, str]:
     """Return ``provenance.machine``, and as "run" the name of a run; "" without a GPU.
 
-    Another process asks torch, so that this one holds no memory of the GPU.
+    It asks torch in another process, so that this one holds no memory of the GPU.
 
     Raises:
         CalledProcessError: the tree cannot be imported, or torch fails.
@@ -118,7 +118,7 @@ def run(command: list[str], folder: Path) -> str:
     """Run a command; return its output.
 
     Raises:
-        CalledProcessError: it failed, or took longer than ``LIMIT``; "stderr" says why.
+        CalledProcessError: the command failed, or took longer than ``LIMIT``; "stderr" says why.
     """
     try:
         return subprocess.run(

@@ -15,7 +15,7 @@ Summary = Callable[[Path, str], list[str]]
 
 
 def text(folder: Path) -> str:
-    """Return what a folder says of the selftest and the tests."""
+    """Return the summary of the selftest and the tests in a folder."""
     files = jsonl.MENDED, jsonl.TESTS
     return "\n".join(
         [
@@ -35,7 +35,7 @@ def head(about: dict[str, Any], cores: int) -> str:
 
 
 def checks(folder: Path, log: str) -> list[str]:
-    """Return how many checks of the selftest hold, and those that do not."""
+    """Return the number of passed checks of the selftest, and the failed ones."""
     found = [line for line in _last_checks(folder) if line["group"] != "speed"]
     tried = [line for line in found if line["status"] != "not here"]
     if not tried:
@@ -77,7 +77,7 @@ def speed(folder: Path, log: str) -> list[str]:
 
 
 def rows_of(tier: int) -> Summary:
-    """Return a function that returns a line for each case of a tier, and why rows are absent.
+    """Return a summary of a tier: a line per case, and reasons for absent rows.
 
     A row of ours that fails makes its part fail; peers may fail in any way.
     """
@@ -115,7 +115,7 @@ def _row(row: dict[str, Any]) -> str:
 
 
 def tests_of(file: str) -> Summary:
-    """Return a function that returns how many tests passed, and those that did not."""
+    """Return a summary of tests: the number of passed ones, and those that failed."""
 
     def tests(folder: Path, log: str) -> list[str]:
         found = {line["test"]: line for line in jsonl.read(folder / file)}
@@ -136,7 +136,7 @@ def _on_one_line(text: str) -> str:
 
 
 def sanitizer(folder: Path, log: str) -> list[str]:
-    """Return the verdicts of compute-sanitizer, each with how often it was given."""
+    """Return the verdicts of compute-sanitizer with their counts."""
     said = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*|Invalid .*|.*hazard.*)", log)
     return [
         f"{'' if re.search(r'SUMMARY: 0 ', text) else WRONG + ' '}{text} ({count} times)"

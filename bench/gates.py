@@ -1,4 +1,4 @@
-"""What the builds of kernels have to keep."""
+"""The limits that builds of kernels have to keep."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ SHARED = dict.fromkeys(("adamw_8bit", "lion_8bit"), 256 if VERSION == "3.6" else
 
 
 def faults(row: Row) -> list[str]:
-    """Return what is wrong with one build: what was got, what is allowed."""
+    """Return the exceeded limits of one build as text, with the value and the limit."""
     start = f"{row.build.target} {row.build.name}: "
     return [
         start + what
@@ -34,7 +34,7 @@ def faults(row: Row) -> list[str]:
 
 
 def memory_faults(row: Row) -> Iterator[str]:
-    """Yield what a build puts into memory that should be in registers."""
+    """Yield values that a build keeps in memory instead of registers."""
     build = row.build
     operation = build.call.split()[0]
     stack = STACK.get(build.arch, 0)
@@ -53,7 +53,7 @@ def memory_faults(row: Row) -> Iterator[str]:
 
 
 def occupancy_faults(row: Row) -> Iterator[str]:
-    """Yield what keeps programs from running beside one another."""
+    """Yield the limits that keep programs from running at the same time."""
     build = row.build
     if build.amd:
         allowed = AMD_REGISTERS if build.moves_tensors else 255  # one program needs no others
@@ -70,7 +70,7 @@ def occupancy_faults(row: Row) -> Iterator[str]:
 
 
 def code_faults(row: Row) -> Iterator[str]:
-    """Yield what is wrong with its instructions."""
+    """Yield exceeded limits of a build's instructions."""
     build = row.build
     if row.absorbed:
         yield (
@@ -113,10 +113,11 @@ def code_faults(row: Row) -> Iterator[str]:
 
 
 def exp2_faults(rows: Iterable[Row]) -> list[str]:
-    """Return what is wrong with MUFU.EX2 in all launches of a call together.
+    """Return exceeded limits of MUFU.EX2 in all launches of a call together.
 
-    Half a one stands for what comes once a tile, as rescaling sums. Column-major tiles have too few
-    columns for that.
+    A count may differ by less than half an instruction per element, because of work per tile such
+    as the rescaling of sums. Column-major tiles have too few columns for that, so they are left
+    out.
     """
     calls: dict[tuple[str, str, int], float] = {}
     for row in rows:
@@ -132,7 +133,7 @@ def exp2_faults(rows: Iterable[Row]) -> list[str]:
 
 
 def numbers(row: Row) -> Numbers:
-    """Return what is committed of a build."""
+    """Return the committed numbers of a build."""
     build = row.build
     values = {"registers": row.registers, "instructions for each element": row.instructions}
     return Numbers(build.name, build.arch, build.target, values)

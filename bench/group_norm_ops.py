@@ -38,7 +38,7 @@ def torchs(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def autocast(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """As before a half convolution: stock autocast's result is FP32."""
+    """Compute under stock autocast, with a cast of its FP32 result for a half convolution."""
     with torch.autocast(x.device.type, x.dtype):
         return torchs(x, weight, bias).to(x.dtype)
 

@@ -1,14 +1,15 @@
-"""What the host pays for a call, without a GPU: a stub stands for kernel launches.
+"""Host time of calls without a GPU, with stubs instead of kernel launches.
 
     python bench/host.py
-    python bench/host.py --json  # host time as ratios to torch's own alone, see host_ratios.py
+    python bench/host.py --json  # only the ratios to torch's host time, of host_ratios.py
 
-Microseconds of this machine's CPU, the least of many: one softmax inside an enabled forward against
-``torch.empty_like``, and an O2 step on 148 small tensors. The stub only looks up its key: add 1.6
-to 3 us for each real launch.
+Times are microseconds of this machine's CPU, the least of many calls: a softmax inside an enabled
+forward, ``torch.empty_like``, and an O2 step on 148 small tensors. Add 1.6 to 3 us for each real
+launch, because a stub only looks up its key.
 
-Then, on the CPU in eager torch: a whole step (unscale, check, clip, update) of 11.5 M parameters
-at each level, as a ratio to ``torch.optim``'s own with ``foreach=True``, unscaling and clipping.
+The second table is eager torch on the CPU: a whole step (unscale, check, clip, update) of 11.5 M
+parameters at each level, as a ratio to unscaling, clipping and ``torch.optim`` with
+``foreach=True``.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import tritonamp
 
 
 def measure(repeats: int) -> dict[str, float]:
-    """Microseconds, and launches of a step."""
+    """Return microseconds, and the launches of a step."""
     x = torch.randn(256, 1024).half()
     inputs = {"softmax": x, "softmax, with autograd": x.clone().requires_grad_()}
     found = {"torch.empty_like": least_us(lambda: torch.empty_like(x), repeats, 50)}
@@ -53,11 +54,11 @@ STEPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "SGD": (SGD, SGD),
     "Lion, to torch's AdamW": (ADAMW, tritonamp.optim.Lion),
 }
-"""Torch's optimizer, and the one that is enabled."""
+"""By name, torch's optimizer and the enabled one."""
 
 
 def ratios(repeats: int, build: steps.Build) -> dict[str, float]:
-    """Return CPU time of our eager step over that of torch's, each the least of ``repeats``."""
+    """Return CPU time of our eager step relative to torch's, each the least of ``repeats``."""
     found = {}
     for name, (theirs, ours) in STEPS.items():
         for level in ("O0", "O1", "O2"):
@@ -81,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         description="Host microseconds of a call, launches replaced by a stub."
     )
     parser.add_argument("--repeats", type=int, default=500)
-    parser.add_argument("--json", action="store_true", help="host time beside torch's own, as JSON")
+    parser.add_argument("--json", action="store_true", help="host time relative to torch, as JSON")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if args.json:

@@ -1,4 +1,4 @@
-"""Host time as ratios to torch's own, both in one process, without kernels."""
+"""Host time as ratios to torch's host time, both in one process, without kernels."""
 
 import copy
 import time
@@ -24,7 +24,7 @@ Call = Callable[[], Any]
 
 
 class Empty(torch.autograd.Function):
-    """What any Function costs: the memory of a result."""
+    """A Function that only allocates its result, to measure the cost of any Function."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class Nothing(nn.Module):
 
 
 def groups(params: list[nn.Parameter], apart: bool) -> list[Any]:
-    """Return what an optimizer is given; ``apart``: each tensor in a group of its own."""
+    """Return an optimizer's first argument; ``apart`` puts each tensor into its own group."""
     return [{"params": [p]} for p in params] if apart else params
 
 
@@ -59,7 +59,7 @@ def of_465_tensors() -> nn.Module:
 
 
 def measure_step(build: steps.Build, apart: bool, repeats: int) -> dict[str, float]:
-    """Return our O2 step beside torch.amp's; ``apart``: see ``groups``."""
+    """Return the time of our O2 step relative to torch.amp's; ``apart`` is that of ``groups``."""
     params = steps.parameters(build, CPU, torch.float32)
     theirs = steps.FUSED_ADAMW(groups(params, apart))
     with no_kernels_of_torchs_step(len(params)) as called:
@@ -74,7 +74,7 @@ def measure_step(build: steps.Build, apart: bool, repeats: int) -> dict[str, flo
 
 
 def measure_forward(level: str, repeats: int) -> dict[str, float]:
-    """Return a forward of an empty module with gradients, enabled beside plain."""
+    """Return the time of an empty module's forward with gradients, enabled relative to plain."""
     x = torch.zeros(2, 2, requires_grad=True)
     enabled, plain = Nothing(), Nothing()
     optimizer = torch.optim.SGD(enabled.parameters(), lr=0.1)
@@ -84,7 +84,7 @@ def measure_forward(level: str, repeats: int) -> dict[str, float]:
 
 
 def measure_overrides(repeats: int) -> dict[str, dict[str, float]]:
-    """Return overridden ops with autograd, each beside an empty Function."""
+    """Return the times of overridden ops with autograd, relative to an empty Function."""
     x = torch.randn(256, 1024).half().requires_grad_()
     weight, bias = torch.ones(1024, requires_grad=True), torch.zeros(1024, requires_grad=True)
     calls: dict[str, Call] = {
@@ -100,7 +100,7 @@ def measure_overrides(repeats: int) -> dict[str, dict[str, float]]:
 
 
 def measure_enable(repeats: int) -> dict[str, float]:
-    """Return ``enable`` of 3000 tensors beside ``copy.deepcopy`` of their model."""
+    """Return the time of ``enable`` of 3000 tensors relative to ``copy.deepcopy`` of the model."""
     model, times = steps.tiny(3000), []
     for _ in range(max(repeats // 20, 1)):
         start = time.perf_counter()
@@ -116,7 +116,7 @@ def ratio_to(ours_us: float, theirs_us: float) -> dict[str, float]:
 
 
 def measure_all(repeats: int) -> dict[str, dict[str, float]]:
-    """Return microseconds, and ratios to torch's own, by name."""
+    """Return microseconds, and ratios to torch, by name."""
     return {
         "step_148": measure_step(steps.SETS["148 small"][1], False, repeats),
         "step_465_groups": measure_step(of_465_tensors, True, repeats),

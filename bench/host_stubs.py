@@ -1,4 +1,4 @@
-"""Stubs in the place of kernels, and a clock: the time that is left is the host's."""
+"""Stubs instead of kernels, and a clock, so that only the host's time is measured."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def stub_launches() -> Iterator[list[int]]:
-    """Choose kernels for CPU tensors, and run none; yield a list of one number, the launches."""
+    """Choose kernels for CPU tensors but run none; yield a list of one number, their launches."""
     count = [0]
 
     def count_launch(*args: Any, stream: int) -> None:
@@ -41,7 +41,7 @@ def stub_launches() -> Iterator[list[int]]:
 
 
 class _Compiled:
-    """A compiled kernel that does nothing but what ``run`` does."""
+    """A compiled kernel whose launches call ``run`` instead."""
 
     def __init__(self, run: Callable[..., None]) -> None:
         self._run = run
@@ -60,7 +60,7 @@ def least_us_of(
     inner: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Return the least time of each call; they run in turn, so that a slow machine slows all."""
+    """Return the least time of each call. Calls run in turn, so a slow machine slows all."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
         for call, taken in zip(calls, times, strict=True):
@@ -84,7 +84,7 @@ PARTS_OF_TORCHS_STEP = (
 
 @contextmanager
 def no_kernels_of_torchs_step(tensors: int) -> Iterator[list[str]]:
-    """Replace what torch.amp's step launches by stubs; yield a list that the stubs' names go to."""
+    """Replace the kernels of torch.amp's step by stubs; yield a list of the called stubs' names."""
     called: list[str] = []
     norms = [torch.ones(())] * tensors
 

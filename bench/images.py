@@ -1,4 +1,4 @@
-"""Small images that live on the device as bytes: CIFAR-10, or generated ones of its size.
+"""Small images on the device as bytes: CIFAR-10, or generated ones of its size.
 
 Batches are drawn, moved, mirrored and normalised on the device, so that no loader is measured.
 """
@@ -23,10 +23,10 @@ class Images(NamedTuple):
 
     Attributes:
         padded: images to train on, each with a margin of zeros.
-        classes: of the images to train on.
+        classes: classes of the images to train on.
         test: images to test on.
-        test_classes: of the images to test on.
-        mean: of the images to train on, by channel, (3, 1, 1).
+        test_classes: classes of the images to test on.
+        mean: mean of the images to train on, by channel, (3, 1, 1).
         std: standard deviation of the images to train on, by channel, (3, 1, 1).
     """
 
@@ -57,7 +57,7 @@ class Images(NamedTuple):
 
 
 def prepared(train: Tensor, classes: Tensor, test: Tensor, test_classes: Tensor) -> Images:
-    """Return ``Images`` of bytes that are on the device; the arguments are like its attributes."""
+    """Return ``Images`` from tensors on the device; the arguments are like its attributes."""
     std, mean = torch.std_mean(train.float(), (0, 2, 3))
     shape = (3, 1, 1)
     padded = F.pad(train, [MARGIN] * 4)
@@ -102,9 +102,9 @@ def crops(padded: Tensor, rows: Tensor, tops: Tensor, lefts: Tensor, mirrored: T
 
 
 def generated(train: int, test: int, size: int, device: torch.device) -> Images:
-    """Return made-up images that can be learned: a pattern for each class, under noise.
+    """Return generated images that can be learned: a pattern for each class, under noise.
 
-    Pattern and noise are equally smooth. The pattern is moved and mirrored as crops are.
+    Pattern and noise are equally smooth. The pattern is shifted and mirrored like crops.
 
     Args:
         train: number of images to train on.
@@ -128,7 +128,7 @@ def _smooth(count: int, size: int, device: torch.device) -> Tensor:
 
 
 def cifar10(folder: Path, device: torch.device) -> Images:
-    """Return CIFAR-10 out of a folder that holds ``cifar-10-batches-py``; torchvision reads it.
+    """Return CIFAR-10 from a folder with ``cifar-10-batches-py``, which torchvision reads.
 
     Raises:
         ModuleNotFoundError: torchvision is not installed.

@@ -1,13 +1,12 @@
-"""What ``torch.compile`` would run on a GPU, without one: Inductor's own Triton source, launched.
+"""Runs the Triton source that ``torch.compile`` would run on a GPU, on the GPU in software.
 
     with without_gpu(arch=90):
-        softmax = torch.compile(torch.nn.functional.softmax)  # stands in: no dynamo
+        softmax = torch.compile(torch.nn.functional.softmax)  # replaced; without dynamo
         y = softmax(x, -1)  # on the GPU in software
 
-Functions are traced on fake tensors and handed to Inductor, whose questions about the device are
-answered here. The code that it writes is run as it is; in the place of its launcher stands Triton's
-own, with the first of the configurations that Inductor would time against one another. Private
-names of torch 2.14.
+Functions are traced on fake tensors and passed to Inductor, and this file answers Inductor's
+queries about the device. Inductor's code runs unchanged. Triton's launcher replaces Inductor's, and
+takes the first configuration that Inductor would time. Uses private names of torch 2.14.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ GUARDS = torch._C._dynamo.guards
 
 
 def compile_(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-    """Stand in for ``torch.compile``: compile at the first call, for its shapes."""
+    """Replace ``torch.compile``; compile at the first call, for its shapes."""
     made: list[Callable[..., Any]] = []
 
     def call(*args: Any) -> Any:
@@ -51,7 +50,7 @@ def compile_(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
 def _compiled(
     function: Callable[..., Any], leaves: Sequence[Any], places: Sequence[int], spec: Any
 ) -> Callable[..., Any]:
-    """Return what Inductor makes of ``function``, taking the tensors alone."""
+    """Return Inductor's code for ``function`` as a function of the tensors alone."""
     given: list[Any] = [leaves[i] for i in places]
     structure: list[Any] = []
 
@@ -83,7 +82,7 @@ def _compiled(
 
 
 def _launch(self: CachingAutotuner, *args: Any, stream: Any, **_: Any) -> None:
-    """Stand in for ``CachingAutotuner.run``: no timing, the first configuration."""
+    """Replace ``CachingAutotuner.run``; take the first configuration, without timing."""
     config = self.configs[0]
     args, grid = self._interpret_args_grid(args, config)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -115,11 +114,11 @@ def _properties(arch: int, processors: int) -> SimpleNamespace:
 
 @contextlib.contextmanager
 def without_gpu(arch: int, processors: int = 132) -> Iterator[None]:
-    """Have ``torch.compile`` run on the GPU in software inside of the block.
+    """Make ``torch.compile`` run on the GPU in software inside the block.
 
     Args:
-        arch: of the GPU that Inductor writes for, like 90.
-        processors: multiprocessors, which it splits reductions by.
+        arch: architecture that Inductor writes for, like 90.
+        processors: number of multiprocessors, over which Inductor splits reductions.
     """
     properties = _properties(arch, processors)
     answers: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Files of results that grow by a line of JSON at a time, so that a cut loses nothing."""
+"""Files of results that grow by a line of JSON at a time, so that an interruption loses nothing."""
 
 import contextlib
 import json
@@ -9,9 +9,9 @@ from typing import Any
 ROWS, CHECKS, TESTS, PARTS = "rows.jsonl", "selftest.jsonl", "tests.jsonl", "parts.jsonl"
 """The files of a run: measurements, checks of the selftest, tests, parts of first_gpu.sh."""
 MENDED = "mended.jsonl"
-"""The tests of ``first_gpu.sh --only``."""
+"""The file of the tests of ``first_gpu.sh --only``."""
 OUT_OF_TIME = "out of time"
-"""The reason of a row that could not be measured in time."""
+"""The reason for a row that was not measured in time."""
 
 Line = dict[str, Any]
 
@@ -28,7 +28,7 @@ def append(path: Path, line: Line) -> None:
 
 
 def read(path: Path) -> list[Line]:
-    """Return the lines of a file, none if it is absent, without those that a cut has torn."""
+    """Return the complete lines of a file, none if it is absent."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):

@@ -36,13 +36,13 @@ def fp32(x: Tensor, target: Tensor) -> Tensor:
 
 
 def autocast(x: Tensor, target: Tensor) -> Tensor:
-    """As it stands in torch: log-probabilities are rounded to half."""
+    """Compute as torch does on half logits: log-probabilities are rounded to half."""
     with torch.autocast(x.device.type, x.dtype):
         return F.cross_entropy(x, target)
 
 
 def liger(x: Tensor, target: Tensor) -> Tensor:
-    """Its gradient is there after the forward: its backward multiplies by one number."""
+    """Compute by Liger-Kernel, whose forward also computes the gradient."""
     from liger_kernel.transformers import LigerCrossEntropyLoss
 
     return LigerCrossEntropyLoss()(x, target)
@@ -59,7 +59,7 @@ def token_log_probs(x: Tensor, target: Tensor) -> Tensor:
 
 
 def fp32_log_probs(x: Tensor, target: Tensor) -> Tensor:
-    """As loops of reinforcement learning have it; a sum, so that there is one gradient."""
+    """Compute like loops of reinforcement learning; the sum gives one gradient."""
     return x.float().log_softmax(-1).gather(-1, target[:, None]).squeeze(-1).sum()
 
 
@@ -115,7 +115,7 @@ def cases(toy: bool) -> list[Case]:
 def _linear_case(name: str, head: tuple[int, int, int]) -> Case:
     """Return the case of one model's head.
 
-    Forward and backward are one row: in some peers one does the other's work.
+    Forward and backward are one row, because in some peers one does the other's work.
     """
     return Case(
         group=LINEAR.name,

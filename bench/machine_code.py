@@ -1,6 +1,6 @@
-"""What the compiler makes of a build, as ``cuobjdump`` prints it, or AMD's assembly.
+"""Numbers of a build's machine code, read from ``cuobjdump`` or from AMD's assembly.
 
-Numbers are of the code as it stands: the body of a loop counts once.
+The body of a loop counts once.
 """
 
 import hashlib
@@ -32,21 +32,24 @@ LIMITS = {  # of a multiprocessor with its 65536 registers: warps, programs, KiB
 
 
 class Row(NamedTuple):
-    """What was measured of a build; None where the disassembler does not know the architecture.
+    """The numbers of a build; None if the disassembler does not know the architecture.
 
     Attributes:
-        registers, stack, local: of a thread, the last two in bytes.
-        shared: bytes of a program.
+        registers: number of registers of a thread.
+        stack, local: bytes of stack and of local memory of a thread.
+        shared: bytes of shared memory of a program.
         occupancy: fraction of the warps that a multiprocessor can hold.
-        tile_loads, tile_stores: bytes of whole tiles that a thread has to move, by the width that
-            they allow for.
-        loads, stores: how many of each width in bytes.
-        in_flight: bytes that a multiprocessor waits for, at most.
-        spills: loads and stores of local memory.
-        scalar_spills: registers of all threads that are put into lanes of others; AMD's alone.
-        atomics: opcodes.
-        instructions, ex2: for each element; all of them, MUFU.EX2.
-        absorbed: multiply-adds that add a product to what another lane sent.
+        tile_loads, tile_stores: bytes of whole tiles that a thread has to move, by the widest
+            possible access.
+        loads, stores: number of accesses by width in bytes.
+        in_flight: largest number of bytes that a multiprocessor waits for.
+        spills: number of loads and stores of local memory.
+        scalar_spills: number of scalar registers that are kept in lanes of vector registers, on
+            AMD's GPUs only.
+        atomics: opcodes of atomics.
+        instructions: number of instructions per element.
+        ex2: number of MUFU.EX2 per element.
+        absorbed: number of multiply-adds that add a product to a value from another lane.
     """
 
     build: Build
@@ -76,7 +79,7 @@ def measured(todo: Iterable[Build]) -> Iterator[Row]:
 
 
 def measure(build: Build) -> Row:
-    """Compiles it and reads the result."""
+    """Compile a build, and return its numbers."""
     built = compiled(build)
     return of_amd(build, built) if build.amd else of_nvidia(build, built)
 
@@ -105,10 +108,10 @@ def of_nvidia(build: Build, built: Any) -> Row:
 
 
 def disassembled(cubin: bytes) -> tuple[str, str]:
-    """Return what ``cuobjdump`` prints: resource usage, and instructions without their bits.
+    """Return resource usage and instructions as ``cuobjdump`` prints them, without encodings.
 
-    It fails, and prints no instructions, where it does not know the architecture. Triton's cache
-    keeps what it printed, as it keeps the cubin: to disassemble takes as long as to compile.
+    Instructions are empty if ``cuobjdump`` does not know the architecture. Triton's cache keeps the
+    output next to the cubin, because disassembling takes as long as compiling.
     """
     tool = f"{triton.__version__} {CUOBJDUMP.name}".encode()
     cache = get_cache_manager(hashlib.sha256(tool + cubin).hexdigest())
@@ -131,7 +134,7 @@ def disassembled(cubin: bytes) -> tuple[str, str]:
 
 
 def of_amd(build: Build, built: Any) -> Row:
-    """Return the same of AMD's assembly; nothing of what is in flight, nor of exp2."""
+    """Return the numbers of AMD's assembly, without bytes in flight and exp2."""
     text, shared = built.asm["amdgcn"], built.metadata.shared
     registers, stack = amd_code.noted(text, "vgpr_count", "private_segment_fixed_size")
     spills, scalar_spills = amd_code.noted(text, "vgpr_spill_count", "sgpr_spill_count")
@@ -151,18 +154,18 @@ def of_amd(build: Build, built: Any) -> Row:
 
 
 def moved_by_threads(build: Build, built: Any) -> Iterator[dict[int, int]]:
-    """Yield what ``tile_bytes`` finds of loads and of stores."""
+    """Yield ``tile_bytes`` of loads, then of stores."""
     for what in "load", "store":
         yield tile_bytes(built.asm["ttir"], what, build.tile, build.threads, build.widest)
 
 
 def resources(usage: str) -> tuple[int, int, int]:
-    """Return registers, bytes of stack and of local memory, of ``cuobjdump -res-usage``."""
+    """Return registers, and bytes of stack and local memory, from ``cuobjdump -res-usage``."""
     return tuple(int(re.search(rf"\b{what}:(\d+)", usage)[1]) for what in ("REG", "STACK", "LOCAL"))
 
 
 def instructions(sass: str) -> list[tuple[str, str]]:
-    """Return opcodes with their modifiers, and operands, of ``cuobjdump -sass``; no padding."""
+    """Return opcodes with modifiers, and operands, from ``cuobjdump -sass``, without padding."""
     found = re.findall(
         r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)([^;]*);", sass, re.MULTILINE
     )
@@ -170,7 +173,7 @@ def instructions(sass: str) -> list[tuple[str, str]]:
 
 
 def width(opcode: str) -> int:
-    """Bytes that one thread loads or stores."""
+    """Return the number of bytes that one thread loads or stores."""
     special = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
     return next((special[part] for part in opcode.split(".") if part in special), 4)
 
@@ -182,7 +185,7 @@ def widths(opcodes: Iterable[str], what: str) -> dict[int, int]:
 
 
 def outstanding(code: Iterable[tuple[str, str]]) -> int:
-    """Return the most bytes that a thread has asked for and not touched yet.
+    """Return the most bytes that a thread has requested and not yet used.
 
     The code is read from top to bottom.
     """
@@ -201,7 +204,8 @@ def outstanding(code: Iterable[tuple[str, str]]) -> int:
 def tile_bytes(ttir: str, what: str, tile: int, threads: int, widest: int) -> dict[int, int]:
     """Return bytes of whole tiles that a thread loads or stores, by access width.
 
-    What is no tile is a partial result. ``widest``: elements of an access.
+    Other accesses are left out, because they are partial results. ``widest`` is the number of
+    elements in the widest access.
     """
     found: Counter[int] = Counter()
     for shape, bits in re.findall(rf"\btt\.{what} .*: tensor<([\dx]+)x!tt\.ptr<[a-z]+(\d+)>", ttir):
@@ -212,10 +216,10 @@ def tile_bytes(ttir: str, what: str, tile: int, threads: int, widest: int) -> di
 
 
 def absorbed(ptx: str) -> int:
-    """Return how many multiply-adds add a product to what came from another lane.
+    """Return the number of multiply-adds that add a product to a value from another lane.
 
-    The lane that sent it adds the two the other way round, and rounds the other product: sums that
-    all lanes should agree on differ by an ulp.
+    The other lane adds the same two values but rounds the other product. So sums that all lanes
+    should agree on differ by an ulp.
     """
     sent, found = set(), 0
     for opcode, operands in re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z][\w.]*)\s+([^;]*);", ptx, re.M):
@@ -227,7 +231,7 @@ def absorbed(ptx: str) -> int:
 
 
 def resident_warps(arch: int, warps: int, registers: int, shared: int) -> int:
-    """Return how many warps a multiprocessor holds of programs with such needs."""
+    """Return the number of warps of programs with these needs that a multiprocessor holds."""
     max_warps, max_programs, kib = LIMITS[arch]
     # four parts of a multiprocessor, each hands its registers out by eight
     by_registers = 4 * (65536 // 4 // (32 * 8 * -(-registers // 8)))

@@ -13,7 +13,7 @@ def paragraph(text: str) -> str:
 
 
 def multiple(value: float | None) -> str:
-    """Return how many times longer a peer takes; bold below 1, where we lose."""
+    """Return a peer's time relative to ours as text, in bold below 1."""
     if value is None:
         return ""
     return f"{value:.2f}x" if value >= 1 else f"**{value:.2f}x**"

@@ -13,10 +13,10 @@ from case import Case
 
 @functools.cache
 def all_cases(toy: bool = False) -> list[Case]:
-    """In order of importance: a run that is out of time leaves out the last ones.
+    """Return the cases in order of importance, because a run that is out of time omits the last.
 
     Args:
-        toy: sizes that a CPU gets through in milliseconds, the same cases.
+        toy: whether to use sizes that take milliseconds on a CPU.
     """
     return [
         *training.cases(toy),

@@ -29,7 +29,7 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Sequential):
     """(N, 3, 32, 32) images -> (N, 10) logits.
 
-    He et al. 2015, with the 3x3 stem that CIFAR-10 is trained with.
+    He et al. 2015, with the 3x3 stem that is usual for CIFAR-10.
     """
 
     def __init__(self, blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64) -> None:
@@ -47,7 +47,7 @@ class ResNet(nn.Sequential):
 
 
 class Attention(nn.Module):
-    """(N, T, width) -> the same; ``fused`` is torch's kernel, else matmul, softmax, matmul."""
+    """(N, T, width) -> (N, T, width), by torch's kernel with ``fused``, else by three ops."""
 
     def __init__(self, width: int, heads: int, causal: bool, fused: bool) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block, (N, T, width) -> the same."""
+    """A pre-norm transformer block, (N, T, width) -> (N, T, width)."""
 
     def __init__(self, width: int, heads: int, causal: bool, fused: bool) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def features(self, tokens: Tensor) -> Tensor:
-        """Return (N, context, width), what the last layer is given."""
+        """Return the input of the last layer, (N, context, width)."""
         return self.norm(self.blocks(self.token(tokens) + self.position))
 
     def forward(self, tokens: Tensor) -> Tensor:

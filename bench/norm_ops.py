@@ -1,4 +1,4 @@
-"""Norms of half activations with FP32 weights, forward and backward; one also of a sum."""
+"""Norms of half activations with FP32 weights, also of a sum, forward and backward."""
 
 import functools
 from collections.abc import Callable
@@ -28,7 +28,7 @@ TELLING = 1024, 4096
 
 
 def inputs(kind: str, shape: Shape, dtype: torch.dtype, device: Any) -> Inputs:
-    """Return input, weight, bias of a layer_norm, and the residual that an add_rms_norm adds."""
+    """Return input and weight, the bias of a layer_norm and the residual of an add_rms_norm."""
     x, residual = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
     weight, bias = (torch.rand(shape[1], device=device) for _ in range(2))
     return [
@@ -47,7 +47,7 @@ def norm_of(library: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 
 
 def of_sums(norm: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Forward:
-    """Return the norm of a sum, with the sum, by a norm that knows of no residual."""
+    """Return a function that adds the residual first, and returns the sum and its norm."""
 
     def of_sum(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Any:
         if residual is None:
@@ -69,14 +69,14 @@ torchs = of_sums(functools.partial(norm_of, F))
 
 @of_sums
 def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As before a half matmul: stock autocast's result is FP32."""
+    """Compute under stock autocast, with a cast of its FP32 result for a half matmul."""
     with torch.autocast(x.device.type, x.dtype):
         return norm_of(F, x, weight, bias).to(x.dtype)
 
 
 @of_sums
 def widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute in FP32, for torch.compile to fuse: torch refuses half input beside FP32 weights."""
+    """Compute in FP32 for torch.compile, because torch refuses half input with FP32 weights."""
     return norm_of(F, x.float(), weight, bias).to(x.dtype)
 
 

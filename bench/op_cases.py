@@ -1,4 +1,4 @@
-"""What all cases of operations share: calls of peers, forward and backward, and the rows."""
+"""Cases of operations: calls of peers, forward and backward."""
 
 import contextlib
 import functools
@@ -31,13 +31,14 @@ class Op(NamedTuple):
     """An operation, and who computes it.
 
     Attributes:
-        name: begins the names of its cases.
-        forwards: by peer, a function of the tensors of ``inputs``: of one result, or a tuple. That
-            of "compile" is what torch.compile is given.
-        inputs: makes the tensors, given shape, dtype and device; None: an argument is left out.
-        bytes: the least for each element, forward and backward.
+        name: beginning of the names of its cases.
+        forwards: by peer, a function of the tensors of ``inputs`` with one result or a tuple;
+            "compile" has the argument of torch.compile.
+        inputs: maker of the tensors, from shape, dtype and device; None among them omits an
+            argument.
+        bytes: least number of bytes per element, forward and backward.
         kernels: the kernels' operations, forward and backward.
-        gems: the peer whose call FlagGems takes over; None: it has none of these operations.
+        gems: peer whose call FlagGems replaces; None if FlagGems lacks these operations.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Op(NamedTuple):
         return self.forwards[self.gems if peer == "FlagGems" else peer]
 
     def inputs_of(self, peer: str, shape: Shape, dtype: torch.dtype, device: Any) -> Inputs:
-        """Return the tensors as a peer takes them."""
+        """Return the tensors in the dtypes that a peer takes."""
         made = self.inputs(shape, dtype, device)
         if peer not in HALF_WEIGHTS:
             return made
@@ -68,7 +69,7 @@ class Op(NamedTuple):
 def simple_op(
     name: str, forwards: dict[str, Forward], inputs: Any, bytes: Any, **others: Any
 ) -> Op:
-    """Return an operation with one kernel forward and one backward, called as itself."""
+    """Return an operation whose kernels are ``name`` and its backward."""
     return Op(name, forwards, inputs, bytes, ((name,), (f"{name}_backward",)), **others)
 
 
@@ -80,7 +81,7 @@ def compiled(function: Forward, device: torch.device) -> Forward:
 
 
 def leaves(inputs: Inputs) -> Inputs:
-    """Have the floating inputs require gradients, in place."""
+    """Make the floating inputs require gradients, in place."""
     return [x if x is None else x.requires_grad_(x.is_floating_point()) for x in inputs]
 
 
@@ -89,7 +90,7 @@ def wanted(inputs: Inputs) -> list[Tensor]:
 
 
 def results_of(forward: Forward, inputs: Inputs) -> list[Tensor]:
-    """Return the results of a forward; a loss in FP32, since half does not hold a scaled one."""
+    """Return the results of a forward; a loss in FP32, because half cannot hold a scaled loss."""
     found = forward(*inputs)
     results = found if isinstance(found, tuple | list) else [found]
     return [y.float() if y.dim() == 0 else y for y in results]
@@ -98,7 +99,7 @@ def results_of(forward: Forward, inputs: Inputs) -> list[Tensor]:
 def work(
     op: Op, peer: str, direction: str, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> Work:
-    """Make a forward without autograd, the gradients of its inputs, or both in one call."""
+    """Return the work of a forward without autograd, of a backward, or of both in one call."""
     forward, inputs = op.forward_of(peer, device), op.inputs_of(peer, shape, dtype, device)
     if direction == "forward":
         return Work([functools.partial(forward, *inputs)])
@@ -124,14 +125,14 @@ def work(
 
 
 def _gradients(results: list[Tensor]) -> list[Tensor]:
-    """Return what comes from above: of a loss its scale, of other results random numbers."""
+    """Return gradients of results: the loss scale for a loss, random numbers for others."""
     return [
         torch.full_like(y, LOSS_SCALE) if y.dim() == 0 else torch.randn_like(y) for y in results
     ]
 
 
 def under_flag_gems(make: Callable[[torch.device], Work], device: torch.device) -> Work:
-    """While the work is open, FlagGems replaces torch's operations in the whole process."""
+    """Make work with FlagGems instead of torch's operations, in the whole process until its end."""
     import flag_gems
 
     with contextlib.ExitStack() as stack:
@@ -142,7 +143,7 @@ def under_flag_gems(make: Callable[[torch.device], Work], device: torch.device) 
 def makers(
     op: Op, direction: str, shape: Shape, dtype: torch.dtype
 ) -> dict[str, Callable[[torch.device], Work]]:
-    """Return by peer what makes its work on a device."""
+    """Return by peer a function that makes its work on a device."""
     made = {peer: functools.partial(work, op, peer, direction, shape, dtype) for peer in op.peers}
     if op.gems:
         made["FlagGems"] = functools.partial(under_flag_gems, made["FlagGems"])
@@ -163,12 +164,12 @@ def both_directions(
 
     Args:
         op: the operation.
-        dtype: of activations.
-        shape: by which the cases are named.
-        toy: the shape that is used in its place.
-        path_bytes: by peer other than us, as in ``Case``, forward and backward.
-        tier: as in ``Case``.
-        form: of memory, which ends the names.
+        dtype: dtype of activations.
+        shape: shape of the input, which the names contain.
+        toy: smaller shape for a run on the CPU.
+        path_bytes: bytes per element of other peers as in ``Case``, forward and backward.
+        tier: tier of the cases.
+        form: memory format, at the end of the names.
     """
     used = toy or shape
     return [

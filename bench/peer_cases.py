@@ -1,8 +1,8 @@
-"""What is counted side by side: operations and shapes; who does them is in the other files.
+"""Operations and shapes that are counted side by side; the peers are in other files.
 
-Everything is float16: every GPU has it. Counts are taken at ``COUNTED`` elements, of long lines at
-``LONG``, so that there are as many lines as a GPU has programs to give; errors, for which every
-program has to run, at ``CHECKED`` and more.
+Everything is float16, because every GPU has it. Counts are taken at ``COUNTED`` elements, or at
+``LONG`` for long lines, so that there are enough lines to fill a GPU. Errors are measured at
+``CHECKED`` elements and more, because they need every program.
 """
 
 import functools
@@ -41,11 +41,11 @@ class Question(NamedTuple):
 
     Attributes:
         op: the operation.
-        name: of the case.
-        n: what lines are long.
-        exact: the operation, for FP64.
-        counted: the shape that counts are taken at.
-        checked: the shape that errors are taken at.
+        name: name of the case.
+        n: length of a line.
+        exact: the operation in FP64.
+        counted: shape at which instructions and bytes are counted.
+        checked: shape at which errors are measured.
         both: whether one of forward and backward does the work of the other.
     """
 
@@ -59,7 +59,7 @@ class Question(NamedTuple):
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward computes anything; that of a sum copies one number."""
+        """Whether a backward computes anything; the backward of a sum copies one number."""
         return self.op.name != "sum"
 
     @property
@@ -95,7 +95,7 @@ def _exact_head(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 def _question(
     op: Op, exact: Forward, n: int, line: Shape, long: int = FROM, rows: int = 1
 ) -> Question:
-    """Return a question about lines, ``rows`` or more; from ``long`` on they are long ones."""
+    """Return a question with ``rows`` or more lines, which are long from length ``long``."""
     counted, checked = (
         (max(rows, elements // math.prod(line)), *line)
         for elements in (LONG if n >= long else COUNTED, CHECKED)

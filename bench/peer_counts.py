@@ -1,10 +1,10 @@
-"""What kernels of peers move and execute beside ours, counted by one machine, and their errors.
+"""Bytes, instructions and errors of peers' kernels and of ours, counted in one emulator.
 
     python bench/counts.py --peers --only "softmax n=1024"
 
-A process of this file for each peer: some patch torch for everybody. Kernels run in the emulator of
-tests/gpuless/ptx, compiled for sm_90. Torch's own kernels, which it cannot run, count as a launch
-that reads and writes each operand once.
+This file starts a process for each peer, because some peers patch torch. Kernels are compiled for
+sm_90 and run in the emulator of tests/gpuless/ptx. The emulator cannot run torch's own kernels, so
+each counts as a launch that reads and writes each operand once.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def _elements(question: Question, host: list[Any]) -> int:
 
 
 def adam(peer: str, machine: Machine) -> Iterator[Row]:
-    """Count a step of AdamW by all programs: those of a list of tensors differ."""
+    """Count a step of AdamW by all programs, because the programs of a list of tensors differ."""
     machine.emulator.options = COUNTING_ALL
     work = steps.stepping(*steps.ADAMWS[peer], _parameters, CUDA)
     work.calls[0]()  # state is there from then on
@@ -120,7 +120,7 @@ def _kernel(launch: Launch) -> Row:
 
 
 def calls(peer: str, machine: Machine) -> Iterator[tuple[str, Callable[[], Iterable[Row]]]]:
-    """Yield the peer's calls of all cases of this folder, at toy size; a GPU only measures then."""
+    """Yield the peer's calls of all cases of this folder at toy size, to check that they run."""
 
     def call(case: Case) -> Iterator[Row]:
         torch.manual_seed(0)
@@ -135,7 +135,7 @@ def calls(peer: str, machine: Machine) -> Iterator[tuple[str, Callable[[], Itera
 
 
 def counts(peer: str, machine: Machine) -> Iterator[tuple[str, Callable[[], Iterable[Row]]]]:
-    """Yield what counts and what checks each case, by its name."""
+    """Yield names of cases with the functions that count or check them."""
     if peer in WITH_ADAM:
         yield "AdamW step", lambda: adam(peer, machine)
     for question in questions():
@@ -145,7 +145,7 @@ def counts(peer: str, machine: Machine) -> Iterator[tuple[str, Callable[[], Iter
 
 
 def count_to_file(peer: str, only: str, path: Path, what: Any) -> None:
-    """Do what one peer is asked for, and append a line for each row."""
+    """Run one peer's cases, and append a line for each row."""
     machine = Machine()
     with path.open("a") as lines, machine.running(), of_peer(peer, machine):
 

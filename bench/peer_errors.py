@@ -1,4 +1,4 @@
-"""Errors of what peers compute, against FP64, at two loss scales."""
+"""Errors of peers' results and gradients against FP64, at two loss scales."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 def host_inputs(question: Question, peer: str, shape: Shape) -> Inputs:
-    """Return the inputs on the CPU, as the peer takes them; the same for all that take half."""
+    """Return the inputs on the CPU in the peer's dtypes, equal for all peers with half inputs."""
     torch.manual_seed(0)
     return question.op.inputs_of(peer, shape, HALF, "cpu")
 
@@ -27,7 +27,7 @@ def moved(inputs: Inputs, move: Callable[[Tensor], Tensor]) -> Inputs:
 
 
 def gradients(results: list[Tensor], scale: float) -> list[Tensor]:
-    """Return what comes from above, in the dtypes of results: the same for everybody."""
+    """Return gradients of the results in their dtypes, the same for every peer."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for y in results:
@@ -38,7 +38,7 @@ def gradients(results: list[Tensor], scale: float) -> list[Tensor]:
 
 
 def checked(question: Question, peer: str, machine: Machine) -> Iterator[Row]:
-    """Hold results and gradients of all programs against FP64."""
+    """Compare results and gradients of all programs with FP64."""
     host = host_inputs(question, peer, question.checked)
     machine.emulator.options = CHECKING
     exact_inputs = moved(host, lambda x: x.double() if x.is_floating_point() else x)

@@ -1,6 +1,6 @@
-"""The GPU in software, which runs and counts everybody's kernels, and counts torch's own.
+"""The GPU in software, which runs and counts Triton kernels, and counts torch's own kernels.
 
-Torch's own kernels do not run there: an operation of theirs is computed on the CPU, and counts as
+Torch's own kernels cannot run there. Their operations are computed on the CPU, and each counts as
 one launch that moves each operand once.
 """
 
@@ -30,7 +30,7 @@ PICKS = {"nll_loss2d_forward", "nll_loss_forward", "gather", "index", "index_sel
 
 
 def middles(total: int) -> np.ndarray:
-    """Return numbers of programs that stand for all; the last ones often have less to do."""
+    """Return the numbers of programs to run instead of all, not the last ones, which do less."""
     count = min(total, PROGRAMS)
     return ((np.arange(count) + 0.5) * total / count).astype(int)
 
@@ -41,13 +41,13 @@ CHECKING = Options(races=False)
 
 
 class Machine:
-    """The GPU in software, and what ran on it.
+    """The GPU in software, with records of what ran on it.
 
     Attributes:
-        emulator: of kernels; its options say whether all programs run, and what is counted.
-        own: torch's own kernels, and the bytes of their operands.
-        gems: by name of an operation, what FlagGems has in its place.
-        refused: the operations of ``gems`` that Triton does not compile, and why.
+        emulator: emulator of kernels, whose options choose the programs that run and the counters.
+        own: names of torch's own kernels, with the bytes of their operands.
+        gems: FlagGems' replacements by name of the operation.
+        refused: operations of ``gems`` that Triton does not compile, with reasons.
     """
 
     emulator: Emulator
@@ -78,7 +78,7 @@ class Machine:
         self.emulator.findings.clear()
 
     def by_torch(self, func: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for ``OpOverload.redispatch``, with which FlagGems leaves something to torch."""
+        """Replace ``OpOverload.redispatch``, by which FlagGems leaves an operation to torch."""
         with mock.patch.object(self, "gems", {}):
             return self._run(tensors.CudaTensor.gpu, func, args, kwargs)
 
@@ -108,7 +108,7 @@ def _on_gpu(args: Any, kwargs: Any) -> bool:
 
 
 def _operands(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int | None:
-    """Return the bytes of an operation's operands; None where no kernel of torch runs."""
+    """Return the bytes of an operation's operands; None if it runs no kernel of torch."""
     aliases = [r.alias_info for r in func._schema.returns]
     views = any(info is not None and not info.is_write for info in aliases)
     if views or name in NO_KERNEL or "empty" in name:
@@ -123,7 +123,7 @@ def _operands(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int 
 
 @contextlib.contextmanager
 def of_peer(peer: str, machine: Machine) -> Iterator[None]:
-    """Have a peer's own kernels run in the block, as on a GPU they would by themselves."""
+    """Make a peer's own kernels run inside the block, as they would on a GPU."""
     with contextlib.ExitStack() as stack:
         if peer == "compile":
             from inductor import without_gpu

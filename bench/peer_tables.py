@@ -69,15 +69,15 @@ def counts(found: Row) -> str:
 
 
 def short(found: Row | None, before: str) -> str:
-    """Return what the front page has while no GPU has measured anything, after a sentence."""
+    """Return the front page's table of counts after the sentence ``before``; it needs no GPU."""
     cases = by_case(found["rows"]) if found else {}
     kept = {case: cases[case] for case in SHORT if OURS in cases.get(case, {})}
     if not kept:
         return before
     link = "bench/README.md#side-by-side-without-a-gpu"
     about = (
-        "Bytes an element that memory has to move / PTX instructions, forward and backward, "
-        f"float16, counted by an [emulator]({link}); **bold**: fewer."
+        f"An [emulator]({link}) counted bytes that memory has to move / PTX instructions, per "
+        "element, of forward and backward in float16. **Bold**: fewer than ours."
     )
     rows = (
         (peer, *(_cell(peers.get(peer), peers[OURS]) for peers in kept.values()))
@@ -87,11 +87,11 @@ def short(found: Row | None, before: str) -> str:
 
 
 def ahead(found: Row) -> str:
-    """Return the cases in which a peer has fewer bytes than we, or a lower estimate."""
+    """Return the cases in which a peer has fewer bytes or a lower estimate than ours."""
     cases = by_case(found["rows"])
     what = {
         "move fewer bytes": lambda row: row["bytes"],
-        "are estimated faster on an H100": lambda row: row["roofline"]["H100"][1],
+        "have a lower estimate on an H100": lambda row: row["roofline"]["H100"][1],
     }
     texts = []
     for name, of in what.items():
@@ -101,12 +101,12 @@ def ahead(found: Row) -> str:
             for peer in ESTIMATED
             if peer in peers and OURS in peers and of(peers[peer]) * NEAR < of(peers[OURS])
         ]
-        texts.append(f"Peers that {name}, in parts of ours: {', '.join(better) or 'none'}.")
+        texts.append(f"Peers that {name}, relative to ours: {', '.join(better) or 'none'}.")
     return "\n\n".join(map(paragraph, texts))
 
 
 def estimates(found: Row) -> str:
-    """Return estimated times of peers in those of ours, by GPU."""
+    """Return a table of estimated times relative to ours, by GPU."""
     cases = by_case(found["rows"])
     gpus = list(found["rows"][0]["roofline"])
     rows = []
@@ -116,11 +116,11 @@ def estimates(found: Row) -> str:
             if peer in peers:
                 pairs = ((peers[peer]["roofline"][g], peers[OURS]["roofline"][g]) for g in gpus)
                 rows.append((case, peer, *(_ratio(theirs, ours) for theirs, ours in pairs)))
-    return table(("estimate, in our time", "peer", *gpus), rows)
+    return table(("estimate, relative to ours", "peer", *gpus), rows)
 
 
 def _ratio(theirs: Any, ours: Any) -> str:
-    """Return the ratio of two estimates, and what their ends allow for."""
+    """Return the ratio of two estimates, with the range that their ends allow."""
     ratio, low, high = theirs[1] / ours[1], theirs[0] / ours[2], theirs[2] / ours[0]
     text = f"{ratio:.2f}x"
     text = f"**{text}**" if ratio * NEAR < 1 else text
@@ -128,7 +128,7 @@ def _ratio(theirs: Any, ours: Any) -> str:
 
 
 def errors(found: Row) -> str:
-    """Return errors of gradients; "rounding": of FP64 rounded once to the same dtype."""
+    """Return a table of errors of gradients, and of FP64 gradients that are rounded once."""
     whats = "zeroed, rounding", "largest error, rounding"
     head = "gradients", "peer", *(f"at {at}: {what}" for at in ("1", "2^16") for what in whats)
     lines = []
@@ -151,7 +151,7 @@ def adam(found: Row) -> str:
         for row in found["rows"]
         if row["case"] == "AdamW step"
     ]
-    return f"A step of AdamW, for each parameter: {'; '.join(texts)}."
+    return f"A step of AdamW, per parameter: {'; '.join(texts)}."
 
 
 def absent(found: Row) -> str:
@@ -169,11 +169,12 @@ def page(found: Row | None) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     about = (
         f"Float16, sm_90, {found['date']}, commit {found['commit']}, `{found['command']}` "
-        f"({found['seconds']} s), {versions}. Bytes of sectors that a launch touches, each once, "
-        "and PTX instructions of a thread; for each element. **Bold**: fewer than ours. Kernels of "
-        "torch itself count as operands read and written once, and no instructions. Every row, "
-        "also forward and backward alone, sectors a request and launches, is in "
-        "[counts-peers.json](results/counts-peers.json)."
+        f"({found['seconds']} s), {versions}. Each cell has two numbers per element: the bytes of "
+        "the sectors that launches touch, each sector counted once, and the PTX instructions of a "
+        "thread. **Bold**: fewer than ours. A kernel of torch itself counts as one read and write "
+        "of its operands, without instructions. "
+        "[counts-peers.json](results/counts-peers.json) has every row, forward and backward alone, "
+        "sectors per request, and launches."
     )
     parts = [paragraph(about), counts(found), adam(found), ahead(found)]
     parts += [estimates(found), errors(found), absent(found)]

@@ -1,4 +1,4 @@
-"""The peers: where each comes from, and which of them can share a process."""
+"""The peers, their packages, and the processes in which they run."""
 
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -8,10 +8,10 @@ class Peer(NamedTuple):
     """A peer.
 
     Attributes:
-        process: peers of one name are measured in one process; some packages patch torch for
-            everybody in theirs.
-        module: must be importable; None: torch is enough.
-        package: for pip.
+        process: name of the process that measures the peer. Some packages patch torch, so they
+            cannot share a process with others.
+        module: module that the peer imports; None for torch alone.
+        package: name of the package for pip.
     """
 
     process: str
@@ -44,7 +44,7 @@ PEERS = {
 """In the order of tables.
 
 - "eager": torch as it is.
-- "autocast": under stock ``torch.autocast``, results cast to half if a half matmul would take them.
+- "autocast": stock ``torch.autocast``, with results cast to half if a half matmul would read them.
 - "compile": ``torch.compile`` of "eager" or "torch.amp".
 - "torch.amp": autocast, GradScaler and the fused optimizer on an FP32 model.
 - "half pipeline": the step of a half model with FP32 masters in stock torch.
@@ -53,7 +53,7 @@ PEERS = {
 
 
 def missing(peer: str) -> str | None:
-    """Return what to install for ``peer``; None where nothing is missing."""
+    """Return the missing package of ``peer``, or None."""
     module, package = PEERS[peer].module, PEERS[peer].package
     if module is None:
         return None

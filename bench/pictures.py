@@ -1,4 +1,4 @@
-"""The pictures, each drawn only where there are rows for it."""
+"""The pictures, each drawn only if it has rows."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ STEPS, TRAINING = "full step", "training step"  # groups that the page has every
 
 
 def names(stem: str, rows: list[Row]) -> dict[str, str]:
-    """Return by title the file names of the pictures that there are rows for."""
+    """Return the file names of pictures that have rows, by title."""
     return {
         title: f"{stem}-{name}.png"
         for name, (title, has, _) in PICTURES.items()
@@ -36,9 +36,9 @@ def draw(rows: list[Row], folder: Path, stem: str) -> list[Path]:
 
 
 def _is_a_point(row: Row) -> bool:
-    """Tell whether a length is a point of the curves: powers of two.
+    """Return whether the curves show a length, which they do for powers of two.
 
-    Lengths between them make jumps; they are in the tables.
+    Other lengths would make jumps; they are in the tables.
     """
     if row["group"] not in SOFTMAX or row["dtype"] != "bfloat16" or row["shape"].count("x") != 1:
         return False

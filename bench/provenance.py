@@ -1,4 +1,4 @@
-"""What the files in results/ have in common: device, versions, commit; and how they are written."""
+"""Device, versions and commit for the files in results/, and functions that write them."""
 
 import json
 import platform
@@ -15,7 +15,7 @@ from tritonamp.kernels.device import triton_version
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what every row carries."""
+    """Return the fields of every row: device, versions and commit."""
     gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if gpu else f"cpu {platform.machine()}",
@@ -27,7 +27,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def run_name() -> str:
-    """Return the name of a run on this machine's GPU: that and the date."""
+    """Return the name of a run: this machine's GPU and the date."""
     return f"{slug(torch.cuda.get_device_name())}-{time.strftime('%Y-%m-%d')}"
 
 
@@ -43,10 +43,10 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error on one line, for the lists of what could not be measured."""
+    """Return an error as one line, the reason for a row that was not measured."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def slug(text: str) -> str:
-    """For file names."""
+    """Return text for a file name."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")

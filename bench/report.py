@@ -1,12 +1,12 @@
-"""Tables and pictures from the committed measurements in bench/results/, and nothing else.
+"""Tables and pictures, made from the committed measurements in bench/results/ alone.
 
     python bench/report.py            # prints
     python bench/report.py --folder results-of-another-machine/
     python bench/report.py --write    # fills README.md and bench/README.md between their "bench:"
                                       # marks, and draws the pictures
 
-Ratios are times: 2.0x means that the peer takes twice as long, 0.5x that it takes half. Those below
-1 are bold.
+A ratio of 2.0x means that the peer takes twice as long, 0.5x that it takes half. Ratios below 1 are
+bold.
 """
 
 import argparse
@@ -49,14 +49,14 @@ Row = dict[str, Any]
 
 
 def load(folder: Path) -> dict[str, Record]:
-    """Return what was measured, by name of the run: of this folder, or of the runs in it."""
+    """Return records by name of the run, for the run in ``folder`` or the runs in its folders."""
     paths = [folder / jsonl.ROWS, *sorted(folder.glob(f"*/{jsonl.ROWS}"))]
     records = {path.parent.name: record_of(path) for path in paths if path.exists()}
     return {name: record for name, record in records.items() if record["rows"]}
 
 
 def record_of(path: Path) -> Record:
-    """Return the rows of a file with their ratios, the machine, and what was not measured.
+    """Return a file's rows with ratios, its machine, and the rows that were not measured.
 
     A later line of a row replaces the earlier one.
     """
@@ -75,7 +75,7 @@ def record_of(path: Path) -> Record:
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
-    """Add "ratio": by peer of the same case how many times longer it takes."""
+    """Add "ratio": by peer of the same case, the peer's time relative to this row's."""
     times: dict[str, dict[str, float]] = {}
     for row in rows:
         times.setdefault(row["case"], {})[row["peer"]] = row["us"]
@@ -94,8 +94,8 @@ def speed(records: dict[str, Record], link: str) -> str:
     """Return the Markdown of all GPUs.
 
     Args:
-        records: what was measured, by file.
-        link: folder of the pictures, as the page has to name it.
+        records: records by name of the run.
+        link: folder of the runs, relative to the page.
     """
     parts = [_of_gpu(stem, record, link) for stem, record in records.items()]
     return "\n\n".join(parts) if parts else NOT_MEASURED
@@ -127,31 +127,31 @@ def _pictures(stem: str, record: Record, link: str) -> list[str]:
 
 
 def summary(records: dict[str, Record], link: str) -> str:
-    """Return the Markdown of the front page: of one GPU a row of each group, a picture.
+    """Return the front page's Markdown: of one GPU, a row of each group and a picture.
 
-    Before there is one: what an emulator counted.
+    Without results of a GPU it is the table of an emulator's counts.
     """
     if not records:
         return peer_tables.short(peer_tables.load(), NO_GPU)
     stem, record = next(iter(records.items()))
     head = (
-        f"On {record['device']}, beside torch {record['torch']} (2.00x: it takes twice as long; "
-        "**bold**: we lose); all rows are in [bench](bench/README.md):"
+        f"On {record['device']}, with torch {record['torch']} (2.00x: a peer takes twice as long; "
+        "**bold**: we lose). All rows are in [bench](bench/README.md):"
     )
     shown = [row for row in record["rows"] if is_ours(row["peer"]) and row["tier"] <= 2]
     firsts = {row["group"]: row for row in reversed(shown)}
     rows = []
     for row in reversed(firsts.values()):
         peers = [peer for peer in row["ratio"] if PEERS[peer].process in ("torch", "compile")]
-        beside = ", ".join(f"{peer} {multiple(row['ratio'][peer])}" for peer in peers)
+        ratios = ", ".join(f"{peer} {multiple(row['ratio'][peer])}" for peer in peers)
         time = f"{_number(row['us'])} us" if row["us"] < 1e4 else f"{_number(row['us'] / 1e3)} ms"
-        rows.append((row["case"], time, _number(row["fraction_of_copy"], 2), beside))
-    drawn = table(("what", "time", "of copy bandwidth", "beside"), rows)
+        rows.append((row["case"], time, _number(row["fraction_of_copy"], 2), ratios))
+    drawn = table(("what", "time", "of copy bandwidth", "peers"), rows)
     return "\n\n".join([paragraph(head), drawn, *_pictures(stem, record, link)[:1]])
 
 
 def our_table(rows: list[Row]) -> str:
-    """Return our rows, with a column for each peer that one of them has."""
+    """Return a table of our rows, with a column for each peer in them."""
     peers = list(dict.fromkeys(p for row in rows for p in row["ratio"] if not is_ours(p)))
     shown = [
         (
@@ -169,7 +169,7 @@ def our_table(rows: list[Row]) -> str:
 
 
 def training_table(rows: list[Row]) -> str:
-    """Return every mode of every model, with the time of torch.amp as a ratio."""
+    """Return a table of every mode of every model, with the ratio to torch.amp."""
     shown = [
         (
             row["case"],
@@ -209,7 +209,7 @@ def slower(rows: list[Row]) -> str:
 
 
 def absent(entries: list[Row]) -> str:
-    """Return what the run could not measure, by reason."""
+    """Return the rows that the run could not measure as text, by reason."""
     reasons = Counter((entry["peer"], entry["reason"]) for entry in entries)
     if not reasons:
         return "Nothing was left out."
@@ -276,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--write",
         action="store_true",
-        help="fill README.md and bench/README.md, and draw the pictures beside the results",
+        help="fill README.md and bench/README.md, and draw the pictures next to the results",
     )
     parser.add_argument("--folder", type=Path, help="print the results of one run")
     args = parser.parse_args(arguments)

@@ -1,16 +1,19 @@
-"""An estimate of times from counts: bytes, sectors, instructions, occupancy. No GPU ran these.
+"""Estimates times from counted bytes, sectors, instructions and occupancy. No GPU ran these.
 
-A launch takes the longest of three times:
+The estimate of a launch is the longest of three times:
 
-- memory: the bytes of sectors that it touches, each once, over the bandwidth; or over what the
-  warps of its grid that are resident can ask for in a latency, where that is less;
-- cache: all sectors asked for, over what the first cache gives (128 B a cycle, on a T4 64);
-- issue: instructions over four a cycle and multiprocessor that has a program.
+- memory: bytes of the touched sectors, each counted once, over the bandwidth; or over the bytes
+  that the grid's resident warps can request per latency, if that is less;
+- cache: bytes of all requested sectors, over the rate of the first cache (128 B per cycle, 64 on a
+  T4);
+- issue: instructions, at four per cycle and multiprocessor with a program.
 
-Torch's own kernels: memory alone. The low end of an estimate is bytes over bandwidth; the high end
-is the sum of the three, as if nothing overlapped. Assumed: bandwidth and clock of data sheets,
-a latency of 600 ns, one PTX instruction for one of the machine's, registers of sm_90 on every GPU,
-no cost of launches. Peers that are close may change places; that is why there are ends.
+Torch's own kernels have the first time only. The low end of an estimate is bytes over bandwidth.
+The high end is the sum of the three times, as if nothing overlapped.
+
+Assumptions: bandwidth and clock of data sheets, a latency of 600 ns, one machine instruction per
+PTX instruction, registers of sm_90 on every GPU, launches without cost. An estimate has ends
+because it cannot order peers that are close.
 """
 
 import functools
@@ -27,14 +30,14 @@ LATENCY = 600e-9  # seconds
 
 
 class Gpu(NamedTuple):
-    """A GPU as its data sheet has it.
+    """A GPU according to its data sheet.
 
     Attributes:
-        arch: its architecture, for limits of a multiprocessor.
-        processors: multiprocessors.
+        arch: architecture, for limits of a multiprocessor.
+        processors: number of multiprocessors.
         hertz: boost clock.
-        bandwidth: bytes in a second.
-        cache: bytes that the first cache gives in a cycle.
+        bandwidth: bytes per second of memory.
+        cache: bytes per cycle of the first cache.
     """
 
     arch: int
@@ -54,11 +57,11 @@ GPUS = {
 
 
 class Built(NamedTuple):
-    """What ptxas makes of a kernel.
+    """The numbers of a kernel that ptxas compiled.
 
     Attributes:
-        registers: of a thread.
-        in_flight: bytes that a thread asks for before it waits.
+        registers: number of registers of a thread.
+        in_flight: bytes that a thread requests before it waits.
     """
 
     registers: int
@@ -66,11 +69,11 @@ class Built(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What was counted of a case.
+    """The counts of a case.
 
     Attributes:
-        elements: that it works on.
-        kernels: launches, see ``peer_counts``.
+        elements: number of elements.
+        kernels: counts of the launches, from ``peer_counts``.
         own: bytes of each of torch's own kernels.
     """
 
@@ -81,7 +84,7 @@ class Work(NamedTuple):
 
 @functools.cache
 def built(ptx: str, arch: int) -> Built:
-    """Return what ptxas makes of a kernel's text."""
+    """Compile a kernel's text by ptxas, and return its numbers."""
     ptxas = triton.knobs.nvidia.ptxas.path
     suffix = "a" if arch >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +98,7 @@ def built(ptx: str, arch: int) -> Built:
 
 
 def times(kernel: dict[str, Any], gpu: Gpu) -> tuple[float, float, float]:
-    """Return seconds by memory, cache and issue; of one launch."""
+    """Return the seconds of one launch for memory, cache and issue."""
     warps, programs = kernel["warps"], math.prod(kernel["grid"])
     needs = gpu.arch, warps, kernel["registers"], kernel["shared"]
     # one program at least: registers are those of sm_90, and may be too many for another GPU
@@ -112,7 +115,7 @@ def times(kernel: dict[str, Any], gpu: Gpu) -> tuple[float, float, float]:
 
 
 def estimate(work: Work, gpu: Gpu) -> tuple[float, float, float]:
-    """Return nanoseconds for a thousand elements: low end, estimate, high end."""
+    """Return low end, estimate and high end, in nanoseconds per thousand elements."""
     own = sum(work.own) / gpu.bandwidth
     launches = [times(kernel, gpu) for kernel in work.kernels]
     low = own + sum(kernel["bytes"] for kernel in work.kernels) / gpu.bandwidth
@@ -125,7 +128,7 @@ def estimates(work: Work) -> dict[str, tuple[float, float, float]]:
 
 
 def limit(work: Work, gpu: Gpu = GPUS["H100"]) -> str:
-    """Return what limits most of the time: "memory", "in flight", "cache" or "issue"."""
+    """Return the limit for most of the time: "memory", "in flight", "cache" or "issue"."""
     spent = {"memory": sum(work.own) / gpu.bandwidth}
     for kernel in work.kernels:
         memory, cache, issue = times(kernel, gpu)

@@ -70,7 +70,7 @@ def transformer_engine(x: Tensor) -> Tensor:
 
 
 def forwards(name: str, wide: bool) -> dict[str, Forward]:
-    """Return by peer its forward; ``wide``: the result is FP32, else half."""
+    """Return the peers' forwards; with ``wide``, results are FP32, else half."""
     torchs = functools.partial(call_of, torch, name, wide)
     return {
         "tritonamp": functools.partial(call_of, functional, name, wide),
@@ -116,7 +116,7 @@ def _cases(op: Op, shape: Shape, dtype: torch.dtype, toy: bool) -> list[Case]:
 
 
 def _small(shape: Shape, toy: bool) -> Case:
-    """Return the case of one small bf16 input out of so many that the cache does not hold them."""
+    """Return the case of a small bf16 input, in turn with others so that the cache holds none."""
     used = _toy(shape) if toy else shape
 
     def rotated(peer: str, device: torch.device) -> Work:
@@ -137,5 +137,5 @@ def _small(shape: Shape, toy: bool) -> Case:
 
 
 def _toy(shape: Shape) -> Shape:
-    """Few lines, shorter ones; odd lengths stay odd."""
+    """Return a shape with fewer and shorter lines; odd lengths stay odd."""
     return (*(1 for _ in shape[:-2]), 2, TOY_LENGTH + shape[-1] % 2)

@@ -1,13 +1,13 @@
-"""Measures everything on this machine's GPU, the most wanted rows first.
+"""Measures everything on this machine's GPU, the most important rows first.
 
     python bench/run.py                              # ten minutes
     python bench/run.py --tiers 1 2 --seconds 150    # the most telling rows
     python bench/run.py --toy --folder /tmp/x        # toy sizes on the CPU: tries the script
 
 Each row becomes a line of rows.jsonl in the folder (bench/results/<gpu>-<date>) as soon as it is
-measured; rows that this commit has measured there are not measured again. Peers that may get in one
-another's way run in processes of their own. A failed row has the reason in its line. If a row kills
-its process, a new process continues with the next row. Without a GPU nothing is measured or
+measured. Rows that this commit has already measured there are not measured again. Peers that might
+disturb each other run in separate processes. The line of a failed row has the reason. If a row
+kills its process, a new process continues with the next row. Without a GPU nothing is measured or
 written.
 """
 
@@ -47,8 +47,8 @@ class Plan(NamedTuple):
 
     Attributes:
         folder: folder of rows.jsonl.
-        tiers: tiers to measure, see ``Case``.
-        toy: whether to run on the CPU, at sizes that measure nothing.
+        tiers: tiers of ``Case`` to measure.
+        toy: whether to run on the CPU, at toy sizes.
         since: number of lines in the file before this call, whose failures are tried again.
     """
 
@@ -103,9 +103,9 @@ def measure(pairs: list[Pair], stopwatch: Stopwatch, until: float) -> Iterator[R
 
 
 def row_of(case: Case, peer: str, timing: Timing, copy_bandwidth: float) -> Row:
-    """Return what one peer did on one case.
+    """Return the row of one peer on one case.
 
-    Rates count the bytes that have to move, not those that the peer moves.
+    Rates count the least bytes that the work has to move, not the bytes that the peer moves.
     """
     rate = case.elements * case.bytes / timing.us * 1e6 if case.bytes else None
     return {
@@ -122,7 +122,7 @@ def row_of(case: Case, peer: str, timing: Timing, copy_bandwidth: float) -> Row:
 def measure_here(process: str, tier: int, plan: Plan, seconds: float) -> None:
     """Measure in this process.
 
-    The seconds are for the rows: they begin when everything is imported, and a copy was timed.
+    The seconds are for the rows. They begin after the imports and the timing of a copy.
     """
     stopwatch = plan.stopwatch(tier)
     machine = provenance.machine(plan.device) | {"date": time.strftime("%Y-%m-%d")}
@@ -135,7 +135,7 @@ def measure_here(process: str, tier: int, plan: Plan, seconds: float) -> None:
 
 
 Start = Callable[[str, int, Plan, float], str | None]
-"""Measures in a process of its own; returns why that ended before it was done, or None."""
+"""Measures in a new process; returns the reason if the process ended early, else None."""
 
 
 def start_process(process: str, tier: int, plan: Plan, seconds: float) -> str | None:
@@ -175,7 +175,7 @@ def run_processes(seconds: float, plan: Plan, start: Start = start_process) -> N
 
 
 def first_share(rows: list[int], left: float) -> float:
-    """Return the seconds of measuring for the first of the processes that have so many rows."""
+    """Return the first process's share of the seconds; ``rows`` are the processes' row counts."""
     for count in range(len(rows), 1, -1):
         share = (left - START * count) * rows[0] / sum(rows[:count])
         if share >= START:
@@ -184,7 +184,7 @@ def first_share(rows: list[int], left: float) -> float:
 
 
 def _measure_all(process: str, tier: int, plan: Plan, until: float, start: Start) -> None:
-    """Measure in a process, and behind a row that took it down in a new one, until that time."""
+    """Measure until a time, in a new process after each row that kills its process."""
     waiting = len(plan.waiting(process, tier))
     while waiting and (seconds := until - START - time.time()) >= WORTH_IT:
         stopped = start(process, tier, plan, seconds)
@@ -200,7 +200,7 @@ def _measure_all(process: str, tier: int, plan: Plan, until: float, start: Start
 
 
 def _excuse_last_row(plan: Plan) -> None:
-    """Replace the reason of a row that was being measured when the time was up."""
+    """Replace the reason of the row that was being measured when the time was up."""
     last = jsonl.read(plan.file)[-1:]
     if last and last[0].get("reason") == CUT:
         jsonl.append(plan.file, last[0] | {"reason": jsonl.OUT_OF_TIME})

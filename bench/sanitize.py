@@ -1,4 +1,4 @@
-"""Runs the selftest's kernels under a tool of compute-sanitizer, in processes side by side.
+"""Runs the selftest's kernels under a tool of compute-sanitizer, in parallel processes.
 
 python bench/sanitize.py memcheck --jobs 8
 """

@@ -1,4 +1,4 @@
-"""``counts.py --peers``: a process for each peer, its rows, and the file that the pages show."""
+"""``counts.py --peers``: a process for each peer, and the file of all rows that the pages show."""
 
 import json
 import subprocess
@@ -25,10 +25,10 @@ Row = dict[str, Any]
 
 
 def count_peers(only: str) -> Row:
-    """Count what every peer does whose package is here.
+    """Count the cases of every peer whose package is installed.
 
     Returns:
-        record: "rows" of counts, "errors" against FP64, "not_counted" with reasons, versions.
+        the record: "rows" of counts, "errors" against FP64, "not_counted" with reasons, versions.
     """
     start = time.time()
     rows: list[Row] = []

@@ -1,7 +1,7 @@
-"""Committed numbers of every launch, the gate on their growth, and what its two scripts share.
+"""Committed numbers of every launch, and the gate on their growth, for two scripts.
 
-``static.py`` has numbers of machine code, ``counts.py`` of what ran. Each Triton version has files
-of its own, with a line for each launch: its numbers by architecture.
+``static.py`` has numbers of machine code, and ``counts.py`` has executed instructions and bytes.
+Each Triton version has its own files, with a line per launch: its numbers by architecture.
 """
 
 import argparse
@@ -22,12 +22,13 @@ Snapshot = dict[str, dict[str, list[float | None]]]
 
 
 class Numbers(NamedTuple):
-    """What is committed of one launch.
+    """The committed numbers of one launch.
 
     Attributes:
-        name: of the call and the kernel.
-        arch: architecture; ``target``: the same, for people.
-        values: the numbers by what they are; None: not known of this architecture.
+        name: names of the call and the kernel.
+        arch: architecture.
+        target: architecture as text.
+        values: the numbers by name; None if they are unknown for this architecture.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Numbers(NamedTuple):
 
 
 def growth_faults(now: Numbers, snapshot: Snapshot, file: str) -> list[str]:
-    """Return what got worse against the committed numbers of the same Triton version."""
+    """Return the numbers that got worse than the committed ones of the same Triton version."""
     start = f"{now.target} {now.name}: "
     before = snapshot.get(now.name, {}).get(str(now.arch))
     if before is None:
@@ -50,7 +51,7 @@ def growth_faults(now: Numbers, snapshot: Snapshot, file: str) -> list[str]:
 
 
 def snapshot_text(launches: Iterable[Numbers]) -> str:
-    """Return a file's JSON, a line for each launch."""
+    """Return the JSON of a file, with a line for each launch."""
     found: dict[str, dict[int | str, list[float | None]]] = {}
     for launch in launches:
         found.setdefault(launch.name, {})[launch.arch] = list(launch.values.values())
@@ -59,7 +60,7 @@ def snapshot_text(launches: Iterable[Numbers]) -> str:
 
 
 def parser_for(path: Path, description: str, archs: Sequence[int | str]) -> argparse.ArgumentParser:
-    """Return a parser with the options that say what is built, and ``--snapshot``."""
+    """Return a parser with the options that select builds, and ``--snapshot``."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--arch",
@@ -90,7 +91,7 @@ def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> Any:
 
 
 def finish(path: Path, launches: list[Numbers], failed: list[str], write: bool) -> int:
-    """Write a snapshot, or check growth against it; print all that failed, return exit status."""
+    """Write a snapshot or check growth against it; print failures, and return the exit status."""
     if write:
         path.write_text(snapshot_text(launches))
     elif path.exists():

@@ -1,4 +1,4 @@
-"""Import this before torch: the GPU in software needs two functions of a driver (tests/gpuless)."""
+"""Import this before torch, because the GPU in software needs two functions of a driver."""
 
 import sys
 from pathlib import Path

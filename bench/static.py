@@ -1,11 +1,11 @@
-"""What the compiler makes of every shipped kernel, for every architecture, and the gates on it.
+"""Numbers of every shipped kernel's machine code for every architecture, with gates.
 
     python bench/static.py --op softmax --arch 80 90
     python bench/static.py --arch 90 --turns 4
 
-Needs no GPU. A kernel joins by ``shipped()`` in its module, see
-``tritonamp.kernels._shipped.Shipped``. One line for each build; failed gates on stderr, exit status
-1. Numbers are of the code as it stands: the body of a loop counts once.
+Needs no GPU. A kernel joins by ``shipped()`` in its module, which returns
+``tritonamp.kernels._shipped.Shipped``. The script prints a line per build, and failed gates on
+stderr with exit status 1. The body of a loop counts once.
 """
 
 import datetime
@@ -40,7 +40,7 @@ def line(row: Row) -> str:
 
 
 def of_today(turns: str, today: datetime.date | None = None) -> list[Arch]:
-    """Return the architectures whose turn it is; in as many days as turns each has one.
+    """Return the architectures whose turn it is; each has a turn once in that many days.
 
     Raises:
         ValueError: ``turns`` is not the text of a positive integer.

@@ -1,4 +1,4 @@
-"""What an optimizer step is made of, and whole steps, on the parameters of real models."""
+"""Parts of an optimizer step, and whole steps, on the parameters of real models."""
 
 import functools
 import importlib
@@ -26,7 +26,7 @@ Maker = Callable[..., Work]
 
 
 def gpt(vocabulary: int, context: int, width: int, layers: int) -> nn.Module:
-    """Modules that have the parameters of a GPT-2 with tied embeddings; they never run."""
+    """Return modules with the parameters of a GPT-2 with tied embeddings; they never run."""
     modules: list[nn.Module] = [nn.Embedding(vocabulary, width), nn.Embedding(context, width)]
     for _ in range(layers):
         attention = nn.Linear(width, 3 * width), nn.Linear(width, width)
@@ -45,7 +45,7 @@ SETS: dict[str, tuple[Build, Build]] = {
     "4000 tiny": (lambda: tiny(4000), lambda: tiny(40)),
     "1.3B": (lambda: gpt(50257, 2048, 2048, 24), lambda: gpt(19, 8, 12, 3)),
 }
-"""By name, how to build the parameters, and a toy of them."""
+"""By name, functions that build the parameters and a toy of them."""
 
 
 def parameters(build: Build, device: torch.device, dtype: torch.dtype) -> list[nn.Parameter]:
@@ -85,12 +85,12 @@ def stepping(
     build: Build,
     device: torch.device,
 ) -> Work:
-    """``optimizer.step()`` alone, of parameters in ``dtype``."""
+    """Make ``optimizer.step()`` alone, on parameters in ``dtype``."""
     return Work([optimizer(parameters(build, device, dtype)).step])
 
 
 def imported(module: str, name: str, **options: Any) -> Optimizer:
-    """Return a peer's optimizer, whose package is imported where it is made."""
+    """Return a function that imports a peer's optimizer and makes it for parameters."""
     return lambda params: getattr(importlib.import_module(module), name)(params, lr=LR, **options)
 
 
@@ -102,7 +102,7 @@ ADAMWS: dict[str, tuple[Optimizer, torch.dtype]] = {
     "apex": (imported("apex.optimizers", "FusedAdam", **OF_APEX), HALF),
     "optimi": (imported("optimi", "AdamW"), BF16),
 }
-"""By peer, its AdamW and the dtype of the parameters that it steps on."""
+"""By peer, its AdamW and the dtype of its parameters."""
 FP32_STATE = "tritonamp", "fused AdamW"  # which move 28 B
 
 
@@ -121,7 +121,7 @@ def torchs_sgd(**options: Any) -> Maker:
 
 
 def muon(kind: type[torch.optim.Optimizer], build: Build, device: torch.device) -> Work:
-    """``optimizer.step()`` alone, of all matrices: ours half with masters, torch's FP32."""
+    """Make ``optimizer.step()`` alone, on all matrices: ours half with masters, torch's FP32."""
     dtype = HALF if kind is tritonamp.optim.Muon else torch.float32
     matrices = [p for p in parameters(build, device, dtype) if p.dim() == 2]
     return Work([kind(matrices, lr=LR).step])  # type: ignore[call-arg]
@@ -155,7 +155,7 @@ def foreach_average(build: Build, device: torch.device) -> Work:
 
 
 def our_ranges(build: Build, device: torch.device) -> Work:
-    """Make the reading of ``amp.watch``, with the gradients in the place of activations."""
+    """Make the reading of ``amp.watch``, with gradients instead of activations."""
     grads = grads_of(parameters(build, device, HALF))
     row = torch.zeros(ROW, dtype=torch.int64, device=device)
     on = torch.ones((), dtype=torch.int32, device=device)
@@ -183,7 +183,7 @@ def eager_ranges(build: Build, device: torch.device) -> Work:
 
 
 def our_step(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Work:
-    """Enable both, and make what follows a backward: its decision, the clipping, the step."""
+    """Enable both, and make the work after a backward: decision, clipping and step."""
     amp = tritonamp.enable(model, optimizer, **options)
     params = list(model.parameters())
     for p in params:
@@ -209,8 +209,8 @@ def full_step(build: Build, device: torch.device, **options: Any) -> Work:
 def torchs_step(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> Callable[[], None]:
     """Return torch.amp's three calls, and the update of its scale.
 
-    The scale is 1 for good: unscaling reads and writes all the same, and gradients do not shrink
-    from call to call.
+    The scale stays 1, so that gradients do not shrink from call to call. Unscaling reads and writes
+    nevertheless.
     """
     device = params[0].device
     scaler = torch.amp.GradScaler(device.type, init_scale=1.0, growth_interval=1 << 30)
@@ -267,10 +267,10 @@ class Group(NamedTuple):
     """Rows of the same work, one for each set of parameters.
 
     Attributes:
-        name: of the group.
-        peers: by name, what makes the work, and the bytes for each parameter that its way through
-            memory takes, None where they are not known. Ours are the least.
-        operations: as in ``Case``.
+        name: name of the group.
+        peers: by name, a function that makes the work, and the bytes that the peer moves per
+            parameter, None if they are unknown. Ours are the least.
+        operations: names of the measured operations of the kernels.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Every case of ``matrix.py`` by every peer that is installed."""
+"""Every case of ``matrix.py``, by every installed peer."""
 
 from collections.abc import Callable
 

@@ -1,11 +1,13 @@
 """The clock of all rows: device time of a call.
 
-On a GPU: random data, warm-up, device events around one call, the median. Before each sample four
-times the L2 is read, which flushes it; writing would leave dirty lines that the measured call has
-to write back. Calls so small that events would measure their launch are captured in a CUDA graph,
-on inputs by turns. The copy bandwidth is measured in the same process. On a CPU: a clock and the
-median, to keep the code alive; the numbers mean nothing. Host time has a clock of its own, which
-needs no GPU: ``host_stubs.least_us``.
+On a GPU a time is the median of samples on random data, after a warm-up, with device events around
+one call. Before each sample, four times the size of the L2 is read to flush it. Writing would leave
+dirty lines, which the measured call would have to write back. Very small calls are captured in a
+CUDA graph, on several inputs in turn, because events would measure their launch. The same process
+measures the copy bandwidth.
+
+On a CPU a time is the median of a host clock. It keeps the code tested and means nothing. Host time
+is measured elsewhere, without a GPU, by ``host_stubs.least_us``.
 """
 
 import gc
@@ -28,7 +30,7 @@ class Work(NamedTuple):
 
     Attributes:
         calls: the same call on different inputs, used in turn.
-        close: undoes the changes that making the work took, as FlagGems' patches.
+        close: function that undoes changes of making the work, such as FlagGems' patches.
     """
 
     calls: Sequence[Callable[[], Any]]
@@ -36,14 +38,14 @@ class Work(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """What was measured of a call.
+    """The measured times and memory of a call.
 
     Attributes:
-        us: of the device, the median.
-        host_us: median until the call returns while the device has nothing else to do; None on a
+        us: median time on the device, in microseconds.
+        host_us: median time until the call returns on an idle device, in microseconds; None on a
             CPU.
-        peak_bytes: most that was allocated, inputs included; None on a CPU, and for a graph, whose
-            many inputs would count.
+        peak_bytes: most bytes allocated at once, inputs included; None on a CPU, and for a graph,
+            whose many inputs would count.
         clock: "events", "graph" or "host".
     """
 
@@ -58,11 +60,11 @@ class Stopwatch:
     """Measures on one device.
 
     Args:
-        seconds: to spend on the samples of a call.
+        seconds: time for the samples of a call.
         copy_bytes: size of the copy that gives the bandwidth.
 
     Attributes:
-        copy_bandwidth: bytes read and written in a second by a copy.
+        copy_bandwidth: bytes that a copy reads and writes per second.
     """
 
     def __init__(self, device: torch.device, seconds: float, copy_bytes: int = 1 << 30) -> None:
@@ -79,7 +81,7 @@ class Stopwatch:
 
         Args:
             make: maker of the work.
-            graph: the calls are too small for events and can be captured.
+            graph: whether to capture the calls, because they are too small for events.
         """
         gpu = self.device.type == "cuda"
         gc.collect()
@@ -100,12 +102,12 @@ class Stopwatch:
             work.close()
 
     def flush(self) -> None:
-        """Fill the L2 cache with something else."""
+        """Fill the L2 cache with other data."""
         if self.device.type == "cuda":
             self._flushed.amax()
 
     def _time(self, calls: Sequence[Callable[[], Any]]) -> tuple[float, int]:
-        """Median microseconds of a call, and the number of samples."""
+        """Return the median microseconds of a call, and the number of samples."""
         for i in range(WARM_UP):
             calls[i % len(calls)]()
         start = now(self.device)
@@ -143,14 +145,14 @@ class Stopwatch:
 
 
 def now(device: torch.device) -> float:
-    """Seconds, after the device is done."""
+    """Return seconds, after the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def sets_beyond_l2(device: torch.device, bytes_per_call: int) -> int:
-    """How many sets of inputs the L2 cache does not hold together."""
+    """Return the number of sets of inputs that together exceed the L2 cache."""
     return min(1024, max(1, math.ceil(L2_TIMES * _l2_bytes(device) / bytes_per_call)))
 
 

@@ -41,9 +41,9 @@ class Training(NamedTuple):
     """A model and its data.
 
     Attributes:
-        shape: of one input. ``tokens``: inputs are token numbers below this, and every one has a
-            target; 0: images.
-        classes: that a target is one of.
+        shape: shape of one input.
+        tokens: number of different tokens, each input having a target per token; 0 for images.
+        classes: number of classes of a target.
     """
 
     build: Callable[[], nn.Module]
@@ -116,7 +116,7 @@ def torchs_training_step(
     forward: Callable[[Tensor], Tensor],
     half: bool = True,
 ) -> Step:
-    """Return the loop of torch.amp in float16; ``half``: else in FP32, without a loss scale."""
+    """Return the loop of torch.amp in float16, or with ``half=False`` an FP32 loop."""
     device_type = params[0].device.type
     scaler = torch.amp.GradScaler(device_type, enabled=half)
 

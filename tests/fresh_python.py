@@ -54,12 +54,12 @@ class FreshPython:
         """Run a program as ``python -c`` does; ``sys.path`` begins with ``folder``.
 
         Args:
-            program: its text.
-            folder: to run it in.
-            environment: variables that it finds, besides those of this process.
+            program: text of the program.
+            folder: working directory.
+            environment: variables in addition to those of this process.
 
         Returns:
-            Its exit status, 1 after any exception, and what it wrote.
+            The exit status, 1 after any exception, and the output.
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None

@@ -911,7 +911,7 @@ def test_install_refuses_to_replace_another_apex(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_folder_named_apex_is_no_apex(tmp_path: Path) -> None:
-    """A clone beside the script: its package is one folder further down."""
+    """A clone next to the script has its package one folder further down."""
     (tmp_path / "apex" / "apex").mkdir(parents=True)
     code = """
         import apex

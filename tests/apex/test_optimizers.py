@@ -353,7 +353,7 @@ def test_closure(name: str, device: torch.device) -> None:
 
 @each_kind
 def test_groups(name: str, device: torch.device) -> None:
-    """Groups: of its own rate, empty, without gradients, added later."""
+    """Groups with their own rate, empty, without gradients, or added later are all stepped."""
     a, b, c, d = (Parameter(torch.ones(3, device=device)) for _ in range(4))
     optimizer = build(
         name, [{"params": [a]}, {"params": [b], "lr": 0.0}, {"params": []}, {"params": [c]}]

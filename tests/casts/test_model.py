@@ -1079,7 +1079,7 @@ def test_gradients_that_exist_already_follow_the_dtype() -> None:
 
 
 class Whatever(nn.Module):
-    """Gives back what it was given besides its input."""
+    """Returns its arguments except the input."""
 
     def __init__(self) -> None:
         super().__init__()

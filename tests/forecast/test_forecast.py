@@ -945,7 +945,7 @@ def test_batches(batch):
 
 
 class Keywords(nn.Module):
-    """As models of transformers: called by keywords, gives its loss beside the logits."""
+    """As models of transformers: takes keywords and returns its loss with the logits."""
 
     def __init__(self, returns):
         super().__init__()

@@ -47,9 +47,9 @@ def assert_within(actual: Tensor, exact: Tensor, bound: Tensor) -> None:
 def value_bound(
     name: str, x: Tensor, dims: Any, keepdim: bool, exact: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """One rounding to ``dtype``, and what FP32 leaves for small samples: 16 u of exp(x - max) with
-    |x - max| < 20 and at most 10 terms; for sum the contract's (log2 n + 2) u sum |x|, n < 16. Half
-    of the smallest subnormal besides.
+    """One rounding to ``dtype``, half of the smallest subnormal, and FP32's error on small samples:
+    16 u of exp(x - max) with |x - max| < 20 and at most 10 terms; for sum the contract's
+    (log2 n + 2) u sum |x|, n < 16.
     """
     info, u32 = torch.finfo(dtype), 2.0**-24
     scale = {"softmax": exact.abs(), "log_softmax": torch.ones_like(exact)}.get(name)

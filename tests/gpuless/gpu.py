@@ -40,12 +40,12 @@ class _Copy:
     """A copy under way.
 
     Args:
-        host: the pinned memory.
-        arrive: what its arrival does.
-        sent: the values on their way to the host; None: it is a copy to the GPU.
+        host: pinned memory.
+        arrive: function that the arrival calls.
+        sent: values on their way to the host; None for a copy to the GPU.
 
     Attributes:
-        afterwards: what a later copy does to the same memory at once.
+        afterwards: function that a later copy to the same memory calls at once.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class _Copy:
 class Gpu:
     """One GPU.
 
-    Work of all streams is done at once, in the order of its launch; only copies to the host arrive
-    late, see ``send``.
+    Work of all streams is done at once, in the order of its launch. Only copies to the host arrive
+    late (``send``).
 
     Attributes:
-        records: see ``Record``.
-        launches: names of the kernels that were launched.
-        event_lag: how often an event says that it is not done yet.
-        raises_on_wait: see ``torch.cuda.set_sync_debug_mode``.
-        graph: work that is being captured, in the place of being done.
-        generator: of random numbers on the GPU.
-        streams: which work waits for which.
+        records: the waits and launches so far, as ``Record``.
+        launches: names of the launched kernels.
+        event_lag: number of times that an event answers "not done yet".
+        raises_on_wait: whether a wait raises, as after ``torch.cuda.set_sync_debug_mode(2)``.
+        graph: the work of a capture, which is recorded instead of done.
+        generator: generator of random numbers on the GPU.
+        streams: the order between work of different streams.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Gpu:
             self._under_way.pop(0).arrive()
 
     def send(self, target: Tensor, source: Tensor) -> None:
-        """Copy to pinned memory, which holds something else until somebody has waited for it."""
+        """Copy to pinned memory, which holds other values until the host has waited."""
         values = source.clone()
 
         def scribble() -> None:
@@ -144,9 +144,9 @@ class Gpu:
         self._under_way.append(_Copy(target, lambda: target.copy_(values), values))
 
     def fetch(self, target: Tensor, source: Tensor) -> None:
-        """Copy from pinned memory, which must not be written before somebody has waited.
+        """Copy from pinned memory, which must not be written before the host has waited.
 
-        The copies to the same memory that are under way come first: the GPU waits for them.
+        The GPU first waits for copies to the same memory that are under way.
         """
         memory = source.untyped_storage().clone()
 

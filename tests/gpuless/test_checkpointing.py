@@ -1,4 +1,4 @@
-"""Activation checkpointing beside an enabled model, and inside of one."""
+"""Activation checkpointing next to an enabled model, and inside one."""
 
 from collections.abc import Callable, Iterator
 

@@ -59,9 +59,9 @@ class Run:
 
     Attributes:
         out: the second array, int32.
-        counters: of the run.
-        kinds: of what was found.
-        findings: as text.
+        counters: counts of the run.
+        kinds: kinds of the findings.
+        findings: text of the findings.
     """
 
     def __init__(

@@ -262,7 +262,7 @@ def test_a_kernel_may_take_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Compiled:
-    """In the place of what was compiled for some alignment: remembers its launches."""
+    """A stand-in for a kernel compiled for some alignment, which remembers its launches."""
 
     def __init__(self, made: list["Compiled"]) -> None:
         self.launches: list[tuple[Any, ...]] = []

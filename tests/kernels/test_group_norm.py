@@ -64,7 +64,7 @@ def inputs(
     form: torch.memory_format,
     device: torch.device,
 ) -> Inputs:
-    """``dtypes``: of x and its gradient, of weight and bias, which may be in guarded memory."""
+    """``dtypes``: dtype of x and its gradient, dtype of weight and bias. Weights may be guarded."""
     dtype, of_weights = dtypes
     spread = torch.tensor([3.0, 100.0, 0.1]).repeat(shape[0] * groups)[: shape[0] * groups]
     x = torch.randn(len(spread), *shape[1:]).view(-1)[: torch.Size(shape).numel()]

@@ -397,7 +397,7 @@ def test_a_tensor_of_an_earlier_list_is_not_copied_twice(triton_device: torch.de
 
 
 def test_an_equal_tensor_is_no_repetition(triton_device: torch.device) -> None:
-    """Another tensor object over the same memory is told apart as another one."""
+    """Another tensor object over the same memory counts as another one."""
     x = numbered((5,), triton_device)
     lists = TensorLists(x=[x], y=[x.detach()])
     assert takes(lists)

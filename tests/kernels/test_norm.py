@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
 def inputs(
     shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
 ) -> Inputs:
-    """``dtypes``: of x and its gradient, of weight and bias. In memory that may be guarded."""
+    """``dtypes``: dtype of x and its gradient, dtype of weight and bias. Memory may be guarded."""
     dtype, of_weights = dtypes
     spread = torch.tensor([3.0, 100.0, 0.1]).repeat(shape[0])[: shape[0]]
     x = torch.randn(shape) * spread.view(-1, *[1] * (len(shape) - 1)) + 2 * spread.mean()

@@ -39,7 +39,7 @@ def check_backward(
     device: torch.device,
     backend: str,
 ) -> None:
-    """``dtypes``: of y, of its gradient, of the result."""
+    """``dtypes``: dtype of y, dtype of its gradient, dtype of the result."""
     forward = torch.log_softmax if op is log_softmax_backward else torch.softmax
     y = forward(inputs(layout, dtypes[0], device).float() / 8, layout.dim).to(dtypes[0])
     grad = torch.randn(y.shape, device=device).to(dtypes[1])

@@ -22,8 +22,8 @@ Op = Callable[..., Tensor]
 
 class Regime(NamedTuple):
     """Attributes:
-    dim: of the lines of a matrix.
-    many: see ``small_tiles``.
+    dim: dimension of a matrix's lines.
+    many: argument of ``small_tiles``.
     """
 
     dim: int

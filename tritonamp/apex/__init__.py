@@ -1,8 +1,8 @@
 """Drop-in for NVIDIA apex: ``from tritonamp.apex import amp`` migrates an old script.
 
-Thin: levels, masters, loss scales and skipped steps are tritonamp's own. What this package adds are
-apex's names and arguments, and apex's lists of functions that run in half or in FP32 everywhere,
-outside a model too (level O1).
+Levels, masters, loss scales and skipped steps are tritonamp's own. This package adds apex's names
+and arguments. It also adds apex's lists of functions, which level O1 runs in half or in FP32
+everywhere in the process.
 """
 
 import importlib
@@ -23,14 +23,14 @@ def __getattr__(name: str) -> Any:
 
 
 def install() -> None:
-    """Make ``import apex`` in this process mean this package, for scripts that cannot be edited.
+    """Make ``import apex`` in this process import this package, for scripts that cannot be edited.
 
-    Call it before anything imports apex. ``import amp_C`` and ``import apex_C`` work
-    then, too. A folder of that name without an ``__init__.py``, as a clone beside the script is,
-    does not count.
+    Call it before anything imports apex. ``import amp_C`` and ``import apex_C`` then also work. A
+    folder named apex without an ``__init__.py``, such as a clone next to the script, does not count
+    as apex.
 
     Raises:
-        RuntimeError: another apex has been imported already.
+        RuntimeError: another apex is already imported.
     """
     package = sys.modules[__name__]
     other = sys.modules.get("apex", package)

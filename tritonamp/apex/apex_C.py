@@ -1,4 +1,4 @@
-"""apex's extension module ``apex_C``: lists of tensors as one flat tensor, and back."""
+"""apex's extension module ``apex_C``, which flattens lists of tensors and unflattens them."""
 
 # Private, since torch 0.4: what apex's extension and torch.distributed call. There is no public
 # name for views of a flat tensor in the shapes of others.

@@ -9,9 +9,10 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:
-    """Calls ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``.
+    """Calls functions of ``amp_C``.
 
-    As ``applier(op, noop_flag_buffer, tensor_lists, *args)``.
+    ``applier(op, noop_flag_buffer, tensor_lists, *args)`` calls
+    ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``.
     """
 
     available = True
@@ -21,7 +22,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """There is nothing that could be missing here."""
+        """Do nothing, because no extension can be missing."""
 
     def __call__(
         self,

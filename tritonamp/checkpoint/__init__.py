@@ -1,4 +1,4 @@
-"""Crash-safe checkpoints: in one file (`single`), or in a folder by all ranks (`sharded`)."""
+"""Crash-safe checkpoints: one file (`single`), or a folder that all ranks write (`sharded`)."""
 
 from tritonamp.checkpoint.random_states import RNGState as RNGState
 from tritonamp.checkpoint.sharded import load_sharded as load_sharded

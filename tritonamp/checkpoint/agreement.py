@@ -10,7 +10,7 @@ from tritonamp.kernels.device import is_distributed, rank, world_size
 
 
 def gather(value: Any) -> list[Any]:
-    """Return what each rank has given, in the order of ranks."""
+    """Return the values of all ranks, in the order of ranks."""
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * world_size()
@@ -26,10 +26,9 @@ def gather(value: Any) -> list[Any]:
 
 @contextmanager
 def on_all_ranks(call: str) -> Iterator[bool]:
-    """Yield whether this is rank 0, and have all ranks leave the block alike.
+    """Yield whether this is rank 0. If the block raises on one rank, all ranks raise.
 
-    Either every rank leaves it, or every rank raises: its own error, or a RuntimeError that names
-    ``call`` and has the texts of the others'.
+    A rank raises its own error, or a RuntimeError with ``call`` and the other ranks' errors.
     """
     error = None
     try:

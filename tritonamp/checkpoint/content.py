@@ -21,9 +21,9 @@ Path = tuple[Any, ...]  # of a value in a tree: the keys and numbers that lead t
 
 
 def collect(objects: dict[str, Any], sharded: bool = False) -> dict[str, Any]:
-    """Return the state of objects with `state_dict()`, tensors and plain values, by name.
+    """Return states of objects with `state_dict()`, tensors and plain values, by name.
 
-    Tensors are detached, not copied. Scalars of numpy become plain ones.
+    Tensors are detached, not copied. Scalars of numpy become Python's.
 
     Raises:
         ValueError: the key path of a value that could not be loaded.
@@ -40,13 +40,17 @@ def collect(objects: dict[str, Any], sharded: bool = False) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str, stateful: bool = False, sharded: bool = False) -> Any:
-    """Return `value` in containers of our own, its tensors detached.
+    """Return `value` in new containers, with its tensors detached.
 
-    Only `stateful` calls `state_dict()`: within a state dict it would hide an object that
-    `load_state_dict` misses.
+    Args:
+        value: a tree of tensors and plain values.
+        where: key path of the value, for the message.
+        stateful: whether objects are replaced by their `state_dict()`. Not inside of state dicts,
+            because `load_state_dict` would then miss the object.
+        sharded: whether DTensors are allowed, and of others only strided ones.
 
     Raises:
-        ValueError: it could not be loaded; names `where`.
+        ValueError: the value could not be loaded; names `where`.
     """
     kind = type(value)
     if (
@@ -89,7 +93,7 @@ def _plain(value: Any, where: str, stateful: bool = False, sharded: bool = False
 
 
 def _scalar_of_numpy(value: Any) -> Any:
-    """Return a scalar of numpy as Python's (``numpy.float64(1)`` as 1.0), or None."""
+    """Return a scalar of numpy as Python's (1.0 for ``numpy.float64(1)``); None for others."""
     numpy = sys.modules.get("numpy")  # who has none has none of its scalars
     if numpy is None or not isinstance(value, numpy.generic):
         return None
@@ -98,12 +102,12 @@ def _scalar_of_numpy(value: Any) -> Any:
 
 
 def key_of(path: Path) -> str:
-    """Return the name by which torch.distributed.checkpoint knows the value at `path`."""
+    """Return the name of the value at `path` in torch.distributed.checkpoint."""
     return ".".join(map(str, path))
 
 
 def replace_tensors(tree: Any, function: Callable[[Path, Tensor], Any], path: Path = ()) -> Any:
-    """Return a copy of `tree` with `function(path, tensor)` in the place of each tensor."""
+    """Return a copy of `tree` with `function(path, tensor)` instead of each tensor."""
     if isinstance(tree, Tensor):
         return function(path, tree)
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
@@ -128,7 +132,7 @@ def find_tensors(tree: Any) -> dict[Path, Tensor]:
 
 
 def outline(tree: Any) -> Any:
-    """`tree` with tensors on the meta device, of which only shape and dtype are stored."""
+    """Return `tree` with tensors on the meta device, so that only shapes and dtypes are stored."""
     return replace_tensors(
         tree, lambda _, tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     )
@@ -145,9 +149,9 @@ def tensor_at(tree: Any, path: Path) -> Tensor | None:
 
 
 def with_lists(tree: Any) -> Any:
-    """Return `tree` with lists for tuples that hold tensors.
+    """Return `tree` with lists instead of tuples that hold tensors.
 
-    torch.distributed.checkpoint looks into no tuples.
+    torch.distributed.checkpoint does not look into tuples.
     """
     if isinstance(tree, dict):
         return {key: with_lists(item) for key, item in tree.items()}

@@ -1,9 +1,7 @@
-"""torch.distributed.checkpoint over one folder, with hashed files and no foreign code.
+"""torch.distributed.checkpoint over one folder, with hashed files and restricted unpickling.
 
-Files are hashed as they are written; reading runs no code but torch's own.
-
-Each rank hashes what it writes, on the way to the disk: that costs no second reading, is spread
-over the ranks, and says what was meant to be written, not what a page cache gives back.
+Each rank hashes its bytes on their way to the disk. So no file is read again, the ranks share the
+work, and the hash is that of the intended content, not of what a page cache returns.
 """
 
 import hashlib
@@ -48,14 +46,14 @@ _one_at_a_time = threading.Lock()
 
 
 def write(folder: str, content: dict[str, Any], call: str) -> dict[str, tuple[int, str]]:
-    """Write `content` into a new folder: every rank its own parts, rank 0 all the rest.
+    """Write `content` into a new folder: each rank its parts of DTensors, rank 0 the rest.
 
     Returns:
-        size and SHA-256 of each file that this rank has written; they are on the disk.
+        size and SHA-256 of each file that this rank has written and synced to the disk.
 
     Raises:
-        What failed on this rank, or RuntimeError with the texts of the others'; all ranks raise, or
-        none.
+        Exception: this rank's error, or a RuntimeError with the other ranks' errors. If one rank
+            raises, all do.
     """
     writer = _FolderWriter(folder)
     # of what differs between ranks no mix
@@ -68,10 +66,10 @@ def write(folder: str, content: dict[str, Any], call: str) -> dict[str, tuple[in
 
 
 def read_metadata(files: "Folder") -> metadata.Metadata:
-    """Which tensor is in which file.
+    """Return the table of which tensor is in which file.
 
     Raises:
-        UnpicklingError: it asks for other classes than its own.
+        UnpicklingError: the file names other classes than those of such tables.
     """
     with files.open(METADATA) as stream:
         found = _MetadataUnpickler(stream).load()
@@ -81,12 +79,12 @@ def read_metadata(files: "Folder") -> metadata.Metadata:
 
 
 def read(files: "Folder", found: metadata.Metadata, tensors: dict[str, Tensor], call: str) -> None:
-    """Fill `tensors`, by their names in the checkpoint: all of them, or this rank's parts.
+    """Fill `tensors`, which are whole or this rank's parts, by their names in the checkpoint.
 
-    `found` is what `read_metadata` returned, `call` how the user called it.
+    `found` is the result of `read_metadata`, and `call` the user's call, for messages.
 
     Raises:
-        As `write`.
+        Exception: as `write`.
     """
     reader = _FolderReader(files, found)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -119,14 +117,14 @@ def _agreed(call: str, function: Callable[[], Any]) -> None:
 
 
 class Folder:
-    """A folder that stays the same one while others are renamed to its name."""
+    """An open folder: reads go to the same folder even if another is renamed to its path."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._descriptor = os.open(path, os.O_RDONLY) if os.open in os.supports_dir_fd else None
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file in it, for reading."""
+        """Open a file of the folder for reading."""
         if self._descriptor is None:
             return open(os.path.join(self.path, name), "rb")
         return open(
@@ -139,7 +137,7 @@ class Folder:
 
 
 class _Stream(io.BufferedWriter):
-    """A new file that hashes what it is given and is on the disk when it has been closed."""
+    """A new file that hashes its content, and that `close` syncs to the disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "x"))
@@ -212,7 +210,7 @@ class _FolderReader(filesystem.FileSystemReader):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of torch.distributed.checkpoint's metadata and no others."""
+    """Loads only the classes of torch.distributed.checkpoint's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and (

@@ -1,8 +1,7 @@
-"""Files that verify themselves, and what is left of writers that were killed.
+"""Files that verify themselves, and removal of files that killed writers left behind.
 
-Format: what `torch.save` writes, with its SHA-256 as the comment of the zip archive. Comments are
-part of that format: `torch.load(path, weights_only=True)` reads the file as it is, and no sidecar
-can get lost or stale.
+A file is that of `torch.save`, with its SHA-256 as the comment of the zip archive. So
+`torch.load(path, weights_only=True)` reads it, and there is no second file that could get lost.
 """
 
 import errno
@@ -20,14 +19,15 @@ import torch
 
 
 def fresh_name(target: str) -> str:
-    """Return a name beside `target` that nobody else has: concurrent savers never share a file."""
+    """Return a unique name next to `target`, because concurrent savers must not share a file."""
     return f"{target}.saving-{secrets.token_hex(8)}"
 
 
 def remove_leftovers(target: str, suffix: str = "") -> None:
-    """Remove `fresh_name(target) + suffix` of killed savers.
+    """Remove files and folders named `fresh_name(target) + suffix` that killed savers left.
 
-    A running one writes more often than every ten minutes. `suffix` may be a pattern.
+    Only those that did not change for ten minutes, because a running saver writes more often.
+    `suffix` may be a glob pattern.
     """
     for path in glob.glob(f"{glob.escape(target)}.saving-{'[0-9a-f]' * 16}{suffix}"):
         with suppress(OSError):
@@ -36,7 +36,7 @@ def remove_leftovers(target: str, suffix: str = "") -> None:
 
 
 def remove(path: str) -> None:
-    """Remove a file or a folder, if it is there and can be removed."""
+    """Remove a file or a folder, and ignore errors."""
     if os.path.isdir(path):
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -50,7 +50,7 @@ def _last_change(path: str) -> float:
 
 
 def sync_folder(folder: str) -> None:
-    """Return when what has been created, renamed or removed in `folder` is on the disk."""
+    """Sync to the disk which files `folder` has, after files were created, renamed or removed."""
     if os.name == "nt":  # which opens no folders
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -64,11 +64,11 @@ def sync_folder(folder: str) -> None:
 
 
 class WrittenByTorchError(ValueError):
-    """A file is a whole one of ``torch.save``, which has no checksum."""
+    """Raised for a complete file of ``torch.save``, which has no checksum."""
 
 
 def write(path: str, content: dict[str, Any]) -> None:
-    """Write a new file, and return when it is on the disk."""
+    """Write a new file, and sync it to the disk."""
     outer = sys.exc_info()[1]  # of a caller that saves in its except block
     with open(path, "x+b") as file:
         try:
@@ -82,11 +82,11 @@ def write(path: str, content: dict[str, Any]) -> None:
 
 
 def read(file: BinaryIO) -> dict[str, Any]:
-    """Return the content of a file that `write` has written.
+    """Return the content of a file of `write`, with tensors on the CPU.
 
     Raises:
-        ValueError: it is not as it was written, or ``torch.save`` has written it. What unpickling
-            raises, for one that is no such file at all.
+        ValueError: the file was changed, or ``torch.save`` wrote it.
+        Exception: the error of unpickling, if the file has another format.
     """
     end = max(file.seek(0, os.SEEK_END) - len(_comment(file, 0)), 0)
     file.seek(end)
@@ -103,7 +103,7 @@ def read(file: BinaryIO) -> dict[str, Any]:
 
 
 def _is_of_torch_save(file: BinaryIO) -> bool:
-    """Tell whether a file begins as those of ``torch.save``, and ends as a zip without comment."""
+    """Return whether a file begins like one of ``torch.save`` and ends as a zip without comment."""
     file.seek(0)
     head = file.read(256)
     file.seek(-min(22, file.seek(0, os.SEEK_END)), os.SEEK_END)
@@ -113,9 +113,9 @@ def _is_of_torch_save(file: BinaryIO) -> bool:
 
 
 def _comment(file: BinaryIO, end: int) -> bytes:
-    """Return the zip comment for `file[:end]`, behind its length (`torch.save`: two zero bytes).
+    """Return the length and the zip comment for `file[:end]`, and leave `file` at `end`.
 
-    Leaves `file` at `end`.
+    They replace the length that `torch.save` wrote, which is two zero bytes.
     """
     file.seek(0)
     comment = b"tritonamp checkpoint 1, sha256 " + sha256_of(file, end).encode()
@@ -123,7 +123,7 @@ def _comment(file: BinaryIO, end: int) -> bytes:
 
 
 def sha256_of(file: BinaryIO, end: int | None = None) -> str:
-    """Of what is in `file` from where it stands to `end`."""
+    """Return the SHA-256 of `file` from its current position to `end`."""
     sha256 = hashlib.sha256()
     while chunk := file.read(1 << 20 if end is None else min(1 << 20, end - file.tell())):
         sha256.update(chunk)

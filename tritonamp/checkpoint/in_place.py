@@ -1,4 +1,4 @@
-"""Loads what a checkpoint holds into the objects it was saved from, in the order they need."""
+"""Loads a checkpoint into the objects that it was saved from, in the order they need."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from tritonamp.checkpoint.restoring import check_module, check_names, check_opti
 
 
 class _Pair(NamedTuple):
-    """One object and the state that it is to load."""
+    """One object and the state to load into it."""
 
     name: str  # as the user would write it
     owner: Any
@@ -21,12 +21,15 @@ class _Pair(NamedTuple):
 def load_into(content: Mapping[str, Any], objects: Mapping[str, Any], call: str) -> None:
     """Load the states in ``content`` into ``objects`` of the same names.
 
-    Objects have ``load_state_dict``, or are lists, tuples and dicts of such, as they were saved;
-    None: nothing is loaded. ``call`` is what the user has written, for messages.
+    Args:
+        content: states by name.
+        objects: objects with ``load_state_dict``, or lists, tuples and dicts of such objects in
+            the form in which they were saved. None skips a name.
+        call: the user's call, for messages.
 
     Raises:
-        ValueError: names, keys or shapes that are only on one side, listed; nothing was changed.
-        RuntimeError: an object's own ``load_state_dict`` has failed; says what was loaded before.
+        ValueError: names, keys or shapes differ; lists them. Nothing was changed.
+        RuntimeError: an object's ``load_state_dict`` failed; names the objects loaded before.
     """
     stateful = [name for name, state in content.items() if _holds(state, dict)]
     check_names(content, stateful, objects, f"{call}: ", "have it returned as it is")
@@ -54,11 +57,11 @@ def load_into(content: Mapping[str, Any], objects: Mapping[str, Any], call: str)
 
 
 def loading_turn(owner: Any) -> int:
-    """Return when an object loads: those of smaller numbers come first.
+    """Return the sort key of an object in the order of loading.
 
-    Optimizers compare their masters with the model's parameters, an Amp heals modules whose
-    parameters are in place, averages and schedulers look at all of these; random states come last,
-    because loading may draw numbers.
+    Optimizers follow models, because they compare their masters with the model's parameters. An
+    Amp follows both, because it heals modules whose parameters are in place. Averages and
+    schedulers read all of these. Random states are last, because loading may draw numbers.
     """
     if isinstance(owner, nn.Module):
         return 0
@@ -70,14 +73,14 @@ def loading_turn(owner: Any) -> int:
 
 
 def _holds(tree: Any, kind: type) -> bool:
-    """Tell whether ``tree`` is of that kind, or a list or tuple with one in it."""
+    """Return whether ``tree`` is of that kind, or a list or tuple that holds one."""
     return isinstance(tree, kind) or (
         isinstance(tree, (list, tuple)) and any(_holds(item, kind) for item in tree)
     )
 
 
 def _pairs(name: str, value: Any, state: Any) -> Iterator[_Pair | str]:
-    """Yield the objects in ``value`` with their states, and faults as text."""
+    """Yield the objects in ``value`` with their states, and errors as text."""
     if value is None:
         return
     if callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
@@ -110,7 +113,7 @@ def _described(value: Any) -> str:
 
 
 def _fault(pair: _Pair) -> str | None:
-    """Say what the object would refuse of the state, where that can be told beforehand."""
+    """Return the error that the object would raise for the state; None if none is foreseeable."""
     name, owner, state = pair
     if not isinstance(state, dict):
         return f"{name}: expected the state of a {type(owner).__name__}, got {_described(state)}"

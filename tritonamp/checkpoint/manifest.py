@@ -1,18 +1,17 @@
-"""How a folder of parts becomes a sharded checkpoint, and how it is known again.
+"""Commits a folder of parts as a sharded checkpoint, and verifies it when it is loaded.
 
-The manifest is a file as `save` writes it: size and SHA-256 of every other file, and the saved
-objects with tensors on the meta device. A save, in this order, so that whatever instant a kill
-picks, the old or the new checkpoint loads:
+The manifest is a file in the format of `save`. It holds size and SHA-256 of every other file, and
+the saved objects with tensors on the meta device. A save takes these steps in this order, so that
+the old or the new checkpoint loads after a kill at any instant:
     all ranks write their parts to <folder>.saving-<random>, fsync each, and agree that all have
         succeeded
     rank 0 writes the manifest, fsyncs it and the folder
     rename <folder>.prev to <another>.old
-    rename <folder> to <folder>.prev        folders cannot be replaced: for an instant there is
-                                            only .prev
+    rename <folder> to <folder>.prev        for an instant there is only .prev, because a rename
+                                            cannot replace a folder
     rename <folder>.saving-<random> to <folder>
     fsync the folder around them
-    remove <another>.old                    only now: a damaged <folder> must not cost the good
-                                            one before it
+    remove <another>.old                    only now, because <folder> might be damaged
 """
 
 import errno
@@ -35,7 +34,7 @@ _FORMAT = "tritonamp sharded checkpoint 1"
 
 
 class Manifest(NamedTuple):
-    """What a sharded checkpoint should hold."""
+    """Expected files and content of a sharded checkpoint."""
 
     files: dict[str, tuple[int, str]]  # size and SHA-256 by name
     objects: list[str]  # names of the values that were saved as objects
@@ -44,7 +43,7 @@ class Manifest(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """One that is as it was written."""
+    """A checkpoint whose files are verified."""
 
     files: Folder
     manifest: Manifest
@@ -52,10 +51,12 @@ class Checkpoint(NamedTuple):
 
 
 def check_target(target: str) -> None:
-    """Refuse to save where that is impossible, or would move something else out of the way.
+    """Raise if `target` cannot be saved to, or if it or its .prev holds something else.
 
     Raises:
-        FileNotFoundError, NotADirectoryError, FileExistsError: the path, and why.
+        FileNotFoundError: the folder around `target` does not exist.
+        NotADirectoryError: a path is a file.
+        FileExistsError: a path is a folder of other files.
     """
     if not os.path.isdir(os.path.dirname(target)):
         raise FileNotFoundError(
@@ -83,7 +84,7 @@ def _names_in(folder: str) -> list[str]:
 
 
 def commit(fresh: str, target: str, manifest: Manifest) -> None:
-    """Make `fresh`, in which all ranks have written their parts, the checkpoint `target`."""
+    """Rename `fresh`, into which all ranks have written their parts, to the checkpoint `target`."""
     for name, (size, _) in manifest.files.items():
         path = os.path.join(fresh, name)
         if not os.path.exists(path) or os.path.getsize(path) != size:
@@ -101,7 +102,7 @@ def commit(fresh: str, target: str, manifest: Manifest) -> None:
 
 
 def _rename(fresh: str, target: str) -> list[str]:
-    """Put `fresh` in the place of `target`, and return what has been put aside."""
+    """Replace `target` by `fresh`, and return the paths to which older checkpoints were moved."""
     put_aside: list[str] = []
     for _ in range(100):
         try:
@@ -120,11 +121,11 @@ def _rename(fresh: str, target: str) -> list[str]:
 
 
 def choose(target: str) -> Checkpoint:
-    """Return the newest checkpoint that is as it was written, the same one on all ranks.
+    """Return the newest undamaged checkpoint, the same one on all ranks.
 
     Raises:
-        FileNotFoundError: there is none.
-        RuntimeError: what is wrong with each.
+        FileNotFoundError: there is no checkpoint.
+        RuntimeError: all are damaged; names the damage of each.
     """
     faults: dict[str, str] = {}
     # by savers that were killed
@@ -148,9 +149,9 @@ def choose(target: str) -> Checkpoint:
 
 
 def _open(path: str) -> Checkpoint | str:
-    """Return the checkpoint at `path`, or what is wrong with it: the same on all ranks.
+    """Return the checkpoint at `path`, or the text of its damage, the same on all ranks.
 
-    Each of them verifies its share of the files.
+    Each rank verifies its share of the files.
     """
     files, found, fault = None, None, None
     try:
@@ -198,7 +199,7 @@ def _read_manifest(files: Folder) -> Manifest:
 
 
 def _check_metadata(found: Checkpoint) -> None:
-    """Check that it tells of the tensors and files of the manifest, and leads to no others."""
+    """Check that torch's metadata lists the manifest's tensors, and no files but the manifest's."""
     for path, tensor in find_tensors(found.manifest.content).items():
         known: Any = found.metadata.state_dict_metadata.get(key_of(path))
         if known is None or (known.size, known.properties.dtype) != (tensor.shape, tensor.dtype):

@@ -1,4 +1,4 @@
-"""States of the random generators, so that a resumed run draws what it would have drawn."""
+"""States of the random generators, so that a resumed run draws the same numbers."""
 
 from typing import Any
 
@@ -12,23 +12,26 @@ from tritonamp.kernels.device import rank, world_size
 class RNGState:
     """The random states of all ranks, for `save` and `save_sharded`.
 
-    Those of Python's `random`, of `numpy.random` where numpy is imported, of torch on the CPU, and
-    on the CUDA devices of a process that has used CUDA. ::
+    They are the states of Python's `random`, of `numpy.random` if numpy is imported, of torch on
+    the CPU, and of torch on all CUDA devices if the process has used CUDA. ::
 
         tritonamp.save("run.pt", model=model, amp=amp, rng=tritonamp.RNGState())
         tritonamp.RNGState().load_state_dict(tritonamp.load("run.pt")["rng"])  # after building all
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values and uint8 tensors; with torch.distributed, call it on every rank."""
+        """Return the states as plain values and uint8 tensors.
+
+        With torch.distributed, call it on every rank.
+        """
         return {"ranks": gather(_states())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the generators of each rank to its own states. No collectives.
+        """Set the generators of this rank to its saved states. Uses no collectives.
 
         Raises:
-            ValueError: a state of something else, of another number of ranks or of CUDA devices;
-                nothing was changed then.
+            ValueError: the state is not of an RNGState, or of another number of ranks or CUDA
+                devices. Nothing was changed.
         """
         if set(state_dict) != {"ranks"}:
             raise ValueError(
@@ -69,7 +72,7 @@ def _set_states(states: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return numpy's state in Python's own types."""
+    """Return numpy's state in Python's types."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

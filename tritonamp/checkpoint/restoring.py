@@ -1,4 +1,4 @@
-"""Which tensors a sharded checkpoint is read into."""
+"""The tensors into which a sharded checkpoint is read."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,19 +13,20 @@ from tritonamp.checkpoint.content import Path, replace_tensors, tensor_at
 def targets(
     content: dict[str, Any], saved: Sequence[str], objects: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the states that `content` outlines, with tensors to read into, laid out as `objects`.
+    """Return the states in `content` with tensors to read into, sharded like those of `objects`.
 
-    A module's own tensors, where dtypes agree. An optimizer that has not stepped yet has no state:
-    what is shaped like a parameter is laid out like it. Elsewhere tensors of the saved dtype, on
-    the CPU if nothing says otherwise.
+    For a module these are its own tensors, if dtypes agree. An optimizer's state with the shape of
+    a parameter is sharded like the parameter, because an optimizer has no state before its first
+    step. Other tensors are new, of the saved dtype, on the device of the object's own tensor or
+    else on the CPU.
 
     Args:
-        content: by name; tensors on the meta device.
-        saved: the names that were saved as objects.
-        objects: by name; None: what has been left out.
+        content: states by name, with tensors on the meta device.
+        saved: names that were saved as objects.
+        objects: objects by name; None leaves a name out.
 
     Raises:
-        ValueError: names or keys that are only on one side, or other shapes, listed.
+        ValueError: names, keys or shapes differ; lists them.
     """
     check_names(content, saved, objects, "", "leave it out")
     _check_objects(objects)
@@ -50,10 +51,17 @@ def check_names(
     call: str,
     without: str,
 ) -> None:
-    """Refuse names that are only on one side; ``without`` says what ``name=None`` is for.
+    """Check that ``content`` has all names of ``objects``, and these all of ``stateful``.
+
+    Args:
+        content: names in the checkpoint.
+        stateful: names in the checkpoint that need an object.
+        objects: the user's objects by name.
+        call: the user's call with a colon, for the message.
+        without: purpose of ``name=None``, for the message.
 
     Raises:
-        ValueError: lists them, behind ``call``.
+        ValueError: names differ; lists them.
     """
     if unknown := [name for name in objects if name not in content]:
         raise ValueError(
@@ -112,7 +120,7 @@ def _in_place(saved: Tensor, own: Tensor | None) -> Tensor:
 
 
 def check_module(name: str, tree: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raise ValueError, with a list of keys, unless ``tree`` is like the module's ``own`` state."""
+    """Raise ValueError unless ``tree`` has the keys and shapes of the module's ``own`` state."""
     shapes = {key: value.shape for key, value in own.items() if isinstance(value, Tensor)}
     faults = {
         "missing in the checkpoint": [key for key in own if key not in tree],
@@ -135,7 +143,7 @@ def check_optimizer(name: str, tree: dict[str, Any], optimizer: Optimizer) -> di
     """Return the optimizer's parameters by their numbers in the saved state.
 
     Raises:
-        ValueError: its groups have other numbers of parameters.
+        ValueError: the groups' numbers of parameters differ.
     """
     groups = [group["params"] for group in tree["param_groups"]] if "param_groups" in tree else []
     sizes = list(map(len, groups))

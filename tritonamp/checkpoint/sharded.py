@@ -1,4 +1,4 @@
-"""Checkpoints in a folder that all ranks write: torch.distributed.checkpoint's and a manifest."""
+"""Checkpoints in a folder that all ranks write: torch.distributed.checkpoint with a manifest."""
 
 import os
 from typing import Any
@@ -10,21 +10,25 @@ from tritonamp.checkpoint.in_place import loading_turn
 
 
 def save_sharded(folder: str | os.PathLike[str], **objects: Any) -> None:
-    """Write `objects` under their names into `folder`, keeping the old as `<folder>.prev`.
+    """Write `objects` under their names into `folder`, and keep the old one as `<folder>.prev`.
 
-    An object is what `save` takes, and DTensors, of which each rank writes its parts; of everything
-    else rank 0's is written. What shares storage is written once for each tensor. Call it on every
-    rank, with the same names, for a folder that all ranks see; without torch.distributed it saves
-    alone.
+    Call it on every rank, with the same names, and with a folder that all ranks see. Without
+    torch.distributed it saves alone. `load_sharded` and torch.distributed.checkpoint read it, on
+    any number of ranks. When it returns, all files are on the disk. A kill or an error at any
+    instant leaves the old or the new checkpoint complete. A kill may leave a `<folder>.saving-*`,
+    which a save at least ten minutes later removes.
 
-    `load_sharded` reads it, on any number of ranks; so does torch.distributed.checkpoint. Once it
-    has returned, all files are on the disk; at every instant before, `load_sharded` gives the old
-    or the new checkpoint, complete. An error before the new one is in place leaves the old one. A
-    kill may leave a `<folder>.saving-*`, which a save ten minutes later removes. Raises, before
-    anything is written, ValueError (no objects, the key path of a value that cannot be stored, or
-    ranks that differ in what they have), FileExistsError, NotADirectoryError or FileNotFoundError
-    (unusable `folder`); later OSError as the system gave it (disk full). An error on one rank is
-    raised there, and on the others as a RuntimeError with its text.
+    Args:
+        folder: path of the checkpoint.
+        objects: as for `save`, and DTensors. Each rank writes its parts of DTensors, and rank 0
+            everything else. Tensors that share storage are written once each.
+
+    Raises:
+        ValueError: no objects, a value that cannot be stored (names its key path), or ranks with
+            different objects. Nothing was written.
+        FileExistsError, NotADirectoryError, FileNotFoundError: `folder` is not usable.
+        OSError: the system's error, such as a full disk.
+        RuntimeError: another rank failed; has the text of its error.
     """
     from tritonamp.checkpoint import distributed, manifest  # import a second's worth of torch
 
@@ -64,21 +68,27 @@ def save_sharded(folder: str | os.PathLike[str], **objects: Any) -> None:
 
 
 def load_sharded(folder: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
-    """Load what `save_sharded` wrote to `folder` into `objects`, and return the other values.
+    """Load a checkpoint of `save_sharded` into `objects`, and return its other values by name.
 
-    An object is anything with `state_dict()` and `load_state_dict()`, built as it was when saved,
-    under the name it was saved under; sharded in any way, on any number of ranks, and optimizers
-    before their first step. None leaves a name out. Returned are tensors, on the CPU and whole, and
-    plain values. Call it on every rank.
+    Call it on every rank. All files are verified against the manifest. Unpickling is restricted to
+    tensors, plain values and the metadata classes of torch.distributed.checkpoint. If `folder` is
+    damaged or missing and `<folder>.prev` is good, all ranks load that one, with a RuntimeWarning.
 
-    All files are verified against the manifest, unpickling is restricted to tensors, plain values
-    and the metadata classes of torch.distributed.checkpoint. If `folder` is damaged or missing and
-    `<folder>.prev` is good, takes that one on all ranks, with a RuntimeWarning naming both. Raises,
-    before anything is changed, FileNotFoundError (neither exists), RuntimeError saying what is
-    wrong with each (neither is usable), NotADirectoryError (a file), ValueError listing names or
-    keys that are only on one side, or other shapes; what an object's own `load_state_dict` raises
-    comes after models have been read. An error on one rank is raised there, and on the others as a
-    RuntimeError with its text.
+    Args:
+        folder: path of the checkpoint.
+        objects: objects with `state_dict()` and `load_state_dict()`, under the names they were
+            saved under, built as they were then. They may be sharded in any way, on any number of
+            ranks; optimizers need not have stepped. None leaves a name out.
+
+    Returns:
+        the values that were not saved as objects; tensors are whole and on the CPU.
+
+    Raises:
+        FileNotFoundError: neither `folder` nor `<folder>.prev` exists.
+        NotADirectoryError: `folder` is a file.
+        RuntimeError: both are damaged, or another rank failed; has the texts.
+        ValueError: names, keys or shapes differ; lists them. Nothing was changed.
+        Exception: an object's own `load_state_dict` raised, after models were read.
     """
     from tritonamp.checkpoint import distributed, manifest  # import a second's worth of torch
 
@@ -105,10 +115,10 @@ def load_sharded(folder: str | os.PathLike[str], **objects: Any) -> dict[str, An
 
 
 def _described(content: dict[str, Any]) -> dict[str, str]:
-    """Return what each tensor is, by its name in the checkpoint.
+    """Return shape and dtype of each tensor as text, by its name in the checkpoint.
 
     Raises:
-        ValueError: two have one name.
+        ValueError: two tensors have the same name.
     """
     described: dict[str, str] = {}
     for path, tensor in find_tensors(content).items():

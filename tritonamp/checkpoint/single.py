@@ -1,12 +1,12 @@
 """Checkpoints in one file that is replaced as a whole, verifies itself and keeps its predecessor.
 
-A save, in this order, so that whatever instant a kill or power loss picks, the old or the new
-checkpoint loads:
-    write <path>.saving-<random>, fsync     a name of its own: concurrent savers never share a file
-    hard link <path> as <that>.prev         where links are refused: rename <path> to <path>.prev
+A save takes these steps in this order, so that the old or the new checkpoint loads after a kill or
+power loss at any instant:
+    write <path>.saving-<random>, fsync     concurrent savers never share a file
+    hard link <path> as <that>.prev         if links are refused: rename <path> to <path>.prev
     rename <path>.saving-<random> to <path>
-    rename <that>.prev to <path>.prev       only now: a damaged <path> must not cost the good one
-    before it fsync the folder
+    rename <that>.prev to <path>.prev       only now, because the new <path> might be damaged
+    fsync the folder
 """
 
 import os
@@ -22,22 +22,26 @@ from tritonamp.kernels.device import rank
 
 
 def save(path: str | os.PathLike[str], **objects: Any) -> None:
-    """Write `objects` under their names to the one file `path`, keeping the old as `<path>.prev`.
+    """Write `objects` under their names to one file, and keep the old one as `<path>.prev`.
 
-    An object is anything with `state_dict()`, a tensor (stored detached; dtype, strides and shared
-    storage are kept), None, bool, int, float, complex, str, torch.dtype, torch.device, torch.Size,
-    or a list, tuple or dict of these. With torch.distributed initialised, call it on every rank:
-    rank 0's objects are written, and all return after that. Where the Amp of a stage of a pipeline
-    is among them, a file is written for each path, by the first rank that gives it.
+    With torch.distributed, call it on every rank: rank 0 writes its objects, and all ranks return
+    after that. For stages of a pipeline give each stage its own path; the first rank with a path
+    writes it. When it returns, the file is on the disk. A kill or an error at any instant leaves
+    the old or the new checkpoint complete. A kill may leave a `<path>.saving-*`, which a save at
+    least ten minutes later removes.
 
-    `load(path, model=model, ...)` puts everything back, `load(path)` returns it. Once it has
-    returned, the file is on the disk; at every instant before, `load` gives the old or the new
-    checkpoint, complete. An error before the new one is in place leaves the folder
-    as it was. A kill may leave a `<path>.saving-*`, which a save ten minutes later removes. Raises,
-    before anything is written, ValueError (no objects, or the key path of a value that cannot be
-    stored), IsADirectoryError or FileNotFoundError (unusable `path`); later OSError as the system
-    gave it (disk full). An error on one rank is raised there, and on the others as a RuntimeError
-    with its text.
+    Args:
+        path: path of the file.
+        objects: objects with `state_dict()`; tensors (stored detached, with dtype, strides and
+            shared storage); None, bool, int, float, complex, str, torch.dtype, torch.device,
+            torch.Size; lists, tuples and dicts of all these.
+
+    Raises:
+        ValueError: no objects, or a value that cannot be stored; names its key path. Nothing was
+            written.
+        IsADirectoryError, FileNotFoundError: `path` is not usable.
+        OSError: the system's error, such as a full disk.
+        RuntimeError: another rank failed; has the text of its error.
     """
     call = f"save({path!r})"
     with on_all_ranks(call):
@@ -56,23 +60,31 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
 
 
 def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
-    """Load what `save` wrote to `path` into `objects`, and return the rest by name.
+    """Load a file of `save` into `objects`, and return the rest by name.
 
         saved = tritonamp.load("run.pt", model=model, optimizer=optimizer, amp=amp, rng=rng)
         first_epoch = saved["epoch"]
 
-    Without `objects` everything is returned: state dicts, plain values, tensors on the CPU. With
-    them, each (or each in a list, tuple or dict, as they were saved) loads its own state, in the
-    order they need, whatever the order of the names: models, optimizers, the Amp, all others,
-    RNGState. Every state in the file wants its object; None has it returned as it is.
+    The checksum is verified, and unpickling is `weights_only`. If `path` is damaged or missing and
+    `<path>.prev` is good, that one is loaded, with a RuntimeWarning. Uses no collectives: under
+    torch.distributed every rank reads.
 
-    The checksum is verified and unpickling is `weights_only`. If `path` is damaged or missing and
-    `<path>.prev` is good, gives that one, with a RuntimeWarning naming both. No collectives: under
-    torch.distributed every rank reads. Raises FileNotFoundError if neither file exists,
-    RuntimeError saying what is wrong with each if neither is usable, IsADirectoryError for a
-    folder. With `objects`, before anything is changed, ValueError listing names, keys or shapes
-    that are only on one side; and RuntimeError where an object refuses its state after others have
-    loaded theirs, saying which.
+    Args:
+        path: path of the file.
+        objects: objects by name, or lists, tuples and dicts of objects in the form in which they
+            were saved. They load in the order they need: models, optimizers, the Amp, others,
+            RNGState. With objects, every state in the file needs its object; None returns the
+            state instead.
+
+    Returns:
+        state dicts and plain values without an object, with tensors on the CPU.
+
+    Raises:
+        FileNotFoundError: neither `path` nor `<path>.prev` exists.
+        IsADirectoryError: `path` is a folder.
+        RuntimeError: both files are damaged, or an object refused its state; names the objects
+            that were loaded before.
+        ValueError: names, keys or shapes differ; lists them. Nothing was changed.
     """
     content = _read_newest(path)
     if objects:
@@ -81,7 +93,7 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
 
 
 def _read_newest(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of the file, or, with a warning, of the one before it."""
+    """Return the content of the file, or of <path>.prev, with a warning, if it is unusable."""
     current = os.path.realpath(path)
     previous = current + ".prev"
     if os.path.isdir(current):
@@ -124,7 +136,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _commit(target: str, content: dict[str, Any]) -> None:
-    """Write and rename in the order of the module docstring."""
+    """Write and rename in the order that the module docstring gives."""
     folder = os.path.dirname(target)
     if os.path.exists(target) and not os.path.isfile(target):
         raise IsADirectoryError(

@@ -1,1 +1,1 @@
-"""Training on several processes: the ranks agree on every step, under DDP and FSDP2."""
+"""Ranks that agree on every step, under DDP, FSDP2, tensor parallelism and pipelines."""

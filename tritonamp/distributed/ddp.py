@@ -14,14 +14,14 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class CatchesUp(Protocol):
-    """The ranks of an enabled model, as its DDP knows them."""
+    """The interface of ``Ranks`` that a DDP uses."""
 
     def catch_up(self, wrapper: DistributedDataParallel) -> None:
-        """Take over what the steps of the others have moved, at the end of ``join``."""
+        """Copy the state of the rank that took the last step, at the end of ``join``."""
 
 
 class EnabledDDP(Swapped):
-    """A DDP around an enabled model: ``join`` makes FP32 values and loss scales equal, too."""
+    """A DDP around an enabled model. Its ``join`` also makes FP32 values and loss scales equal."""
 
     _belongings = ("_tritonamp_ranks",)
     _set_aside = ("_sync_final_model", "_tritonamp_sync")
@@ -35,7 +35,7 @@ class EnabledDDP(Swapped):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return of a compiled module the original, of a DDP the module inside it, else the module."""
+    """Return the module inside of ``torch.compile``'s and DDP's wrappers."""
     if hasattr(model, "_orig_mod"):  # torch.compile's wrapper; private (torch 2.11 to 2.15)
         return unwrapped(model._orig_mod)  # type: ignore[arg-type]
     return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
@@ -43,7 +43,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def unsynchronised(wrapper: DistributedDataParallel) -> Iterator[None]:
-    """Have a DDP neither reduce gradients nor send buffers inside the block."""
+    """Inside the block, a DDP neither reduces gradients nor broadcasts buffers."""
     sends_buffers = wrapper.require_forward_param_sync
     with wrapper.no_sync():
         wrapper.require_forward_param_sync = False
@@ -54,16 +54,16 @@ def unsynchronised(wrapper: DistributedDataParallel) -> Iterator[None]:
 
 
 def has_wide_gradients(wrapper: DistributedDataParallel) -> bool:
-    """Tell whether half parameters of a DDP that train have FP32 gradients, which it reduces."""
+    """Return whether a DDP has trainable half parameters with FP32 gradients."""
     trained = (p for p in wrapper.module.parameters() if p.requires_grad)
     return any(p.dtype in HALF_DTYPES and p.grad_dtype is torch.float32 for p in trained)
 
 
 def check_buckets(wrapper: DistributedDataParallel) -> None:
-    """Refuse a DDP that makes its buckets once, in its parameters' dtype: for FP32 gradients.
+    """Refuse a DDP that cannot reduce FP32 gradients, because its buckets keep the half dtype.
 
     Raises:
-        ValueError: it was built so.
+        ValueError: it has ``find_unused_parameters`` or ``static_graph``.
     """
     built = {
         "find_unused_parameters": wrapper.find_unused_parameters,
@@ -79,13 +79,13 @@ def check_buckets(wrapper: DistributedDataParallel) -> None:
 
 
 def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
-    """Have DDP make its buckets and hooks anew, as its ``__setstate__`` does.
+    """Make DDP rebuild its buckets and hooks after the parameters' dtype has changed.
 
-    Parameters have another dtype now, and it would miss their gradients. The names of torch's are
-    private, and the same from torch 2.11 to 2.15; communication hooks are registered again.
+    DDP would miss gradients otherwise. This does what DDP's ``__setstate__`` does, with names that
+    are private to torch (2.11 to 2.15), and registers communication hooks again.
 
     Raises:
-        ValueError: see ``check_buckets``; nothing was changed then.
+        ValueError: ``check_buckets`` refused the model; nothing was changed.
     """
     c10d: Any = dist
     wide = has_wide_gradients(wrapper)

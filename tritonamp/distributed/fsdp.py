@@ -1,7 +1,7 @@
-"""Models under FSDP2 (``fully_shard``): how their parameters are gathered and reduced.
+"""FSDP2 (``fully_shard``): the dtypes in which parameters are gathered and gradients reduced.
 
-The sharded parameters are FP32 and the masters; FSDP2's MixedPrecisionPolicy makes the half copies
-as it gathers them.
+The sharded parameters are FP32, and they are the masters. FSDP2's MixedPrecisionPolicy makes half
+copies when it gathers them.
 """
 
 import contextlib
@@ -49,21 +49,25 @@ def gathered_params(module: Any) -> list[nn.Parameter]:
 
 
 def holds_layers_apart(module: Any) -> bool:
-    """Tell whether what FSDP2 gathers for a module are still parts: tensor parallelism."""
+    """Return whether gathered parameters are still DTensors, because of tensor parallelism."""
     return any(param.is_dtensor for group in groups_of(module) for param in group.fsdp_params)
 
 
 def assumed_policies(
     models: Iterable[nn.Module], kept: Collection[nn.Module], policy: Policy
 ) -> dict[Any, Any]:
-    """Return the MixedPrecisionPolicy of each module that needs another one than it was given.
+    """Return the new MixedPrecisionPolicy of each module that needs one.
 
-    Modules that were sharded without a ``param_dtype``: parameters that train and came in half are
-    gathered in half, as they were before ``enable``. So are all others, where ``policy`` casts the
-    model and no module was given a half ``param_dtype``. Modules ``kept`` in FP32 get none.
+    A module without a ``param_dtype`` gathers in half if it has trainable half parameters. It also
+    does if ``policy`` casts the model and no module has a half ``param_dtype``.
 
-    Modules with a half ``param_dtype``, by default, have FSDP2 round what they are called with.
-    Under an op policy they do not, because operations cast what they read.
+    A module with a half ``param_dtype`` no longer casts its inputs under an op policy, because
+    each operation casts its own inputs.
+
+    Args:
+        models: the models.
+        kept: modules that stay FP32, so they do not gather in half.
+        policy: the policy of ``enable``.
     """
     if not (policy.cast_model or policy.op_policy):
         return {}
@@ -98,10 +102,10 @@ def _trained(module: Any) -> Iterator[Tensor]:
 
 
 class ShardedModules:
-    """The modules that ``fully_shard`` was called on: policies, and dtypes of their shards.
+    """Changes policies of the modules that ``fully_shard`` was called on, and restores them.
 
     Args:
-        models: that they are in.
+        models: the models that contain these modules.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -111,14 +115,14 @@ class ShardedModules:
         self._narrow: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def found(self) -> list[Any]:
-        """Return them, outer ones first, in the same order on all ranks."""
+        """Return the sharded modules, outer ones first, in the same order on all ranks."""
         models = (ref() for ref in self._models)
         return list(
             dict.fromkeys(m for model in models if model is not None for m in fsdp2_modules(model))
         )
 
     def assume(self, policies: Mapping[Any, Any]) -> None:
-        """Gather and reduce as ``assumed_policies`` has said, until ``give_back``."""
+        """Set the result of ``assumed_policies`` until ``give_back``."""
         without = [m for m in policies if mp_policy(m).param_dtype is None]
         for module, policy in policies.items():
             self._given[module] = mp_policy(module)
@@ -135,7 +139,7 @@ class ShardedModules:
             )
 
     def gather_in_fp32(self, modules: Iterable[nn.Module]) -> None:
-        """Gather what is sharded inside of these modules in FP32, and all else as before."""
+        """Make sharded modules inside of ``modules`` gather in FP32, and restore all others."""
         wide = {inner for module in modules for inner in fsdp2_modules(module)}
         for module in [m for m in self._narrow if m not in wide]:
             _set_mp_policy(module, self._narrow.pop(module))
@@ -146,14 +150,14 @@ class ShardedModules:
                 _set_mp_policy(module, dataclasses.replace(policy, param_dtype=torch.float32))
 
     def give_back(self) -> None:
-        """Give modules the policies again that they were sharded with."""
+        """Restore the policies that the modules were sharded with."""
         self.gather_in_fp32(())
         for module, policy in self._given.items():
             _set_mp_policy(module, policy)
         self._given.clear()
 
     def refresh(self) -> None:
-        """Have FSDP2 take over shards that have another dtype now."""
+        """Make FSDP2 notice changed dtypes of shards."""
         for module in self.found():
             module.reshard()
             _refresh(module)
@@ -168,7 +172,7 @@ def _set_mp_policy(module: Any, policy: Any) -> None:
 
 
 def _refresh(module: Any) -> None:
-    """Do anew what FSDP2 does once, at the first forward, with the dtypes of its shards."""
+    """Repeat the setup of FSDP2's first forward, with the present dtypes of the shards."""
     for group in groups_of(module):
         for param in group.fsdp_params:
             param.reset_sharded_param()

@@ -1,4 +1,4 @@
-"""Ranks that take decisions together, and have parted all the same: how they are noticed."""
+"""Detects ranks that have diverged although they take their decisions together."""
 
 import logging
 from collections import Counter
@@ -18,7 +18,7 @@ _NORM_TOLERANCE = 1e-3  # relative; far above what another order of summation do
 
 
 class Row(NamedTuple):
-    """Numbers that each rank gives to the others, one row of a table."""
+    """One rank's numbers for a decision, a row of the gathered table."""
 
     loss_nonfinite: float  # 1 where a loss was inf or NaN
     found_earlier: float  # 1 where gradients that were unscaled early were not finite
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 
 class PartedCheck:
-    """Compares what ranks gave to their decisions: now and then, later, without a wait."""
+    """Compares the ranks' rows every ``CHECK_EVERY`` decisions, later and without a wait."""
 
     def __init__(self) -> None:
         self._readback: Readback | None = None
@@ -38,13 +38,15 @@ class PartedCheck:
         self._warned = False
 
     def check_table(self, table: Tensor, group: Any, one_norm: bool) -> None:
-        """Check the tables that have arrived, and start copying this one now and then.
+        """Check the tables whose copies have arrived, and maybe start to copy this one.
 
-        A table has a ``Row`` of each rank of the ``group``; ``one_norm`` says that all step with
-        the same gradients.
+        Args:
+            table: a ``Row`` of each rank, on the device.
+            group: process group of the ranks.
+            one_norm: whether all ranks should step with the same gradients.
 
         Raises:
-            RuntimeError: ranks differ in loss scale or count of steps; it names them.
+            RuntimeError: ranks differ in loss scale or count of steps; names them.
         """
         if table.is_cuda and torch.cuda.is_current_stream_capturing():
             return
@@ -88,7 +90,7 @@ def _check_states(rows: Sequence[Row], group: Any) -> None:
 
 
 def _listed(states: Sequence[tuple[float, float]], group: Any) -> str:
-    """Return each scale and count of steps, with the ranks that have it."""
+    """Return each pair of loss scale and count of steps as text, with its ranks."""
     ranks = {state: [r for r, s in enumerate(states) if s == state] for state in states}
     return "; ".join(
         f"{_named(own, group)}: loss scale {scale:g}, {taken:.0f} steps taken"

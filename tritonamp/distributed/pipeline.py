@@ -1,11 +1,11 @@
-"""Stages of ``torch.distributed.pipelining``: what a schedule runs a forward or a loss for."""
+"""Stages of ``torch.distributed.pipelining``: the purpose of a running forward or loss."""
 
 import sys
 from enum import Enum
 
 
 class Work(Enum):
-    """What the code of a schedule that runs now is there for."""
+    """The purpose for which a schedule runs code."""
 
     STAGE = "the forward of a stage, on a micro-batch"
     SHAPES = "a forward, or a loss, on memory that nobody has written, to learn shapes and dtypes"
@@ -13,11 +13,11 @@ class Work(Enum):
 
 
 def pipeline_work() -> Work | None:
-    """Return what a schedule runs the calling code for; None: no schedule does.
+    """Return the purpose of the calling code in a schedule; None outside of schedules.
 
-    Nothing public knows: it is read from the stack, by the public method of a stage that runs
-    micro-batches (torch 2.11 to 2.15). Before the first one they run their modules for shapes;
-    torch 2.14 runs the loss function and a backward, too.
+    It is read from the stack, because nothing public returns it: ``forward_one_chunk`` of a stage
+    runs micro-batches (torch 2.11 to 2.15). Before the first micro-batch, a stage runs its module
+    to learn shapes; torch 2.14 also runs the loss function and a backward.
     """
     package = sys.modules.get("torch.distributed.pipelining")
     if package is None:  # nobody has used it

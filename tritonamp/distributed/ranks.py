@@ -1,4 +1,4 @@
-"""The processes that train one model together: they agree on every step."""
+"""The ranks that train one model together and agree on every step."""
 
 import math
 import weakref
@@ -27,33 +27,33 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Resumable(Protocol):
-    """State that steps move beside parameters; ranks take it over from one another."""
+    """State other than parameters that steps change, and that a rank can copy from another."""
 
     def state_dict(self) -> Any:
-        """Return all of it as plain values and tensors."""
+        """Return the state as plain values and tensors."""
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take over what ``state_dict`` returned on another rank."""
+        """Load the result of ``state_dict`` of another rank."""
 
 
 class Ranks:
     """The ranks that decide together with this one.
 
-    There are none until a model under DDP or FSDP2, or a tensor parallel one, is seen, or the loss
+    There are none until the first model under DDP, FSDP2 or tensor parallelism, or until the loss
     function of a pipeline is made.
 
     Attributes:
-        members: their numbers in the job; none where there is one process.
-        sharding: how parameters and gradients are spread over them; None: each rank has all.
-        sharded_modules: what ``fully_shard`` was called on.
-        wrappers: the DDPs.
-        staged: whether models are stages of a pipeline, whose ranks have parameters of their own.
-        ran_as_stage: whether a forward has run as a stage's.
+        members: global numbers of the ranks; empty with one process.
+        sharding: sharding of parameters and gradients over the ranks; None if each rank has all.
+        sharded_modules: the modules that ``fully_shard`` was called on.
+        wrappers: the DDPs around the models.
+        staged: whether the models are stages of a pipeline, so that ranks have other parameters.
+        ran_as_stage: whether a forward has run as that of a stage.
 
     Args:
-        models: the enabled ones, and the DDPs around them that are known already.
-        fp32_values: behind their half parameters.
-        steps: what steps have moved; None: nothing is taken over.
+        models: the enabled models, and DDPs that are already around them.
+        fp32_values: FP32 values of the models' half parameters.
+        steps: state that steps change; None if no rank ever copies it.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Ranks:
 
     @constant_to_dynamo
     def on_forward(self) -> bool:
-        """Note the DDP or the stage that the running forward is part of.
+        """Note the DDP or the stage that the running forward belongs to.
 
         Returns:
-            whether it computes anything: not if a stage runs it on no data, for shapes.
+            False if a stage runs the forward on uninitialized memory to learn shapes, else True.
 
         Raises:
             RuntimeError: ``fully_shard`` or ``parallelize_module`` was called after ``enable``.
@@ -107,7 +107,7 @@ class Ranks:
         return work is not Work.SHAPES
 
     def _refuse_late_sharding(self) -> None:
-        """Refuse, at the first forward, parameters that were sharded since ``enable``."""
+        """Raise at the first forward if parameters were sharded after ``enable``."""
         models, self._before_forward = self._before_forward, []
         for model in (ref() for ref in models):
             if model is None or self.gathered:
@@ -128,11 +128,11 @@ class Ranks:
             install(wrapper, EnabledDDP, self)
 
     def assume(self, policies: Mapping[Any, Any]) -> None:
-        """Have FSDP2 gather and reduce modules as said, until ``detach``."""
+        """Set FSDP2's policies of modules until ``detach``."""
         self.sharded_modules.assume(policies)
 
     def detach(self) -> None:
-        """Put the DDPs' own classes and FSDP2's own policies back."""
+        """Restore the classes of DDPs and the policies of FSDP2."""
         self.sharded_modules.give_back()
         for wrapper in self.wrappers:
             if vars(wrapper).get("_tritonamp_ranks") is self:
@@ -156,10 +156,10 @@ class Ranks:
     def join_stages(self, group: Any) -> None:
         """Decide together with the other stages of a pipeline from now on.
 
-        The ``group`` is of all stages and all replicas; None: all ranks of the job.
+        ``group`` has the ranks of all stages and all replicas; None takes all ranks of the job.
 
         Raises:
-            ValueError: ranks are missing that this one reduces gradients with.
+            ValueError: ``group`` lacks ranks that reduce gradients with this one.
         """
         group = dist.group.WORLD if group is None else group
         if self._group is not None:
@@ -173,7 +173,7 @@ class Ranks:
         self.members = members if len(members) > 1 else ()
 
     def _check_all(self, replicas: Any, stages: Any) -> None:
-        """Refuse stages whose group lacks ranks that reduce gradients with this one."""
+        """Raise if ``stages`` lacks ranks of ``replicas``, which reduce gradients together."""
         wanted, got = map(dist.get_process_group_ranks, (replicas, stages))
         if missing := sorted(set(wanted) - set(got)):
             raise ValueError(
@@ -184,17 +184,17 @@ class Ranks:
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank has only its part of parameters and gradients."""
+        """Whether each rank has only a part of each parameter and gradient."""
         return self.sharding is not None
 
     @property
     def apart(self) -> bool:
-        """Whether each rank has gradients of its own: of its part of parameters, or its stages."""
+        """Whether ranks have different gradients, because of sharding or stages."""
         return self.sharded or self.staged
 
     @property
     def gathered(self) -> bool:
-        """Whether FSDP2 gathers the parameters, and reduces the gradients."""
+        """Whether FSDP2 gathers the parameters and reduces the gradients."""
         return self.sharding is not None and self.sharding.gathered
 
     @property
@@ -204,13 +204,13 @@ class Ranks:
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether other ranks may have run out of batches: inside ``with wrapper.join()``."""
+        """Whether other ranks may have run out of batches, inside of ``with wrapper.join()``."""
         return any(map(self._in_join, self.wrappers))
 
     def rebuild(self, healed: Iterable[nn.Module] = ()) -> None:
-        """Have DDPs and FSDP2 take over parameters that have another dtype now.
+        """Make DDPs and FSDP2 notice changed dtypes of parameters.
 
-        What FSDP2 gathers inside of ``healed`` modules is FP32 from now on.
+        FSDP2 gathers the parameters inside of ``healed`` modules in FP32 from now on.
         """
         self.sharded_modules.gather_in_fp32(healed)
         self.sharded_modules.refresh()
@@ -225,18 +225,20 @@ class Ranks:
     ) -> tuple[Evidence, Tensor, Tensor]:
         """Return the same evidence on all ranks, by a collective that the host does not wait for.
 
-        Beside it the mean of the losses, and sums of squares that are the same to the last bit.
-
         Args:
-            mine: of this rank's gradients and losses; of sharded gradients the squares are divided
-                by the number of ranks that count them.
-            scale: 0-d, the loss scale; it should be the same on all ranks.
-            taken: 0-d, how many steps were taken so far; it should be the same, too.
-            loss: 0-d, of this rank; NaN: not known.
+            mine: evidence of this rank's gradients and losses. Squares of sharded gradients are
+                divided by the number of ranks that count them.
+            scale: the loss scale, 0-d, which should be the same on all ranks.
+            taken: number of steps taken so far, 0-d, which should be the same on all ranks.
+            loss: loss of this rank, 0-d; NaN if unknown.
+
+        Returns:
+            evidence of all ranks; mean of the losses, 0-d; sum of squares, with the same bits on
+            all ranks.
 
         Raises:
-            RuntimeError: some decisions ago ranks differed in these; it names them. Or stages of a
-                pipeline run inside of ``join``.
+            RuntimeError: ranks differed in ``scale`` or ``taken`` at an earlier decision, or stages
+                of a pipeline run inside ``join``.
         """
         for wrapper in self._to_align:
             self._align(wrapper, 0)
@@ -274,8 +276,9 @@ class Ranks:
         return evidence, losses.nanmean() if self.staged else losses.mean(), alike
 
     def _counted_once(self, squares: Tensor) -> Tensor:
-        """Return this rank's share of a sum of squares over all stages, which DDP has replicas of.
+        """Return this rank's share of a sum of squares over all stages.
 
+        DDP's replicas of a stage have the same gradients, so each counts a part of their squares.
         Squares of sharded gradients are shares already.
         """
         if not self.staged or self.sharded:
@@ -286,8 +289,8 @@ class Ranks:
     def norm_of_stages(self, norm: Tensor) -> Tensor:
         """Return the norm of all gradients of a pipeline, 0-d. All ranks take part.
 
-        ``norm`` is that of this rank's stages, with all parts of sharded ones. It is returned where
-        there is no pipeline.
+        ``norm`` is the norm of this rank's stages, over all shards. Without a pipeline it is
+        returned unchanged.
         """
         if not (self.staged and self.several):
             return norm
@@ -299,16 +302,16 @@ class Ranks:
         return table.sum().sqrt()
 
     def _of_gradients(self, mine: Evidence) -> Evidence:
-        """Return evidence that needs no collective: gradients that DDP has reduced are alike."""
+        """Return evidence without a collective, from gradients that DDP made equal on all ranks."""
         zero = torch.zeros_like(mine.loss_nonfinite)
         earlier = zero if mine.found_earlier is mine.loss_nonfinite else mine.found_earlier
         by_rank = zero.expand(len(self.members))
         return Evidence(torch.cat([mine.amax, by_rank]), mine.square_sum, zero, earlier)
 
     def gather(self, value: Any) -> dict[int, Any]:
-        """Return by rank what each has given, in the same order on all. Waits for all ranks.
+        """Return the ranks' values by rank, in the same order on all. Waits for all ranks.
 
-        Only this one's where there are no others, or some may be missing.
+        Returns only this rank's value if there are no other ranks or some may be missing.
         """
         if not self.several or self.may_be_missing:
             return {rank(): value}
@@ -317,7 +320,7 @@ class Ranks:
         return dict(zip(self.members, values, strict=True))
 
     def _align(self, wrapper: DistributedDataParallel, source: int) -> None:
-        """Give all ranks the FP32 values of the one whose parameters DDP gave them."""
+        """Broadcast FP32 values from ``source``, whose parameters DDP has broadcast."""
         for name, half in wrapper.module.named_parameters():
             if half in self._fp32_values and name not in wrapper.parameters_to_ignore:
                 value = self._fp32_values.get(half).detach()
@@ -326,13 +329,13 @@ class Ranks:
                 value.copy_(there)
 
     def _in_join(self, wrapper: DistributedDataParallel) -> bool:
-        """Return whether ranks may be missing: inside ``with wrapper.join()``."""
+        """Return whether ``with wrapper.join()`` is active, so that ranks may be missing."""
         # private (torch 2.11 to 2.15), and it stays when the block is left: see ``catch_up``
         config = wrapper._join_config
         return config.enable and self._left.get(wrapper) is not config
 
     def catch_up(self, wrapper: DistributedDataParallel) -> None:
-        """Take over what the steps of ranks with more inputs have moved, at the end of ``join``."""
+        """Copy the state of the rank that took the last step, at the end of ``join``."""
         self._left[wrapper] = wrapper._join_config
         # private (torch 2.11 to 2.15): the rank whose parameters DDP has just given to all
         source = wrapper._authoritative_rank

@@ -1,4 +1,4 @@
-"""What ``enable`` refuses of models whose parameters are sharded."""
+"""Checks of ``enable`` for models with sharded parameters."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,11 +13,11 @@ from tritonamp.policy import HALF_DTYPES, Policy
 
 
 def check_spread(models: Sequence[nn.Module], policy: Policy) -> None:
-    """Refuse ways to spread the parameters of sharded models over ranks.
+    """Refuse models whose parameters are spread over ranks in a way that cannot be trained.
 
     Raises:
-        ValueError: parameters in main memory, that FSDP2 would not reduce, that stay half, or that
-            are on meshes apart.
+        ValueError: parameters are offloaded to the CPU, are not sharded while others are, stay
+            half, or are on meshes with no common one.
     """
     named: list[tuple[str, Any]] = [named for model in models for named in model.named_parameters()]
     offloaded = next(
@@ -60,10 +60,11 @@ def _check_meshes(found: Sequence[Any]) -> None:
 
 
 def check_gathered(models: Sequence[nn.Module], kept: Iterable[nn.Module], policy: Policy) -> None:
-    """Refuse policies that cannot be carried out on sharded models; ``kept`` modules stay FP32.
+    """Refuse policies that sharded models cannot follow; ``kept`` modules stay FP32.
 
     Raises:
-        ValueError: a policy, or what FSDP2 gathers under it.
+        ValueError: the policy is O3, replays batches under tensor parallelism, or contradicts a
+            ``param_dtype`` of FSDP2.
     """
     kept = list(kept)
     if policy.cast_model and not policy.master_weights:

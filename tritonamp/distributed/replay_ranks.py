@@ -1,4 +1,4 @@
-"""Ranks that run batches again: together they begin, each runs its own, together they go on."""
+"""Replay of batches on several ranks: they begin and end together, and each replays alone."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -14,13 +14,13 @@ from tritonamp.kernels._shards import is_sharded
 
 
 class ReplayRanks:
-    """What runs batches again, and asks the other ranks what came of theirs.
+    """Lets each rank replay its own batch, and exchanges the results.
 
-    A batch runs as often as its faults need, each rank's another number of times, or raises. So no
-    forward may wait for another rank, under whatever wraps the model.
+    Ranks replay different numbers of times, or raise. So no forward may wait for another rank,
+    whichever wrapper is around the model.
 
     Args:
-        ranks: that train together.
+        ranks: ranks that train together.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -34,19 +34,20 @@ class ReplayRanks:
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether others may have run out of batches, so that nothing can be done together."""
+        """Whether other ranks may have run out of batches, so that collectives would hang."""
         return self._ranks.may_be_missing
 
     def gather(self, value: Any) -> Mapping[int, Any]:
-        """Return by rank what each has given; only one's own where no other can be asked."""
+        """Return the ranks' values by rank; only this rank's value if others may be missing."""
         return self._ranks.gather(value)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[str]:
-        """Have forwards and backwards of this rank wait for no other inside the block.
+        """Inside the block, forwards and backwards of this rank wait for no other rank.
 
-        All ranks enter it together: what FSDP2 shards is gathered once. Yields "", or why that is
-        impossible, the same on all ranks. A block inside of another adds nothing.
+        All ranks enter the block together, because FSDP2's parameters are gathered at its start.
+        Yields "", or the reason why they cannot be gathered, the same on all ranks. Nested blocks
+        change nothing.
         """
         if self._hindrance is not None:
             yield self._hindrance
@@ -65,9 +66,9 @@ class ReplayRanks:
             self._hindrance = None
 
     def full_state(self, model: nn.Module, keep: bool) -> dict[str, Any]:
-        """Return the state of a model, sharded tensors whole; {} on ranks that do not ``keep`` it.
+        """Return the state of a model with whole tensors; {} on ranks that do not ``keep`` it.
 
-        All ranks take part.
+        All ranks take part. Tensors that were sharded are on the CPU.
         """
         state = {}
         for name, value in model.state_dict().items():

@@ -1,4 +1,4 @@
-"""Parameters of which each rank has a part: FSDP2's, and those of tensor parallelism (DTensors)."""
+"""Parameters that are sharded over ranks as DTensors, by FSDP2 or tensor parallelism."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from tritonamp.kernels._shards import is_sharded
 
 
 class Sharding(NamedTuple):
-    """How the parameters of models are spread over ranks."""
+    """The sharding of models' parameters over ranks."""
 
     group: Any  # the ranks that have parts of them
     size: int  # of the group
@@ -19,7 +19,7 @@ class Sharding(NamedTuple):
     splits_layers: bool  # parameters stay parts in forwards (tensor parallelism), gathered or not
 
     def copies(self, param: Any) -> int:
-        """Return how many ranks hold the same part of a parameter, or of its gradient."""
+        """Return the number of ranks that hold the same part of a parameter or gradient."""
         parts = 1
         if is_sharded(param):
             for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
@@ -28,14 +28,14 @@ class Sharding(NamedTuple):
 
 
 def meshes(models: Iterable[nn.Module]) -> list[Any]:
-    """Return the meshes that parameters are spread over, the largest one first."""
+    """Return the device meshes of parameters, the largest one first."""
     params: Iterable[Any] = (p for model in models for p in model.parameters())
     found = dict.fromkeys(p.device_mesh for p in params if is_sharded(p))
     return sorted(found, key=lambda mesh: -mesh.size())
 
 
 def find_sharding(models: Sequence[nn.Module]) -> Sharding | None:
-    """Return how the parameters are spread; None: they are not."""
+    """Return the sharding of the parameters; None if no parameter is sharded."""
     found = meshes(models)
     if not found:
         return None
@@ -48,7 +48,7 @@ def find_sharding(models: Sequence[nn.Module]) -> Sharding | None:
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """Return the tensor of all ranks' parts; the tensor itself where it is not sharded.
+    """Return the whole tensor of a sharded one, and other tensors unchanged.
 
     All ranks take part.
     """
@@ -57,7 +57,7 @@ def full_tensor(tensor: Any) -> Tensor:
 
 
 def by_mesh(tensors: Iterable[Any]) -> list[list[Tensor]]:
-    """Return one list for each mesh, and one of tensors on none: torch does not mix them."""
+    """Return a list of tensors per mesh, and one of plain tensors, because torch mixes none."""
     found: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device_mesh if is_sharded(tensor) else None, []).append(tensor)

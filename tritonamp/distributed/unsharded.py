@@ -1,6 +1,7 @@
-"""A model under FSDP2 whose forwards and backwards need no other rank for a while.
+"""Makes forwards and backwards under FSDP2 independent of other ranks inside of a block.
 
-Private names of FSDP2's (torch 2.11 to 2.15): its public setters cannot be read, to be put back.
+It uses names that are private to FSDP2 (torch 2.11 to 2.15), because the public setters have no
+getters with which to restore the settings.
 """
 
 import contextlib
@@ -18,9 +19,11 @@ _SETTINGS = "post_forward_mesh_info", "reshard_after_backward", "reduce_grads"
 def unsharded(modules: Sequence[Any]) -> Iterator[None]:
     """Gather all parameters of modules, and keep them whole inside the block.
 
-    All ranks enter the block together. Inside, each runs forwards and backwards by itself:
-    gradients are not reduced. Afterwards the modules, which come outer ones first, are as they
-    were, also where a forward has raised.
+    All ranks enter the block together. Inside, each rank runs forwards and backwards by itself,
+    and gradients are not reduced. At the end everything is restored, even after an error.
+
+    Args:
+        modules: modules that ``fully_shard`` was called on, outer ones first.
     """
     states = list(dict.fromkeys(module._get_fsdp_state() for module in modules))
     for state in states:
@@ -46,7 +49,7 @@ def unsharded(modules: Sequence[Any]) -> Iterator[None]:
 
 
 def _end_iteration(state: Any) -> None:
-    """Have FSDP2 take the next forward for the first one of a step."""
+    """Make FSDP2 treat the next forward as the first one of a step."""
     state._training_state = type(state._training_state).IDLE
     state._modules_to_run_forward.clear()
     state._state_ctx.iter_forward_root = None
@@ -55,7 +58,7 @@ def _end_iteration(state: Any) -> None:
 
 
 def missing_memory(modules: Sequence[Any]) -> str:
-    """Return in words which memory the whole parameters of modules would need and lack; else ""."""
+    """Return "" if the modules' whole parameters fit into memory, else their size in words."""
     of_groups = {group: mp_policy(module) for module in modules for group in groups_of(module)}
     needed = sum(
         param.numel() * (policy.param_dtype or param.dtype).itemsize
@@ -69,7 +72,7 @@ def missing_memory(modules: Sequence[Any]) -> str:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return how many bytes torch can still allocate on a device; None: nobody knows."""
+    """Return the number of bytes that torch can still allocate on a device; None if unknown."""
     if device.type != "cuda":
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

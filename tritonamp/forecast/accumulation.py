@@ -1,4 +1,4 @@
-"""What half gradients lose when those of many batches are added up."""
+"""Rounding error of half gradients that accumulate over many batches."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _ROUNDING = math.sqrt(3 / (8 * math.log(2)) / 3)
 
 
 def check_accumulation(steps: Any) -> None:
-    """Raise ValueError about a number of batches that is none."""
+    """Raise ValueError unless ``steps`` is an int of 1 or more."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(
             "accumulation_steps: expected how many batches a step adds up, 1 or more, got "
@@ -28,17 +28,17 @@ def check_accumulation(steps: Any) -> None:
 
 
 def lost_share(dtype: torch.dtype, steps: int) -> float:
-    """Return the root mean square error of a sum of gradients in ``dtype``, as a share of it.
+    """Return the root mean square error of a sum of gradients in ``dtype``, relative to the sum.
 
-    Each of n - 1 sums is rounded once. Of gradients that vary as those of batches do, the k-th sum
-    is about sqrt(k / n) of the last one; the squares of the errors add up.
+    Each of the n - 1 additions rounds once, and the squares of these errors add up. Gradients of
+    batches are mostly noise, so the k-th partial sum is about sqrt(k / n) of the last one.
     """
     sums = sum(range(2, steps + 1)) / steps
     return _ROUNDING * torch.finfo(dtype).eps / 2 * math.sqrt(sums)
 
 
 def added_up(model: nn.Module, policy: Policy, steps: int) -> Iterator[Finding]:
-    """Yield advice where half gradients of so many batches lose more than ``TOLERABLE``."""
+    """Yield advice if half gradients of ``steps`` batches lose more than ``TOLERABLE``."""
     if policy.grad_dtype is not None or steps < 2:
         return
     wanted = wanted_dtypes(model, policy)

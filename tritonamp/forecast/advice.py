@@ -1,4 +1,4 @@
-"""Faults of a model and its optimizers in half that show before any data is seen."""
+"""Findings about a model and its optimizers that need no data."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +52,7 @@ def findings_without_data(
 def _refused(
     model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy
 ) -> Iterator[Finding]:
-    """Yield what ``enable`` would raise about the optimizers, and about mixed half dtypes."""
+    """Yield the errors that ``enable`` would raise for the optimizers or for mixed half dtypes."""
     checks: list[tuple[str, Sequence[object], Callable[[], object]]] = [
         ("optimizer", optimizers, lambda: check_optimizers(optimizers, [model])),
         ("half dtypes", [model], lambda: check_half_dtypes(half_parameters([model]), policy)),
@@ -118,7 +118,7 @@ def _sparse(modules: dict[str, nn.Module], optimizers: Sequence[Optimizer]) -> I
 
 
 def _early_gradients(losses: list[tuple[str, Any]], policy: Policy) -> Iterator[Finding]:
-    """Yield losses that make half gradients of logits in the forward: bfloat16 holds them."""
+    """Yield losses that compute float16 gradients of the logits in the forward, before scaling."""
     if policy.dtype is not torch.float16 or not (policy.op_policy or policy.cast_model):
         return
     for path, module in losses:
@@ -143,7 +143,7 @@ def _parallel(modules: dict[str, nn.Module]) -> Iterator[Finding]:
 
 
 def _sizes(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
-    """Yield matrix sizes that Tensor Cores do not take as they are."""
+    """Yield large layers whose sizes are no multiples of 8, as Tensor Cores need."""
     if not (policy.op_policy or policy.cast_model):
         return
     total = sum(p.numel() for p in modules[""].parameters())

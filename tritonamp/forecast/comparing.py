@@ -14,10 +14,11 @@ from tritonamp.forecast.running import Batch, LossFn, run_copy
 def compared(
     model: nn.Module, batch: Batch, loss_fn: LossFn | None, asked: Side, reference: Side
 ) -> Comparison:
-    """Run copies of a model at two levels; model and random states stay as they are, bit for bit.
+    """Run copies of a model at two levels, and compare every result.
 
-    The reference runs first, and every result of it is kept until the other has been compared.
-    Where the two part, both run once more, with that module in FP32; see ``run_copy``.
+    Model and random states keep every bit. The reference runs first, and each of its results is
+    kept until its counterpart is compared. If the two part, both run again with that module in
+    FP32.
 
     Raises:
         RuntimeError: the reference fails; the module is named.

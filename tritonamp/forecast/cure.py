@@ -1,4 +1,4 @@
-"""The policy that a forecast recommends: what has to be FP32, tried out; where the scale begins."""
+"""The policy that a forecast recommends: its FP32 modules, and its initial loss scale."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -28,9 +28,10 @@ def cure(
     run: DryRun,
     findings: Sequence[Finding],
 ) -> Policy:
-    """Return the policy with as many modules in FP32 as it takes, else in bfloat16, else FP32.
+    """Return ``policy``, with a remedy if it has problems, and a fitting initial loss scale.
 
-    Each is tried out.
+    Remedies are tried by dry runs, in this order: inputs that are not cast, more modules in FP32,
+    bfloat16. If none helps, the policy is O0.
     """
     asked = policy
     wrong = _wrong(findings, policy)
@@ -60,9 +61,10 @@ def cure(
 
 
 def _wrong(findings: Iterable[Finding], policy: Policy) -> set[str | None]:
-    """Return the modules that have to stay FP32; None: the model's own forward would have to.
+    """Return the paths of the modules that have to stay FP32; None for the model's own forward.
 
-    What follows from an overflow is often mended with it: it counts where the causes are kept.
+    Findings that only follow from another overflow count once the causes are in FP32, because a
+    cure of the cause often cures them too.
     """
     problems = [finding for finding in findings if finding.problem]
     causes = {path for f in problems if f.kind != "follows" for path in f.modules}
@@ -72,7 +74,7 @@ def _wrong(findings: Iterable[Finding], policy: Policy) -> set[str | None]:
 
 
 def with_fp32(policy: Policy, more: Iterable[str]) -> Policy:
-    """Return ``policy`` with more modules in FP32, without those inside others that are named."""
+    """Return ``policy`` with the paths ``more`` in ``fp32_modules``, outermost modules only."""
     classes = [kind for kind in policy.fp32_modules if isinstance(kind, type)]
     names = {*more, *(name for name in policy.fp32_modules if isinstance(name, str))}
     outermost = [n for n in sorted(names) if not any(n.startswith(f"{m}.") for m in names)]

@@ -1,4 +1,4 @@
-"""Where two levels part: the results at the one beside those at the other, and a report."""
+"""Comparison of two levels, result by result, and its report."""
 
 import dataclasses
 import linecache
@@ -22,19 +22,19 @@ SHOWN = 12  # rows in the text
 
 @dataclass(frozen=True)
 class Comparison:
-    """One batch at two levels, result by result. ``str()`` of it is the report.
+    """One batch at two levels, result by result. ``str()`` returns the report.
 
     Attributes:
-        level: "float16 (O2)": the level that was asked about.
-        reference: "FP32 (O0)": what it is compared with.
-        dtype: the half format whose ulps are counted.
-        differences: in the order in which they were computed: parameters and inputs, forward,
+        level: name of the compared level, like "float16 (O2)".
+        reference: name of the level to compare with, like "FP32 (O0)".
+        dtype: the half dtype whose ulps are the unit.
+        differences: differences in the order of computation: parameters and inputs, forward,
             backward, gradients of parameters.
-        unmatched: how many results of the one have no counterpart in the other.
-        losses: of the level, and of the reference; the first is NaN where the run failed.
-        failed: why the run at the level came to no end, or "".
-        tried: the same, with the module in FP32 in which the two part; None: they part nowhere, or
-            in no module.
+        unmatched: number of results without a counterpart.
+        losses: loss at the level and loss at the reference; the first is NaN if the run failed.
+        failed: error of the run at the level, or "".
+        tried: comparison with FP32 in the module where the levels part; None if there is no such
+            module.
     """
 
     level: str
@@ -48,12 +48,12 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """Where they part first, in one operation; None: nowhere."""
+        """The first result whose own operation makes the levels part; None if there is none."""
         return next((each for each in self.differences if each.parts), None)
 
     @property
     def drift(self) -> Drift | None:
-        """Where they part by many small steps of one operation, the largest; None: nowhere."""
+        """The largest drift: many small errors of one operation; None if there is none."""
         calls = defaultdict(list)
         for each in self.differences:
             if not each.parameter:
@@ -63,13 +63,13 @@ class Comparison:
 
     @property
     def parted(self) -> Difference | None:
-        """The result at which they have parted, at once or little by little; None: nowhere."""
+        """``first``, or without it the end of ``drift``; None if the levels do not part."""
         drift = self.drift if self.first is None else None
         return drift.end if drift is not None else self.first
 
     @property
     def furthest(self) -> Difference | None:
-        """The result that is off most; None: there are none."""
+        """The result with the largest ``ulps``; None without results."""
         return max(self.differences, key=lambda each: each.ulps, default=None)
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ def _to_do(compared: Comparison, parted: Difference) -> Iterator[str]:
 
 
 def _cure(tried: Comparison, parted: Difference) -> str:
-    """Say what became of it with the module in FP32."""
+    """Return the setting that was tried, with the result of trying it."""
     then, setting = tried.parted, f"fp32_modules=[{parted.place.module!r}]"
     if then is None:
         return f"{setting} (tried: they part nowhere)"
@@ -175,7 +175,7 @@ def _gradients(compared: Comparison) -> Iterator[str]:
 
 
 def _shown(compared: Comparison) -> list[Difference]:
-    """Return the rows of the table: where it grows most, in the order they ran."""
+    """Return the differences that grow most, in the order they ran, for the table."""
     grown = sorted(
         (each for each in compared.differences if each.growth > GROWN and not each.parameter),
         key=lambda each: (each is not compared.first, -each.growth),

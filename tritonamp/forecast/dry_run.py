@@ -1,4 +1,4 @@
-"""One forward and backward of a copy of a model, as a policy would have it but in FP32 values."""
+"""One forward and backward of a copy of a model, under a policy but with FP32 values."""
 
 import sys
 from typing import Any
@@ -22,7 +22,7 @@ _BCE = (nn.functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
 
 
 class DryRun(Recorder):
-    """What a dry run sees, see ``run_copy``; ``loss`` is its value."""
+    """A run of a copy of the model (``run_copy``), with its records, hazards and loss."""
 
     def __init__(
         self, model: nn.Module, batch: Batch, loss_fn: LossFn | None, policy: Policy
@@ -69,7 +69,7 @@ class DryRun(Recorder):
 
 
 class _BceInFp32(TorchFunctionMode):
-    """Lets binary_cross_entropy run, which autocast refuses, and notes it."""
+    """Notes calls of binary_cross_entropy, and runs them in FP32 because autocast refuses them."""
 
     def __init__(self, run: Recorder) -> None:
         super().__init__()

@@ -1,22 +1,22 @@
-"""A finding of a forecast: where, why, and what to do."""
+"""A finding of a forecast: place, reason and remedy."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know before training.
+    """One problem or piece of advice.
 
     Attributes:
         kind: "overflow", "vanishing", "constant", "adam eps"...
-        where: path of a module, full name of a parameter, or what else it is about; "" is the
-            model's own forward.
-        why: what happens.
-        advice: what to do.
-        problem: training would fail or lose accuracy; otherwise it is advice.
-        weight: by which findings are sorted, worst first.
-        modules: paths of modules whose computing in FP32 cures it.
-        line: of the user's code, "file:number", where one is to blame.
+        where: path of a module, full name of a parameter, or another place; "" is the model's own
+            forward.
+        why: effect of the problem.
+        advice: remedy.
+        problem: whether training would fail or lose accuracy.
+        weight: sort key, largest first.
+        modules: paths of the modules that cure the problem by computing in FP32.
+        line: line of the user's code that causes the problem, "file:number", or "".
     """
 
     kind: str
@@ -53,7 +53,7 @@ def early_gradients(where: str, name: str, ours: str, line: str = "") -> Finding
 
 
 def keep(module: str) -> str:
-    """Return the advice about what a module cannot do in half."""
+    """Return the advice for a module that has to compute in FP32."""
     if module:
         return f'keep it in FP32: fp32_modules=["{module}"]'
     return (

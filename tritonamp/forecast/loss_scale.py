@@ -23,19 +23,18 @@ LOSS = "the loss"  # where a finding is that no module has
 
 @dataclass(frozen=True)
 class Outlook:
-    """What one half format would make of the values of a dry run.
+    """Overflow and underflow of a dry run's values in one half format.
 
     Attributes:
         dtype: the half format.
-        stored: how many results of the forward the policy stores in half.
-        overflows: how many of them overflow.
-        vanishing: share of their values, other than zero, that become zero.
-        subnormal: share of their values that keep fewer bits.
-        grad_vanishing: share of the gradients' values, other than zero, that become zero at loss
-            scale 1.
-        max_scale: the largest power of two at which no gradient overflows, at most 2^24.
-        limited_by: the gradient that would overflow next.
-        scale: the loss scale recommended: ``max_scale`` with a margin.
+        stored: number of results of the forward that the policy stores in half.
+        overflows: number of stored results that overflow.
+        vanishing: share of nonzero stored values that become zero.
+        subnormal: share of nonzero stored values that keep fewer bits.
+        grad_vanishing: share of nonzero values of gradients that become zero at loss scale 1.
+        max_scale: largest power of two at which no gradient overflows, at most 2^24.
+        limited_by: parameter or module of the largest gradient, which would overflow next.
+        scale: recommended loss scale, ``max_scale`` with a margin.
         scaled_vanishing: ``grad_vanishing`` at ``scale``.
         lost: parameters whose gradients are zero even at ``max_scale``.
     """
@@ -59,7 +58,7 @@ class Outlook:
 
     @property
     def which_scale(self) -> str:
-        """The loss scale that fits in words, or why none does."""
+        """The recommended loss scale in words, or the reason why none fits."""
         largest = power(self.max_scale)
         if self.max_scale < MIN_SCALE:
             return f"no loss scale fits, the gradient in {self.limited_by} overflows at every one"
@@ -79,7 +78,7 @@ class Outlook:
 
 
 def outlook(records: Sequence[TensorRecord], dtype: torch.dtype) -> Outlook:
-    """Read ``records`` as if ``dtype`` were the half format."""
+    """Return the outlook of ``records`` with ``dtype`` as the half format."""
     stored = [r for r in records if r.half and not r.scaled]
     grads = [r for r in records if r.half and r.scaled]
     top = max(grads, key=lambda r: r.sizes.amax, default=None)
@@ -104,7 +103,7 @@ def outlook(records: Sequence[TensorRecord], dtype: torch.dtype) -> Outlook:
 
 
 def fitting_scale(policy: Policy, records: Sequence[TensorRecord]) -> float:
-    """Return the fixed loss scale of ``policy``, or where its dynamic one fits ``records``."""
+    """Return a policy's fixed loss scale, or the initial value of a dynamic one for ``records``."""
     if policy.loss_scale != "dynamic":
         return float(policy.loss_scale)
     seen = outlook(records, policy.dtype)
@@ -112,7 +111,7 @@ def fitting_scale(policy: Policy, records: Sequence[TensorRecord]) -> float:
 
 
 def largest_scale(amax: float, dtype: torch.dtype) -> float:
-    """Return the largest power of two, at most 2^24, times which ``amax`` does not overflow."""
+    """Return the largest loss scale, at most 2^24, at which ``amax`` does not overflow."""
     if amax == 0:
         return MAX_SCALE
     scale = 2.0 ** math.floor(math.log2(rounds_to_inf(dtype) / amax))
@@ -120,7 +119,7 @@ def largest_scale(amax: float, dtype: torch.dtype) -> float:
 
 
 def _lost(records: Iterable[TensorRecord], dtype: torch.dtype, scale: float) -> tuple[str, ...]:
-    """Return the parameters whose gradients pass through half and are zero there."""
+    """Return the parameters whose gradients become zero in half at loss scale ``scale``."""
     return tuple(
         r.parameter
         for r in records
@@ -130,7 +129,7 @@ def _lost(records: Iterable[TensorRecord], dtype: torch.dtype, scale: float) -> 
 
 
 def _is_noise(gradient: TensorRecord) -> bool:
-    """Return whether rounding alone explains a gradient, as that of a key's bias in attention."""
+    """Return whether a gradient is mere rounding, such as that of a key's bias in attention."""
     terms = [source.sizes.amax for made_by in gradient.sources for source in made_by.sources]
     limit = NOISE * math.prod(min(1.0, amax) for amax in terms)
     return bool(terms) and gradient.sizes.amax <= limit
@@ -156,7 +155,7 @@ def power(scale: float) -> str:
 
 
 def loss_scale(records: Sequence[TensorRecord], policy: Policy) -> Iterator[Finding]:
-    """Yield faults of the policy's loss scale, dynamic or fixed, for these gradients."""
+    """Yield problems of the policy's loss scale, dynamic or fixed, with these gradients."""
     seen, half = outlook(records, policy.dtype), short(policy.dtype)
     if policy.loss_scale == "dynamic":
         if seen.fits:

@@ -1,4 +1,4 @@
-"""From what a dry run measured to what would go wrong in half."""
+"""Problems in half, predicted from the measurements of a dry run."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from tritonamp.names import short
 from tritonamp.policy import Policy
 
 GATES = "sigmoid softmax exp softplus silu gelu elu erfc dropout threshold relu".split()
-"""Ops that are zero, or nearly, for much of their input: tiny results of theirs are not missed."""
+"""Ops whose results are often zero or nearly so. Their underflow is not reported."""
 
 BATCH = "the batch"  # where a finding is that no module has
 NAMES = {
@@ -35,7 +35,7 @@ REMEDIES = {
 
 
 def predictions(run: DryRun, policy: Policy) -> Iterator[Finding]:
-    """Yield what would go wrong in ``policy.dtype``."""
+    """Yield the predicted problems of ``run`` in ``policy.dtype``."""
     if not any(hazard.kind == "infinite" for hazard in run.hazards):  # which FP32 would not have
         yield from _non_finite(run)
     if policy.cast_model or policy.op_policy:

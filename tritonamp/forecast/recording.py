@@ -1,4 +1,4 @@
-"""Measures every result of a run on FP32 values, with the place it comes from."""
+"""Measures every result of a run with FP32 values, with the place that computed it."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,16 +25,16 @@ FILLS = """
     masked_fill fill full full_like new_full clamp clamp_min clamp_max hardtanh threshold
     constant_pad_nd index_fill
 """.split()
-"""torch refuses their scalar where the dtype does not hold it, whatever the tensor's values are."""
+"""Ops whose scalar torch refuses if the dtype cannot hold it."""
 AT_ZERO = "div reciprocal rsqrt log log2 log10 sqrt".split()
-"""The value or the slope is infinite where the last argument is zero."""
+"""Ops whose result or gradient is infinite where the last argument is zero."""
 SOFTMAX = ("softmax", "log_softmax", "safe_softmax")
 EARLY = "_linear_cross_entropy_batch_chunked"
-"""torch's linear cross entropy with ``options``, outside of enabled forwards (torch 2.13 to 2.15):
-it makes gradients in the forward, in the dtype of its input.
+"""torch's linear cross entropy with ``options`` (torch 2.13 to 2.15), as it runs outside of enabled
+forwards. Its forward computes gradients, in the dtype of its input.
 """
 MARKED = ("input", "parameter", "gradient", "loss gradient")
-"""The op in records of tensors that no op of the run made."""
+"""``TensorRecord.op`` of tensors that no op of the run computed."""
 NORMS = """
     native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm _native_batch_norm_legit
 """.split()
@@ -45,16 +45,16 @@ class TensorRecord:
     """One result of an op, an input, a parameter, or a parameter's gradient.
 
     Attributes:
-        place: of the op; in backward, of the forward op that the gradient belongs to.
-        op: its name in aten, or "input", "parameter", "gradient".
-        shape: of the tensor.
-        sizes: of its values.
-        parameter: the full name, for a parameter and its gradient.
-        backward: it was computed in backward.
-        half: the policy stores it in half.
-        scaled: it carries the loss scale.
+        place: place of the op; in a backward, place of the forward op of the gradient.
+        op: aten name of the op, or "input", "parameter", "gradient".
+        shape: shape of the tensor.
+        sizes: exponents of the tensor's values.
+        parameter: full name of the parameter, for a parameter or its gradient.
+        backward: whether a backward computed the tensor.
+        half: whether the policy stores the tensor in half.
+        scaled: whether the tensor is multiplied by the loss scale.
         sources: records of the op's inputs.
-        excused: its overflow does no harm: a mask that a softmax takes as -inf.
+        excused: whether an overflow is harmless, such as a mask that a softmax takes as -inf.
     """
 
     place: Place
@@ -70,12 +70,12 @@ class TensorRecord:
 
     @property
     def module(self) -> str:
-        """The path of its module; "" is the model's own forward, and the loss."""
+        """Path of the tensor's module; "" for the model's own forward and for the loss."""
         return self.place.module or ""
 
 
 class Hazard(NamedTuple):
-    """Something that is wrong whatever the sizes."""
+    """A problem that does not depend on the size of values."""
 
     kind: str  # "constant", "eps", "divisor", "refused", "bce", "early gradients", "thread"...
     place: Place
@@ -83,7 +83,7 @@ class Hazard(NamedTuple):
 
 
 class Recorder(WatchedCopy):
-    """Computes on FP32 values, measures results, and knows which gradients carry the loss scale."""
+    """Computes with FP32 values, and records each result and whether it carries the loss scale."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__("the dry run, in FP32")
@@ -97,7 +97,7 @@ class Recorder(WatchedCopy):
         return Unrounded(tensor.float(), tensor.dtype) if half else tensor
 
     def note(self, kind: str, detail: str, place: Place) -> None:
-        """Note that something is wrong."""
+        """Add a hazard."""
         self.hazards[Hazard(kind, place, detail)] = None
 
     def marked(self, op: str, tensor: Tensor, parameter: str = "") -> None:
@@ -154,7 +154,10 @@ class Recorder(WatchedCopy):
             self.records.append(record)
 
     def _pass_on(self, output: Tensor, sources: list[TensorRecord], place: Place) -> None:
-        """Give an output that holds the values of an input, perhaps rounded, its record."""
+        """Give the output of a view, copy or cast the record of its input.
+
+        A cast to half gets a record of its own; within one module it replaces the input's record.
+        """
         if not sources or record_of(output) is not None:
             return
         source = sources[0]
@@ -203,5 +206,5 @@ class Recorder(WatchedCopy):
 
 
 def record_of(tensor: Tensor | None) -> TensorRecord | None:
-    """Return what was measured of a tensor of the run."""
+    """Return the record of a tensor of the run; None if it has none."""
     return getattr(tensor, "_record", None)

@@ -1,4 +1,4 @@
-"""``tritonamp.check``: what half precision would do to a model, said before it is trained."""
+"""``tritonamp.check``: predicts problems of half precision before training."""
 
 import dataclasses
 import inspect
@@ -41,23 +41,23 @@ OWN_FORWARD = "the model's own forward"
 
 @dataclass(frozen=True)
 class Forecast:
-    """What ``check`` found. ``str()`` of it is the report.
+    """The result of ``check``. ``str()`` returns the report.
 
     Attributes:
-        model: the name of its class.
-        findings: worst first; those with ``problem`` would spoil the training, the others are
-            advice.
-        formats: "float16" and "bfloat16" to what each would make of the values.
-        policy: for ``enable``: the one asked for, with the modules in ``fp32_modules`` that have to
-            stay FP32, without the casts of inputs that do harm, and with a dynamic loss scale that
-            begins where it fits. Where no modules can be named, or FP32 does not help them, the
-            same in bfloat16; where that does not help either, or the device has none, FP32 (O0).
-        asked: the policy that the findings are about.
+        model: name of the model's class.
+        findings: findings, worst first. Those with ``problem`` would spoil the training; the others
+            are advice.
+        formats: for "float16" and "bfloat16", the predicted overflow and underflow.
+        policy: policy for ``enable``: the requested one with the necessary ``fp32_modules``,
+            without harmful casts of inputs, and with a dynamic loss scale that starts at a fitting
+            value. If no modules can be named, or FP32 does not help them, the same in bfloat16. If
+            bfloat16 does not help either, or the device lacks it, FP32 (O0).
+        asked: the requested policy, to which the findings refer.
         records: every result and gradient of the dry run, with amax, smallest magnitude and
             exponents.
-        loss: of the dry run.
-        device: of the model.
-        comparison: with the level that ``check`` was given as ``compare``; None: with none.
+        loss: loss of the dry run.
+        device: device of the model.
+        comparison: comparison with the level ``compare`` of ``check``; None without ``compare``.
     """
 
     model: str
@@ -76,7 +76,7 @@ class Forecast:
         return tuple(finding for finding in self.findings if finding.problem)
 
     def scaler(self) -> GradScaler:
-        """Return a new GradScaler that begins at the loss scale of ``policy``."""
+        """Return a new GradScaler that starts at the loss scale of ``policy``."""
         return scaler_for(self.policy, self.device)
 
     def __str__(self) -> str:
@@ -113,25 +113,25 @@ def check(
 ) -> Forecast:
     """Predict what overflows and vanishes in half, from one forward and backward in FP32 values.
 
-    Model, optimizer, gradients, buffers and random states stay as they are, bit for bit: a copy is
-    run. Where something is found, further runs try which modules have to stay FP32.
+    Model, optimizer, gradients, buffers and random states keep every bit, because a copy runs. If
+    something is found, further runs try which modules have to stay FP32.
 
     Args:
-        model: before ``enable``, on its device.
-        optimizer: the one, several, or None.
-        batch: the tuple of the model's positional inputs, or a Mapping of its keywords.
-        loss_fn: gives a scalar for the model's output; None: ``output.loss`` or ``output["loss"]``
-            where there is one, else the mean of its floating tensors.
-        level: what to predict for, a level's name or a Policy.
-        dtype: torch.float16 or torch.bfloat16; None: as ``enable`` chooses.
-        compare: a level's name or a Policy: the batch also runs at ``level`` as it is and at this
-            one, each result of the one beside that of the other, in ulps (``Forecast.comparison``).
-            Takes the memory of all results of a forward and backward.
-        accumulation_steps: batches whose gradients a step adds up.
+        model: the model before ``enable``, on its device.
+        optimizer: an optimizer, several, or None.
+        batch: tuple of the model's positional inputs, or Mapping of its keywords.
+        loss_fn: function from the model's output to a scalar loss. None takes ``output.loss`` or
+            ``output["loss"]``, or without these the mean of the output's floating tensors.
+        level: level to predict for, by name or as a Policy.
+        dtype: torch.float16 or torch.bfloat16; None chooses as ``enable`` does.
+        compare: level to compare with, by name or as a Policy. The batch then also runs at both
+            levels, and ``Forecast.comparison`` compares their results in ulps. This takes the
+            memory of all results of a forward and backward.
+        accumulation_steps: number of batches whose gradients a step adds up.
 
     Raises:
-        ValueError: arguments that are not what they should be.
-        RuntimeError: model, loss or backward fail in FP32 already.
+        ValueError: a wrong argument.
+        RuntimeError: model, loss or backward fail in FP32.
     """
     if isinstance(model, (list, tuple)):
         raise ValueError(
@@ -186,7 +186,7 @@ def _side(level: str | Policy, policy: Policy, run: DryRun) -> Side:
 
 
 def _inputs(model: nn.Module, batch: Any) -> Batch:
-    """Return the arguments that a batch stands for, if a Mapping's keys are those of forward."""
+    """Return a batch as arguments of forward; ValueError if a Mapping's keys do not fit it."""
     if not isinstance(batch, Mapping):
         return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
     kwargs = dict(batch)

@@ -1,4 +1,4 @@
-"""Every result of a run beside that of another: kept in the one, compared in the other."""
+"""The results of two runs: the first run keeps them, the second compares its own with them."""
 
 import functools
 from collections import defaultdict, deque
@@ -40,7 +40,7 @@ class Side(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a result of one run and its counterpart share; the n-th of a key is the n-th."""
+    """Identifies a result in both runs. Among results with one key, the n-th match each other."""
 
     place: Place
     op: str  # in aten; "to float16", "output" of a module, "input", "parameter", "gradient"
@@ -50,7 +50,7 @@ class Key(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What a tensor of the compared run carries to the operations that read it."""
+    """Facts about a tensor of the compared run, for the operations that read the tensor."""
 
     reference: Tensor | None = None  # the counterpart, if there is one; not of views
     ulps: float = 0.0  # from the counterpart; without one, those of what it was computed from
@@ -60,12 +60,12 @@ class Carried(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Carried":
-        """Return what ``tensor`` carries."""
+        """Return the facts on ``tensor``, or empty ones."""
         return getattr(tensor, "_carried", cls())
 
     @classmethod
     def of_all(cls, tensors: Sequence[Tensor]) -> "Carried":
-        """Return what several together bring into a result."""
+        """Return the facts about several operands together."""
         each = [cls.of(tensor) for tensor in tensors] or [cls()]
         return cls(
             None,
@@ -76,14 +76,15 @@ class Carried(NamedTuple):
         )
 
     def put_on(self, tensor: Tensor) -> None:
-        """Have ``tensor`` carry this."""
+        """Attach the facts to ``tensor``."""
         tensor._carried = self  # type: ignore[attr-defined]
 
 
 class Results(WatchedCopy):
-    """Sees each floating result of an operation; random numbers are drawn alike at every level.
+    """Sees each floating result of an operation. Every level draws the same random numbers.
 
-    Of modules at the paths ``wholes`` only the output is seen: each level has its own way to it.
+    Modules at the paths ``wholes`` show only their output, because each level computes it with
+    other operations.
     """
 
     def __init__(self, side: Side, wholes: Collection[str]) -> None:
@@ -136,11 +137,11 @@ class Results(WatchedCopy):
         raise NotImplementedError
 
     def moved(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
-        """Take note of a result that is not to be seen: a view, or a step inside a whole."""
+        """Pass facts on to a result that is not compared: a view, or one inside ``wholes``."""
 
 
 class Reference(Results):
-    """Keeps a copy of every result, by what it is, in the order in which they were computed."""
+    """Keeps a copy of every result by its key, in the order of computation."""
 
     def __init__(self, side: Side, wholes: Collection[str]) -> None:
         super().__init__(side, wholes)
@@ -150,15 +151,15 @@ class Reference(Results):
         self.kept[key].append(output.detach().clone())
 
     def left(self) -> int:
-        """Return how many results have not been taken; casts are of one level by nature."""
+        """Return the number of results without a counterpart, not counting casts."""
         return sum(len(kept) for key, kept in self.kept.items() if key.op not in CASTS)
 
 
 class Compared(Results):
-    """Compares every result with its counterpart, and lets go of that."""
+    """Compares every result with its counterpart, and frees the counterpart."""
 
     def __init__(self, side: Side, reference: Reference, dtype: torch.dtype) -> None:
-        """Prepare for a run beside ``reference``, which has run; ``dtype``: whose ulps count."""
+        """Prepare to compare with ``reference``, which has run, in ulps of ``dtype``."""
         super().__init__(side, reference.wholes)
         self.differences: list[Difference] = []  # in the order in which they were computed
         self.unmatched = 0  # how many results have no counterpart
@@ -186,7 +187,7 @@ class Compared(Results):
     def _compared(
         self, key: Key, output: Tensor, inputs: Sequence[Tensor], reference: Tensor, known: Carried
     ) -> Carried:
-        """Note the difference, and return what ``output`` carries."""
+        """Add the difference from ``reference``, and return the facts about ``output``."""
         largest = float(reference.abs().max())
         noise = known.noise or largest <= _noise(key.op, output, inputs) * known.largest
         known = known._replace(reference=reference, largest=largest, noise=noise)
@@ -199,7 +200,7 @@ class Compared(Results):
 
 
 def _noise(op: str, output: Tensor, inputs: Sequence[Tensor]) -> float:
-    """Return how large a result is, against the largest of its terms, where it is noise."""
+    """Return the share of its largest term below which a sum is mere rounding; 0 for other ops."""
     bias_gradient = op == "convolution_backward" and output.dim() == 1
     if op not in SUMS and not bias_gradient:
         return 0.0
@@ -208,7 +209,7 @@ def _noise(op: str, output: Tensor, inputs: Sequence[Tensor]) -> float:
 
 
 def floating(values: Any) -> list[Tensor]:
-    """Return the floating and complex, dense, not empty tensors in ``values``."""
+    """Return the tensors in ``values`` that are floating or complex, dense and not empty."""
     return [
         leaf
         for leaf in tree_leaves(values)
@@ -220,7 +221,7 @@ def floating(values: Any) -> list[Tensor]:
 
 
 def _drawn(call: OpCall) -> Any:
-    """Draw in FP32, and round: a generator gives other numbers for other dtypes."""
+    """Draw in FP32 and round, because a generator's numbers depend on the dtype."""
     halves = {leaf.dtype for leaf in floating((call.args, call.kwargs))} & set(HALF_DTYPES)
     asked = call.kwargs.get("dtype") or next(iter(halves), None)
     if asked not in HALF_DTYPES:

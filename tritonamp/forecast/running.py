@@ -1,4 +1,4 @@
-"""A copy of a model runs for a look: what it is given, what stays as it was, its loss."""
+"""Runs a copy of a model under observation, without effects on the model itself."""
 
 import contextlib
 import copy
@@ -24,7 +24,7 @@ LossFn = Callable[[Any], Tensor]
 
 
 class Misuse(ValueError):
-    """Raised where the arguments are wrong, not the model."""
+    """Raised if the arguments are wrong, not the model."""
 
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -33,7 +33,7 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 @contextlib.contextmanager
 def _isolated(model: nn.Module) -> Iterator[None]:
-    """Put random states back at the end; autocast and no_grad around the call do not count."""
+    """Restore random states at the end, and ignore the caller's autocast and no_grad."""
     devices = {p.device for p in model.parameters() if p.is_cuda}
     nothing = contextlib.nullcontext()
     with (
@@ -50,9 +50,9 @@ def _isolated(model: nn.Module) -> Iterator[None]:
 
 
 class WatchedCopy(PlacedOps):
-    """Sees each op of a copy that runs, and the tensors that no op of the run makes.
+    """Sees each op that a copy runs, and the tensors that no op of the run computes.
 
-    Errors name the run by ``title``; its backward has the loss scale ``scale``.
+    ``title`` names the run in errors, and ``scale`` is the loss scale of its backward.
     """
 
     def __init__(self, title: str, scale: float = 1.0) -> None:
@@ -61,15 +61,15 @@ class WatchedCopy(PlacedOps):
         self.scale = scale
 
     def begin(self, twin: nn.Module) -> None:
-        """Prepare for a copy, which is enabled."""
+        """Prepare for a run of ``twin``, an enabled copy."""
         self.names = {module: path for path, module in twin.named_modules()}
 
     def given(self, batch: Batch) -> Batch:
-        """Return what the copy is given in the place of a batch."""
+        """Return the batch that the copy gets."""
         return map_leaves(lambda v: self.given_tensor(v) if isinstance(v, Tensor) else v, batch)
 
     def given_tensor(self, tensor: Tensor) -> Tensor:
-        """Return what the copy is given in the place of a tensor of the batch."""
+        """Return the tensor that the copy gets for a tensor of the batch."""
         copied = self.in_its_dtype(tensor.detach().clone())
         if copied.is_floating_point() and copied.numel():
             self.marked("input", copied)
@@ -80,16 +80,19 @@ class WatchedCopy(PlacedOps):
         raise NotImplementedError
 
     def marked(self, op: str, tensor: Tensor, parameter: str = "") -> None:
-        """Take note of a tensor that no op of the run makes.
+        """Record a tensor that no op of the run computes.
 
-        ``op`` is "input", "loss gradient", or with its full name "parameter" or "gradient".
+        Args:
+            op: "input", "loss gradient", "parameter" or "gradient".
+            tensor: the tensor.
+            parameter: full name, for a parameter or its gradient.
         """
         raise NotImplementedError
 
 
 @contextlib.contextmanager
 def _named_failures(watch: WatchedCopy) -> Iterator[None]:
-    """Say which module failed, and in which run, in the place of every exception but ``Misuse``."""
+    """Replace exceptions other than ``Misuse`` by one that names the failed module and the run."""
     try:
         yield
     except Misuse:
@@ -108,13 +111,12 @@ def run_copy(
 ) -> Tensor:
     """Run a copy of a model forward and backward, and return its loss, with its graph.
 
-    Model, batch, gradients and random states stay as they are, bit for bit.
-
-    Half parameters of the model are taken as FP32; the copy is enabled with the policy.
+    The copy has FP32 parameters and is enabled with ``policy``. Model, batch, gradients and random
+    states keep every bit.
 
     Raises:
-        Misuse: the loss is no scalar.
-        RuntimeError: in the place of every other exception; the module is named, and the run.
+        Misuse: the loss is not a scalar.
+        RuntimeError: replaces every other exception, and names the module and the run.
     """
     with _isolated(model), contextlib.ExitStack() as stack:
         twin = fp32_copy(model)
@@ -135,7 +137,7 @@ def run_copy(
 
 
 def _gradients(loss: Tensor, params: list[Tensor], watch: WatchedCopy) -> Sequence[Tensor | None]:
-    """Return the gradients of the scaled loss, None where it does not depend on a parameter."""
+    """Return the gradients of the scaled loss, None for parameters that do not affect the loss."""
     if not loss.requires_grad:
         return [None] * len(params)
     loss = loss.float()
@@ -150,8 +152,8 @@ def _gradients(loss: Tensor, params: list[Tensor], watch: WatchedCopy) -> Sequen
 def loss_of(output: Any, loss_fn: LossFn | None) -> Tensor:
     """Return the scalar loss of a model's output, or raise ``Misuse``.
 
-    Of a ``loss_fn`` that is a module a copy runs. Without one it is the loss that the model has
-    computed, else the mean of its floating tensors.
+    A copy of ``loss_fn`` runs if it is a module. Without ``loss_fn``, the loss is the output's own
+    ``loss``, or without one the mean of its floating tensors.
     """
     if loss_fn is None:
         return _own_loss(output)

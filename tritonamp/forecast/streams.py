@@ -1,7 +1,7 @@
-"""Where an FP32 input becomes an FP32 residual stream, and what its cast to half would save.
+"""Finds FP32 inputs that become FP32 residual streams, and tries their cast to half.
 
-A sum of a half and an FP32 tensor is FP32. So an FP32 input that a model adds half results to, as
-``inputs_embeds`` or the features of a decoder, stays FP32 through all layers at O2.
+A sum of a half and an FP32 tensor is FP32. So an FP32 input to which a model adds half results,
+such as ``inputs_embeds``, stays FP32 through all layers at O2.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from tritonamp.policy import Policy
 
 ADDS = ("add", "add_")
 ROUNDINGS = 16
-"""The gradients may move by as many eps of the format where an input is rounded."""
+"""Largest tolerated change of gradients by a rounded input, in eps of the half format."""
 
 Argument = str | int
-"""Of a forward: its name, or the position where ``*args`` takes it."""
+"""An argument of a forward: its name, or its position if ``*args`` takes it."""
 
 
 def fp32_streams(
@@ -38,7 +38,7 @@ def fp32_streams(
     gradients must be the same up to rounding.
 
     Args:
-        model: before ``enable``.
+        model: the model before ``enable``.
         batch: input of the dry run.
         loss_fn: loss of the dry run.
         policy: policy of the dry run.
@@ -80,9 +80,9 @@ def _finding(run: DryRun, additions: dict[Argument, list[TensorRecord]], advice:
 
 
 def _additions(run: DryRun) -> dict[Argument, list[TensorRecord]]:
-    """Return, by argument, the FP32 sums of half results and what an FP32 input has become.
+    """Return, by argument, the FP32 sums of half results and tensors that stem from an FP32 input.
 
-    A single sum is no stream: it may be that of a prediction and a target.
+    Arguments with a single sum are left out, because it may add a prediction and a target.
     """
     given = {id(record): argument for record, argument in run.inputs}
     sums: dict[int, dict[Argument, int]] = {}  # how many each record holds
@@ -136,7 +136,7 @@ class _GradientsKept(DryRun):
 
 
 def _moved(before: list[Tensor], after: list[Tensor]) -> float:
-    """Return the norm of all differences as a share of the norm of all values."""
+    """Return the norm of all differences relative to the norm of ``before``."""
     pairs = zip(before, after, strict=True)
     difference = sum(float((a - b).double().square().sum()) for a, b in pairs)
     total = sum(float(value.double().square().sum()) for value in before)

@@ -1,4 +1,4 @@
-"""The copy of a model that a dry run runs: FP32 values in tensors that say they are half."""
+"""The copy of a model for a dry run: tensors report a half dtype and hold FP32 values."""
 
 import copy
 from typing import Any
@@ -11,7 +11,7 @@ from tritonamp.policy import HALF_DTYPES
 
 
 def fp32_copy(model: nn.Module) -> nn.Module:
-    """Return a copy in FP32, whose embeddings give dense gradients."""
+    """Return a copy with half tensors in FP32 and dense gradients of embeddings."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for value in vars(module).values():
@@ -41,7 +41,7 @@ def _fp32_copy_of(tensor: Tensor) -> Tensor:
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return parameters and buffers under each of their names."""
+    """Return all parameters and buffers, a shared one under each of its names."""
     return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -49,7 +49,7 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def widen(twin: nn.Module, wide: dict[str, Tensor]) -> None:
-    """Give half parameters and buffers their FP32 values back; they still say they are half."""
+    """Replace half parameters and buffers by ``Unrounded`` ones with the values of ``wide``."""
     made: dict[int, Tensor] = {}  # one for each, where several names hold it
     for path, module in twin.named_modules(remove_duplicate=False):
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]

@@ -1,4 +1,4 @@
-"""How far one result is from that of another run, in ulps, and whether they part there."""
+"""Distance in ulps between one result of two runs, and whether the runs part there."""
 
 import math
 from collections.abc import Sequence
@@ -20,16 +20,17 @@ class Difference:
     """One result of an operation at two levels.
 
     Attributes:
-        place: of the operation; in backward, of the forward operation that the gradient belongs to.
-        op: its name in aten; "to float16" for a cast, "output" of a module, "input", "parameter",
-            "gradient".
-        shape: of the result.
-        backward: it was computed in backward.
-        parameter: the full name, for a parameter and its gradient.
-        ulps: root of the mean square of what the result is off, in ulps of the half format at the
-            root mean square of the reference; inf where it has inf or NaN and the reference not.
-        worst: the most that one element is off, in the same unit.
-        before: the largest ``ulps`` of what it was computed from.
+        place: place of the operation; in a backward, place of the forward operation of the
+            gradient.
+        op: aten name of the operation, "to float16" for a cast, "output" of a module, "input",
+            "parameter" or "gradient".
+        shape: shape of the result.
+        backward: whether a backward computed the result.
+        parameter: full name of the parameter, for a parameter or its gradient.
+        ulps: root mean square of the error, in ulps of the half dtype at the root mean square of
+            the reference; inf if the result has inf or NaN and the reference has none.
+        worst: largest error of one element, in the same unit.
+        before: largest ``ulps`` among the operation's inputs.
     """
 
     place: Place
@@ -43,7 +44,7 @@ class Difference:
 
     @property
     def growth(self) -> float:
-        """How many times further off it is than what it was computed from."""
+        """Ratio of the result's error to that of its inputs, which counts as at least 8 ulps."""
         return _growth(self.before, self.ulps)
 
     @property
@@ -53,7 +54,7 @@ class Difference:
 
 
 class Drift(NamedTuple):
-    """An operation with many results, each a little further off, as of a running sum."""
+    """An operation with many results whose error grows from call to call, like a running sum."""
 
     start: Difference
     end: Difference
@@ -61,17 +62,16 @@ class Drift(NamedTuple):
 
     @property
     def growth(self) -> float:
-        """How many times further off its last result is than what the first was computed from."""
+        """Ratio of the last result's error to that of the first call's inputs."""
         return _growth(self.start.before, self.end.ulps)
 
 
 def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """Return how far ``result`` is from ``reference``: typically, and where it is furthest.
+    """Return root mean square and maximum of ``result - reference``, in ulps of a half format.
 
-    That is: root of the mean square, and maximum, of the difference in ulps of a half format: in
-    eps times the root mean square of the reference; where that is zero, in smallest subnormals.
-    Where the reference itself is inf or NaN, nothing is compared; finite values that the dtype of
-    the result does not hold count as its largest, which stands for them in masks.
+    An ulp is eps of ``dtype`` times the root mean square of the reference, or the smallest
+    subnormal if that is zero. Elements whose reference is inf or NaN are left out. A reference
+    that exceeds the range of a half result is clamped to it, because masks hold such values.
     """
     info = torch.finfo(dtype)
     if reference.is_complex():
@@ -90,7 +90,7 @@ def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple
 
 
 def drift_of(calls: Sequence[Difference]) -> Drift | None:
-    """Return how an operation goes further off from call to call, half of it or more by itself."""
+    """Return the drift of an operation that adds at least half of the error itself, or None."""
     drift = Drift(calls[0], calls[-1], len(calls))
     own = sum(max(each.ulps - each.before, 0.0) for each in calls)
     by_itself = own >= (drift.end.ulps - drift.start.before) / 2

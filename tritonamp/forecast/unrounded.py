@@ -1,8 +1,7 @@
-"""Tensors that say they are half and hold FP32 values, and what half storage would make of these.
+"""Tensors that report a half dtype and hold FP32 values, and the sizes of these values.
 
-Autocast, the op table and torch's type promotion go by the dtype that a tensor says it has. So a
-model that runs on these stores in half exactly what it would store in half, while nothing is
-rounded, overflows or vanishes.
+Autocast, the op table and torch's type promotion read the dtype that a tensor reports. So a model
+runs with the dtypes of half precision, while nothing is rounded, overflows or vanishes.
 """
 
 import functools
@@ -22,11 +21,11 @@ _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._log_softmax.default
 _SAME_DTYPE = """
     mm bmm addmm baddbmm mv addmv dot convolution convolution_backward index_put index_put_
 """.split()
-"""Refuse mixed dtypes, which torch finds out only on values."""
+"""Ops that refuse mixed dtypes, but only when they compute, not on the meta device."""
 
 
 class Unrounded(Tensor):
-    """Says it is of a half dtype; ``values`` are FP32, of the same shape and strides."""
+    """A tensor that reports a half dtype; ``values`` are FP32, with its shape and strides."""
 
     values: Tensor  # type: ignore[assignment]  # for sparse tensors a method
     # private, and how torch's documentation writes it for subclasses that only dispatch (torch 2.11
@@ -55,7 +54,7 @@ class Unrounded(Tensor):
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """Return the FP32 values of a half tensor; every other tensor as it is."""
+    """Return the FP32 values of a half tensor; other tensors are returned unchanged."""
     if isinstance(tensor, Unrounded):
         return tensor.values
     return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
@@ -67,10 +66,10 @@ def unrounded(
     kwargs: dict[str, Any],
     refused: Callable[[str], None] | None = None,
 ) -> Any:
-    """Compute ``func(*args, **kwargs)`` of an aten op in FP32 where it would be half.
+    """Compute an aten op in FP32 where it would compute in half.
 
-    The results say the dtype that they would have. Where torch would refuse the dtypes, ``refused``
-    is called with its message, and the op is computed all the same.
+    Results report the dtype that torch would give them. If torch would refuse the dtypes,
+    ``refused`` is called with torch's message, and the op is computed nevertheless.
     """
     leaves = tree_flatten((args, kwargs))[0]
     if not any(map(_is_half, leaves)):
@@ -103,7 +102,7 @@ def _is_half(leaf: Any) -> bool:
 
 
 def widened(leaf: Any) -> Any:
-    """Return what stands for an argument of an op in FP32: values of a half tensor, a dtype."""
+    """Return the FP32 counterpart of an op's argument: a half tensor's values, or float32."""
     if isinstance(leaf, torch.dtype):
         return torch.float32 if leaf in HALF_DTYPES else leaf
     return values_of(leaf) if isinstance(leaf, Tensor) else leaf
@@ -118,7 +117,7 @@ def _outer(value: Any, dtype: torch.dtype | None) -> Any:
 def _dtypes(
     func: Any, args: Any, kwargs: Any, refused: Callable[[str], None] | None
 ) -> list[torch.dtype | None] | None:
-    """Return the dtypes that torch gives the results; None where they depend on values."""
+    """Return the dtypes that torch gives the results; None if the op fails on the meta device."""
     try:
         results = tree_flatten(func(*tree_map(_shape, args), **tree_map(_shape, kwargs)))[0]
     except NotImplementedError:
@@ -139,7 +138,7 @@ def _shape(leaf: Any) -> Any:
 
 
 def _promoted(leaves: list[Any]) -> torch.dtype:
-    """Return the widest floating dtype; 0-d tensors count where there are no others."""
+    """Return the widest floating dtype; 0-d tensors count only if there are no others."""
     floating = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     dtypes = [leaf.dtype for leaf in floating if leaf.dim()] or [leaf.dtype for leaf in floating]
     asked = [leaf for leaf in leaves if isinstance(leaf, torch.dtype)][:1]
@@ -151,11 +150,10 @@ class Magnitudes(NamedTuple):
 
     Attributes:
         amax: largest magnitude among the finite values.
-        amin: smallest magnitude that is not zero; 0.0 where all are.
+        amin: smallest nonzero magnitude; 0.0 if all values are zero.
         largest: the largest finite value with its sign.
         nans: how many values are NaN.
-        exponents: how many finite values that are not zero have the exponent e (2^e <= |x| <
-            2^(e+1)), by e.
+        exponents: number of finite nonzero values x with 2^e <= |x| < 2^(e+1), by e.
     """
 
     amax: float
@@ -169,11 +167,14 @@ class Magnitudes(NamedTuple):
         return self.amax * scale >= rounds_to_inf(dtype)
 
     def vanishing(self, dtype: torch.dtype, scale: float = 1.0) -> float:
-        """Return the share of values not zero that times a power of two become so in ``dtype``."""
+        """Return the share of nonzero values that become zero in ``dtype`` times ``scale``.
+
+        ``scale`` is a power of two.
+        """
         return self._share_below(rounds_to_zero(dtype) / scale)
 
     def subnormal(self, dtype: torch.dtype, scale: float = 1.0) -> float:
-        """Return the share that stays other than zero, but with fewer bits; see ``vanishing``."""
+        """Return the share of nonzero values that become subnormal in ``dtype`` times ``scale``."""
         below_normal = self._share_below(torch.finfo(dtype).smallest_normal / scale)
         return below_normal - self.vanishing(dtype, scale)
 
@@ -185,7 +186,7 @@ class Magnitudes(NamedTuple):
 
 
 def pooled(sizes: Iterable[Magnitudes]) -> Magnitudes:
-    """Return the sizes of all values together."""
+    """Return the sizes of several tensors' values together."""
     every = list(sizes)
     exponents: Counter[int] = Counter()
     for one in every:
@@ -200,13 +201,13 @@ def pooled(sizes: Iterable[Magnitudes]) -> Magnitudes:
 
 
 def rounds_to_inf(dtype: torch.dtype) -> float:
-    """Return the smallest magnitude that becomes inf: half a step above the largest number."""
+    """Return the smallest magnitude that rounds to inf, half an ulp above the largest number."""
     info = torch.finfo(dtype)
     return 2.0 ** math.ceil(math.log2(info.max)) * (1 - info.eps / 4)
 
 
 def rounds_to_zero(dtype: torch.dtype) -> float:
-    """Return the largest magnitude that becomes zero: half the smallest subnormal of ``dtype``."""
+    """Return the largest magnitude that rounds to zero, half the smallest subnormal."""
     info = torch.finfo(dtype)
     return info.smallest_normal * info.eps / 2
 
@@ -215,7 +216,7 @@ _INF_BITS = 0x7F800000
 
 
 def magnitudes(values: Tensor) -> Magnitudes:
-    """Measure ``values``, float32 of any shape with at least one element. Waits for the device."""
+    """Measure a float32 tensor of at least one element. Waits for the device."""
     bits = values.detach().contiguous().view(torch.int32).flatten() & 0x7FFFFFFF
     sizes = torch.where(bits < _INF_BITS, bits, 0)
     counts = torch.bincount(sizes >> 23, minlength=255).tolist()

@@ -16,7 +16,7 @@ from tritonamp.policy import HALF_DTYPES, Policy
 
 
 def parameters(model: nn.Module, policy: Policy) -> Iterator[Finding]:
-    """Yield parameters, stored or used in half, whose values the half format cannot hold."""
+    """Yield parameters that are stored or used in half and that the half format cannot hold."""
     dtype, top = policy.dtype, torch.finfo(policy.dtype).max
     fp32 = {id(p) for p in fp32_parameters(model, policy)}
     for name, param in model.named_parameters():
@@ -42,7 +42,7 @@ def parameters(model: nn.Module, policy: Policy) -> Iterator[Finding]:
 
 
 def _stored(tensor: Tensor) -> Tensor:
-    """Return the numbers that a tensor holds: of a sparse one, all but its zeros."""
+    """Return the stored values of a tensor, for a sparse one without its zeros."""
     tensor = tensor.detach()
     if tensor.layout is torch.strided:
         return tensor
@@ -58,7 +58,7 @@ def fp32_parameters(model: nn.Module, policy: Policy) -> Iterator[Tensor]:
 
 
 def loaded_half(model: nn.Module, policy: Policy) -> Iterator[Finding]:
-    """Yield what the half parameters that a model was loaded with become under a policy."""
+    """Yield findings about parameters that are half before ``enable``."""
     half = half_parameters([model])
     found = bfloat16_in_float16(half, policy)
     if small := describe_small(found):
@@ -82,7 +82,7 @@ def loaded_half(model: nn.Module, policy: Policy) -> Iterator[Finding]:
 
 
 def averages(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
-    """Yield averaged copies: an AveragedModel, or a frozen module that equals a trained one."""
+    """Yield averaged copies: each AveragedModel, and frozen modules that equal a trained one."""
     found: list[str] = []
     for path, module in modules.items():
         averaged = isinstance(module, torch.optim.swa_utils.AveragedModel)

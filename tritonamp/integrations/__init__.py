@@ -1,4 +1,4 @@
 """tritonamp inside other training libraries: ``lightning``, ``accelerate``, ``transformers``.
 
-Each is imported by name and needs its library; nothing here is imported by ``import tritonamp``.
+Import each by name; it needs its library. ``import tritonamp`` imports none of them.
 """

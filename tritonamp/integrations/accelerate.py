@@ -30,23 +30,25 @@ LEVELS_OF_ANY_DTYPE = (None, "O0", "O1", "O2", "O3")
 
 
 def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
-    """Have ``accelerator.prepare`` enable the models and optimizers of one call.
+    """Make ``accelerator.prepare`` enable the models and optimizers of one call.
 
-    From then on ``accelerator.amp`` is their handle; ``backward``, ``clip_grad_norm_``,
-    ``clip_grad_value_``, ``unscale_gradients``, ``autocast``, ``save_state`` and ``load_state`` use
-    it. ``step_was_skipped`` includes skips on the device, and waits for it when it is read.
-    ``accelerator.log`` adds ``amp.metrics()``, without a wait. ``free_memory`` disables them.
+    After that ``accelerator.amp`` is their handle. The accelerator's ``backward``,
+    ``clip_grad_norm_``, ``clip_grad_value_``, ``unscale_gradients``, ``autocast``, ``save_state``
+    and ``load_state`` use the handle. Reading ``step_was_skipped`` waits for the device. The
+    accelerator's ``log`` adds ``amp.metrics()`` without a wait, and ``free_memory`` disables the
+    models.
 
     Args:
-        accelerator: in a single process or under DDP or FSDP2. Its ``mixed_precision`` "fp16" or
-            "bf16" is the default of ``dtype``; the casts are tritonamp's.
-        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: that of
-            ``mixed_precision``, else the one that the model was loaded in), ``scaler``, fields of
-            ``Policy``...
+        accelerator: an Accelerator in a single process or under DDP or FSDP2. Its
+            ``mixed_precision`` "fp16" or "bf16" sets the default of ``dtype``; tritonamp does the
+            casts.
+        settings: keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: the dtype of
+            ``mixed_precision``, else the dtype in which the model was loaded), ``scaler``, fields
+            of ``Policy`` and others.
 
     Raises:
-        ValueError: an accelerator that computes in FP8, that has prepared optimizers already, or
-            runs another engine, FSDP1 included.
+        ValueError: the accelerator computes in FP8, has already prepared a model or an optimizer,
+            or runs another engine, such as FSDP1.
     """
     if accelerator.mixed_precision not in DTYPES:
         raise ValueError(
@@ -80,7 +82,7 @@ def enable(accelerator: accelerate.Accelerator, **settings: Any) -> None:
 
 
 def _keep_outputs(accelerator: accelerate.Accelerator) -> None:
-    """Have FSDP2 leave the outputs of the model to its policy: Accelerate would make them half."""
+    """Remove the half ``output_dtype`` that Accelerate gives FSDP2; the policy casts outputs."""
     plugin: Any = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     given = None if plugin is None else plugin.mixed_precision_policy
     if given is not None and given.output_dtype in HALF_DTYPES:
@@ -88,10 +90,10 @@ def _keep_outputs(accelerator: accelerate.Accelerator) -> None:
 
 
 class _EnabledAccelerator(Swapped, accelerate.Accelerator):
-    """An Accelerator whose precision is an ``Amp``'s.
+    """An Accelerator that uses an ``Amp`` for mixed precision.
 
     Attributes:
-        amp: the handle; None until it has prepared an optimizer.
+        amp: handle of the prepared models; None until an optimizer is prepared.
     """
 
     _belongings = ("amp", "_settings")
@@ -154,7 +156,7 @@ class _EnabledAccelerator(Swapped, accelerate.Accelerator):
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def _are_all_that_step(self, parameters: list[Tensor]) -> bool:
-        """Tell whether they are all parameters that train: the model's own, or the masters."""
+        """Return whether the list has all masters, or all of the models' trainable parameters."""
         assert self.amp is not None
         masters, given = list(self.amp.master_params()), set(parameters)
         trained = {p for model in self._models for p in model.parameters() if p.requires_grad}
@@ -172,7 +174,7 @@ class _EnabledAccelerator(Swapped, accelerate.Accelerator):
 
 
 class _EnabledOptimizer(Swapped, AcceleratedOptimizer):
-    """A wrapper around an enabled optimizer, which reads a skip only when it is asked for.
+    """A wrapper around an enabled optimizer that reads a skip only on request.
 
     Its copies hold a plain optimizer, so they are plain wrappers.
     """
@@ -197,7 +199,7 @@ class _EnabledOptimizer(Swapped, AcceleratedOptimizer):
 
 
 class _SavedWithScaler:
-    """The Amp's GradScaler, but ``scaler.pt`` of Accelerator and Trainer holds the Amp's state."""
+    """The Amp's GradScaler with the Amp's state, which goes into Accelerate's ``scaler.pt``."""
 
     def __init__(self, amp: tritonamp.Amp) -> None:
         self.state_dict = amp.state_dict
@@ -205,7 +207,7 @@ class _SavedWithScaler:
         self._scaler = amp.scaler
 
     def _lazy_init_scale_growth_tracker(self, _: Any) -> None:
-        """Leave the scale that was loaded: Accelerate's ``load_state`` asks for it under FSDP2."""
+        """Keep the loaded scale; Accelerate's ``load_state`` calls this under FSDP2."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "_scaler":  # of a copy that is being made

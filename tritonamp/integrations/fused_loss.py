@@ -1,4 +1,4 @@
-"""Losses of transformers on half logits, which they widen before cross entropy."""
+"""Fused losses for transformers, whose own losses copy half logits to FP32."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ _LOSSES = frozenset(
 
 
 class _StaysHalf(torch.Tensor):
-    """Half logits, and views of them, that ``float`` leaves half until cross entropy reads them."""
+    """Half logits that ``float`` leaves half, until cross entropy reads them."""
 
     def float(self, memory_format: Any = torch.preserve_format) -> Tensor:
         return self
@@ -38,7 +38,7 @@ class _StaysHalf(torch.Tensor):
 
 
 class _Rows(_StaysHalf):
-    """The rows that logits are computed from, in their place, for ``linear_cross_entropy``."""
+    """The inputs of the last layer instead of logits, for ``linear_cross_entropy``."""
 
     call: LayerCall
 
@@ -50,7 +50,7 @@ class _Rows(_StaysHalf):
         return rows
 
     def view(self, *size: Any) -> Tensor:
-        """Return rows for (-1, v), which a loss asks for; for any other shape the logits."""
+        """Return rows for the shape (-1, v), which losses use, and logits for other shapes."""
         rows, weight = self.call.rows, self.call.weight
         if size != (-1, len(weight)):
             return self.call.logits().as_subclass(_StaysHalf).view(*size)
@@ -68,13 +68,13 @@ class _Rows(_StaysHalf):
 
 
 class FusedLoss:
-    """A loss whose cross entropy reads half logits: no FP32 copy of them, nor of their gradient.
+    """A loss whose cross entropy reads half logits, without FP32 copies of logits or gradient.
 
-    It is ``tritonamp.functional.cross_entropy``, which computes in FP32 anyway. ``UnreadLogits``
-    are not computed for it: their loss is ``linear_cross_entropy``.
+    It calls ``tritonamp.functional.cross_entropy``, which computes in FP32. For ``UnreadLogits`` it
+    calls ``linear_cross_entropy``, so they are never computed.
 
     Args:
-        stock: one of transformers' own, that does nothing else with logits.
+        stock: a loss function of transformers that uses logits for cross entropy alone.
     """
 
     def __init__(self, stock: Callable[..., Tensor]) -> None:
@@ -82,7 +82,7 @@ class FusedLoss:
         self._stock = stock
 
     def __call__(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the loss, FP32."""
+        """Return the loss as FP32."""
         half = logits.dtype in HALF_DTYPES
         if not half or torch.compiler.is_compiling():  # which leaves the copy out by itself
             return self._stock(logits, *args, **kwargs)
@@ -93,15 +93,15 @@ class FusedLoss:
         return self._stock(logits.as_subclass(_StaysHalf), *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be pickled as the loss that it stands for."""
+        """Pickle as the stock loss."""
         return functools.partial, (self._stock,)
 
 
 def fuse_loss(model: nn.Module) -> None:
-    """Put a ``FusedLoss`` in the place of the model's loss function, if that is one of ``_LOSSES``.
+    """Replace the model's loss function by a ``FusedLoss``, if it is one of ``_LOSSES``.
 
     Args:
-        model: of transformers, or around one, as PEFT's are.
+        model: model of transformers, or a wrapper such as PEFT's.
     """
     own = _find_pretrained(model)
     if own is not None and own.loss_function in _LOSSES:
@@ -109,10 +109,10 @@ def fuse_loss(model: nn.Module) -> None:
 
 
 def without_logits(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Return a block in which the model's fused loss is computed without all logits at once.
+    """Return a context in which the model's fused loss never holds all logits at once.
 
-    The block changes nothing if the last layer is not a plain linear one, is sharded, has adapters
-    or is compiled.
+    It changes nothing if the last layer is not a plain linear one, is sharded, has adapters or is
+    compiled.
     """
     own = _find_pretrained(model)
     if own is None or not isinstance(own.loss_function, FusedLoss):

@@ -18,24 +18,25 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class MixedPrecision(Precision):
-    """A precision plugin that enables the model and its optimizers for as long as the Trainer runs.
+    """A precision plugin that enables the model and its optimizers while the Trainer runs.
 
-    ``training_step`` and the other steps run under the op policy; under O3, which has none, they
-    should call the module itself, ``self(x)``, whose inputs become half. Gradients are clipped
-    inside the optimizer's step, with fused optimizers too. If a model or a callback overrides
-    ``on_before_optimizer_step`` or ``configure_gradient_clipping``, these hooks see true FP32
-    gradients, at the cost of a pass over them.
-    The Trainer's loggers get ``amp.metrics()`` every ``log_every_n_steps``, without a wait.
+    ``training_step`` and the other steps run under the op policy. O3 has no op policy, so steps
+    should then call ``self(x)``, whose inputs become half. Gradients are clipped inside the
+    optimizer's step. If a model or a callback overrides ``on_before_optimizer_step`` or
+    ``configure_gradient_clipping``, these hooks see true FP32 gradients, at the cost of one pass
+    over the gradients. The Trainer's loggers get ``amp.metrics()`` every ``log_every_n_steps``,
+    without a wait.
 
     Args:
-        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: the one that
-            the model was loaded in), ``scaler``, fields of ``Policy``...
+        settings: keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: the dtype in
+            which the model was loaded), ``scaler``, fields of ``Policy`` and others.
 
     Attributes:
-        amp: the handle of the last run, for ``stats()``, ``explain()``...; None before the first.
+        amp: handle of the last run, for ``stats()``, ``explain()`` and others; None before the
+            first run.
 
     Raises:
-        ValueError: from the Trainer, what ``tritonamp.enable`` refuses.
+        ValueError: ``tritonamp.enable`` refuses the settings, when the Trainer starts.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -52,7 +53,7 @@ class MixedPrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Enable the model and the optimizers, which the strategy has placed and wrapped."""
+        """Enable the model and the optimizers after the strategy has placed and wrapped them."""
         self._optimizers = optimizers
         self._came_in_half = any(p.dtype in HALF_DTYPES for p in model.parameters())
         self.amp = tritonamp.enable(model, optimizers or None, **self._settings)
@@ -61,7 +62,7 @@ class MixedPrecision(Precision):
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
-        """Put model and optimizers back; the strategy has moved the model to the CPU by now."""
+        """Disable model and optimizers. The strategy has already moved the model to the CPU."""
         if self._module is None:
             return
         assert self.amp is not None
@@ -78,11 +79,11 @@ class MixedPrecision(Precision):
         self._optimizers = []
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Return the context of the forward: the op policy."""
+        """Return the context for a step: the op policy."""
         return contextlib.nullcontext() if self._module is None else self._current_amp().autocast()
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scales and counts."""
+        """Return loss scales and counts."""
         return {} if self.amp is None else self.amp.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -91,9 +92,9 @@ class MixedPrecision(Precision):
             self._current_amp().load_state_dict(state_dict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the model's FP32 values again.
+        """Load the model's FP32 values again, if the model was half.
 
-        Lightning has loaded them before ``connect``, into a half model, which rounded them.
+        Lightning loads before ``connect``, so it has rounded the values to half.
         """
         if self._module is None or not self._came_in_half or "state_dict" not in checkpoint:
             return  # ModelParallelStrategy has loaded an enabled model
@@ -115,7 +116,7 @@ class MixedPrecision(Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Run ``model.backward`` on the scaled loss, for optimizers that are not toggled off."""
+        """Run ``model.backward`` on the scaled loss, for optimizers with trainable parameters."""
         feeds = [
             o
             for o in self._current_amp().fed_by(tensor)
@@ -127,10 +128,10 @@ class MixedPrecision(Precision):
 
     @contextlib.contextmanager
     def _toggled_off(self) -> Iterator[None]:
-        """Keep the gradients of parameters whose masters ``toggle_optimizer`` has switched off.
+        """Restore gradients of parameters whose masters ``toggle_optimizer`` has switched off.
 
-        It switches ``requires_grad`` of the masters, but the backward adds to the gradients of the
-        model's parameters: these get back the gradients that they had.
+        ``toggle_optimizer`` changes ``requires_grad`` of the masters only, so the backward adds to
+        the gradients of the model's parameters.
         """
         assert self._module is not None
         masters = (master for _, master in self._current_amp().named_master_params())
@@ -159,7 +160,7 @@ class MixedPrecision(Precision):
         return closure_result
 
     def _log_metrics(self, trainer: Any) -> None:
-        """Give the run's loggers ``amp.metrics()`` at the steps at which Lightning logs its own."""
+        """Log ``amp.metrics()`` at the steps at which Lightning logs its own metrics."""
         # private (lightning 2.6): the condition and the step number of its own callbacks
         wanted = trainer._logger_connector.should_update_logs
         batch = trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -174,7 +175,7 @@ class MixedPrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip the true gradients: of a single optimizer by norm inside its step."""
+        """Clip the true gradients; by norm, and with one optimizer, inside of its step."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
         if (
             clip_val > 0
@@ -193,7 +194,7 @@ class MixedPrecision(Precision):
 
 
 def _has_gradient_hook(model: LightningModule) -> bool:
-    """Tell whether the model or a callback may read the gradients before the step."""
+    """Return whether a hook of the model or a callback may read the gradients before the step."""
     hook, trainer = "on_before_optimizer_step", cast(Any, model.trainer)
     return (
         is_overridden("configure_gradient_clipping", model)

@@ -11,25 +11,25 @@ from tritonamp.integrations.fused_loss import fuse_loss, without_logits
 
 
 def enable(trainer: transformers.Trainer, *, fused_loss: bool = True, **settings: Any) -> None:
-    """Have ``trainer.train`` enable model and optimizer, and put them back when it is called again.
+    """Make ``trainer.train`` enable model and optimizer, and disable them before it runs again.
 
-    The loop, its clipping (``max_grad_norm``, the true norm is logged), accumulation, evaluation
-    and checkpoints stay Trainer's; ``trainer.accelerator.amp`` is the handle. Trainer's logs of the
-    training include ``amp.metrics()``.
+    The Trainer keeps its loop, clipping (``max_grad_norm``, with the true norm in the log),
+    accumulation, evaluation and checkpoints. ``trainer.accelerator.amp`` is the handle. The
+    Trainer's training logs include ``amp.metrics()``.
 
     Args:
-        trainer: of any subclass. Its ``fp16`` or ``bf16`` is the default of ``dtype``; the casts
-            are tritonamp's.
-        fused_loss: the model's own loss (causal and masked language models, token classification)
-            reads half logits, and makes no FP32 copy of them. With the Trainer's own
-            ``compute_loss``, many logits are computed and used a part at a time.
-        settings: the keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: that of
-            ``fp16`` or ``bf16``, else the one that the model was loaded in), ``scaler``, fields of
-            ``Policy``...
+        trainer: a Trainer or an instance of a subclass. Its ``fp16`` or ``bf16`` sets the default
+            of ``dtype``; tritonamp does the casts.
+        fused_loss: whether the model's own loss (causal and masked language models, token
+            classification) reads half logits without an FP32 copy. With the Trainer's own
+            ``compute_loss``, many logits are computed and used in parts.
+        settings: keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: the dtype of
+            ``fp16`` or ``bf16``, else the dtype in which the model was loaded), ``scaler``, fields
+            of ``Policy`` and others.
 
     Raises:
-        ValueError: as ``tritonamp.integrations.accelerate.enable``; ``fp16_full_eval`` or
-            ``bf16_full_eval``.
+        ValueError: the cases of ``tritonamp.integrations.accelerate.enable``, and
+            ``fp16_full_eval`` or ``bf16_full_eval``.
     """
     if trainer.args.fp16_full_eval or trainer.args.bf16_full_eval:
         raise ValueError(
@@ -46,8 +46,8 @@ def enable(trainer: transformers.Trainer, *, fused_loss: bool = True, **settings
 class _EnabledTrainer(Swapped, transformers.Trainer):
     """A Trainer that logs its Amp's numbers, and whose checkpoints hold FP32 values.
 
-    What ``save_model`` writes is of the dtype that the model was loaded in. The methods with an
-    underscore are private to transformers (5.23).
+    ``save_model`` writes the dtype in which the model was loaded. The methods with an underscore
+    are private to transformers (5.23).
     """
 
     _saves_checkpoint = False
@@ -61,7 +61,7 @@ class _EnabledTrainer(Swapped, transformers.Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        """Compute the loss; in training without all logits at once, if nothing else reads them."""
+        """Compute the loss, in training without all logits at once if nothing else reads them."""
         stock = super().compute_loss
         others = return_outputs or self.compute_loss_func or self.label_smoother
         own = stock.__func__ is transformers.Trainer.compute_loss  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ class _EnabledTrainer(Swapped, transformers.Trainer):
             return stock(model, inputs, return_outputs, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save what training resumes from; ``_save`` is called for it, too."""
+        """Save a checkpoint, and tell ``_save``, which is called for it, that it is one."""
         self._saves_checkpoint = True
         try:
             super()._save_checkpoint(model, trial)
@@ -78,21 +78,21 @@ class _EnabledTrainer(Swapped, transformers.Trainer):
             self._saves_checkpoint = False
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write the model: for a checkpoint its FP32 state, else as it was loaded."""
+        """Write the model: FP32 values for a checkpoint, else the dtype in which it was loaded."""
         if self._saves_checkpoint and state_dict is None:
             state_dict = self.accelerator.unwrap_model(self.model).state_dict()
         super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load a model that is prepared, for FSDP; ``_load_optimizer_and_scheduler`` loads others.
+        """Load a prepared model under FSDP; ``_load_optimizer_and_scheduler`` loads other models.
 
-        Before it is enabled, a half model would round the FP32 values.
+        A half model would round the FP32 values if it loaded them before it is enabled.
         """
         if model is not None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load model and optimizer, which are enabled by now."""
+        """Load model and optimizer, which are already enabled."""
         if checkpoint is not None and not self.is_fsdp_enabled:
             super()._load_from_checkpoint(checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)

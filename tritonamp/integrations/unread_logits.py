@@ -1,4 +1,4 @@
-"""Logits that are computed when something reads them, which a fused loss does not."""
+"""Logits that are computed only when an operation reads them; a fused loss does not."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class LayerCall(NamedTuple):
-    """The call of a linear layer that half logits are the result of."""
+    """The call of a linear layer whose result is half logits."""
 
     rows: Tensor  # [..., d], what the model's last layer is given
     weight: Tensor  # [v, d], of that layer
@@ -29,13 +29,13 @@ class LayerCall(NamedTuple):
 
 
 class UnreadLogits(Tensor):
-    """Logits of a layer that nothing has read: shape, dtype, device and a place in the graph.
+    """Logits with shape, dtype, device and autograd node, but without values until they are read.
 
-    ``float`` and ``clone`` return unread ones, too; any other operation computes them, once.
+    ``float`` and ``clone`` also return unread logits. Any other operation computes them, once.
 
     Attributes:
-        call: computes them.
-        computed: the computed logits; None: nothing has read them yet.
+        call: the layer's call that computes the logits.
+        computed: the computed logits; None until an operation reads them.
     """
 
     call: LayerCall
@@ -50,7 +50,7 @@ class UnreadLogits(Tensor):
 
     @classmethod
     def without_graph(cls, call: LayerCall, dtype: torch.dtype) -> "UnreadLogits":
-        """Return the logits of ``call`` without a place in the graph."""
+        """Return the logits of ``call`` without an autograd node."""
         unread: Any = Tensor._make_wrapper_subclass(
             cls, (*call.rows.shape[:-1], len(call.weight)), dtype=dtype, device=call.rows.device
         )
@@ -125,13 +125,13 @@ class _Unread(torch.autograd.Function):
 
 @contextlib.contextmanager
 def leaves_logits_unread(layer: nn.Linear) -> Iterator[None]:
-    """Have ``layer`` return ``UnreadLogits`` inside the block, if logits are half and many.
+    """Make ``layer`` return ``UnreadLogits`` inside the block, if logits are half and many.
 
-    Few logits (``LinearHead.chunk_rows``) are computed at once: they take less memory than the
-    gradient of the weight, and the backward does not compute them again.
+    Few logits (``LinearHead.chunk_rows``) are computed at once, because they take less memory than
+    the gradient of the weight, and the backward then need not compute them again.
 
     Args:
-        layer: with a plain weight, and no forward set on the instance.
+        layer: a linear layer with a plain weight, and without a forward set on the instance.
     """
     layer.forward = functools.partial(_forward_unread, layer)  # type: ignore[method-assign]
     try:

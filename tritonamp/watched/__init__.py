@@ -1,1 +1,1 @@
-"""A run seen op by op: which op it is, where it runs, and what autograd has recorded of it."""
+"""Observes a run op by op: the op, its module and source line, and its autograd graph."""

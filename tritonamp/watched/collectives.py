@@ -1,4 +1,4 @@
-"""A run that other ranks do not take part in: what it would wait for them for is refused."""
+"""Refuses collectives in runs on one rank, because the other ranks would never answer them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Frames of the call stack by owner: code of the user, of a library, or a marked one of ours."""
+"""Roles of frames of the call stack: the user's code, a library's, or a marked function of ours."""
 
 import enum
 import functools
@@ -40,7 +40,7 @@ _roles: dict[CodeType, Role] = {}  # filled where the functions are defined
 
 
 def plays(role: Role) -> Callable[[F], F]:
-    """Return a decorator after which frames of the function have that role."""
+    """Return a decorator that gives the frames of a function the role."""
 
     def register(function: F) -> F:
         _roles[function.__code__] = role
@@ -62,7 +62,7 @@ def _is_library(file: str) -> bool:
 
 
 def user_line() -> str:
-    """Return " at FILE:LINE" of the user's innermost frame, "" where there is none."""
+    """Return " at FILE:LINE" for the user's innermost frame, "" if there is none."""
     for frame, role in outwards(sys._getframe(1)):
         if role is Role.USER:
             return f" at {frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,4 +1,4 @@
-"""One op as torch dispatched it: what it reads and writes, and what other inputs would give."""
+"""One op as torch dispatched it: its inputs, written arguments, and results for other inputs."""
 
 import functools
 import math
@@ -23,11 +23,11 @@ OVERWRITES = frozenset(
 UNWRITTEN = frozenset(
     "empty new_empty empty_strided new_empty_strided empty_like empty_permuted resize".split()
 )
-"""Ops that return memory that nobody has written to."""
+"""Ops that return uninitialized memory."""
 ADDS_A_NUMBER = frozenset("add sub rsub clamp clamp_min".split())
-"""Ops that take an eps: as a summand, or as a lower limit."""
+"""Ops that may take an eps, as a summand or as a lower limit."""
 MOVES = frozenset("_unsafe_view clone _reshape_alias expand_copy lift_fresh _to_copy".split())
-"""Ops that keep the values of their input, beside the views."""
+"""Ops other than views whose result has the values of the input."""
 
 
 def is_watched(value: Any) -> bool:
@@ -54,12 +54,12 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether all of a tensor is finite. Waits for the device."""
+    """Return whether all elements are finite. Waits for the device."""
     return bool(torch.isfinite(tensor).all())
 
 
 def nonfinite_samples(tensor: Tensor) -> list[int]:
-    """Return the samples (of one dimension the elements) that hold inf or NaN. Waits."""
+    """Return the indices along dimension 0 that hold inf or NaN. Waits for the device."""
     bad = ~torch.isfinite(tensor.detach())
     if tensor.dim() > 1:
         bad = bad.flatten(1).any(1)
@@ -68,13 +68,13 @@ def nonfinite_samples(tensor: Tensor) -> list[int]:
 
 
 def amax(tensor: Tensor) -> float:
-    """Return the largest finite magnitude; 0 where there is none."""
+    """Return the largest finite magnitude, or 0.0. Waits for the device."""
     magnitudes = tensor.detach().abs()
     return float(torch.where(torch.isfinite(magnitudes), magnitudes, 0).amax())
 
 
 class Schema(NamedTuple):
-    """An op as torch declares it."""
+    """An op's declaration in torch."""
 
     aten: str  # the op's name, "_softmax" or "add_"
     written: frozenset[int | str]  # the arguments that it writes to, by number or name
@@ -84,7 +84,7 @@ class Schema(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The op's name without underscores around it."""
+        """The op's name without leading and trailing underscores."""
         return self.aten.strip("_")
 
 
@@ -109,7 +109,7 @@ def schema_of(func: Any) -> Schema:
 
 
 class OpCall(NamedTuple):
-    """One op as it was dispatched."""
+    """One call of an op, as torch dispatched it."""
 
     func: Any  # the OpOverload
     args: tuple[Any, ...]
@@ -117,21 +117,21 @@ class OpCall(NamedTuple):
 
     @property
     def schema(self) -> Schema:
-        """The op as torch declares it."""
+        """The op's declaration."""
         return schema_of(self.func)
 
     @property
     def moves(self) -> bool:
-        """Whether the values of its first input stay what they are, perhaps in another dtype."""
+        """Whether the result has the values of the first input, perhaps in another dtype."""
         return self.schema.is_view or self.schema.aten in MOVES
 
     @property
     def allocates(self) -> bool:
-        """Whether it returns memory that nobody has written to."""
+        """Whether the op returns uninitialized memory."""
         return self.schema.name in UNWRITTEN
 
     def _arguments(self) -> dict[int | str, Any]:
-        """Return the arguments by number, or by name where they came so, as ``Schema`` has them."""
+        """Return the arguments by position, or by name if given by name, as in ``Schema``."""
         arguments: dict[int | str, Any] = dict(enumerate(self.args))
         return arguments | self.kwargs
 
@@ -157,7 +157,7 @@ class OpCall(NamedTuple):
     ) -> "OpCall":
         """Return the call with ``change`` applied to every leaf of its arguments.
 
-        With ``keys``, only of the arguments among these.
+        ``keys`` limits the change to these arguments, by position or name.
         """
 
         def changed(key: int | str, value: Any) -> Any:
@@ -169,9 +169,9 @@ class OpCall(NamedTuple):
         )
 
     def in_float64(self, widened: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
-        """Return the floating results in float64; none where the op cannot be run again.
+        """Return the floating results in float64, or none if the op cannot run again.
 
-        ``widened`` gives the float64 copy of a floating input; None: its values.
+        ``widened`` returns the float64 counterpart of a floating input; None converts the input.
         """
         if self.schema.random:
             return []
@@ -192,9 +192,9 @@ class OpCall(NamedTuple):
             return []
 
     def exact_magnitude(self, result: Tensor) -> float | None:
-        """Return the largest magnitude in float64 where ``result`` is not finite.
+        """Return the largest float64 magnitude among the elements where ``result`` is not finite.
 
-        See ``Event.exact``.
+        It is inf or NaN if float64 is not finite either, and None if the op cannot run again.
         """
         found = next((t for t in self.in_float64() if t.shape == result.shape), None)
         if found is None:

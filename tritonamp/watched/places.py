@@ -1,4 +1,4 @@
-"""Where an op runs: module and source line; an op of a backward where its forward's op ran."""
+"""Module and source line of each op; an op of a backward has those of its forward op."""
 
 import contextlib
 import dataclasses
@@ -22,14 +22,14 @@ Mode = TypeVar("Mode", bound="PlacedOps")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where an op ran. Places are equal where module, file and number are.
+    """Module and source line of an op. Places are equal if module, file and number are.
 
     Attributes:
-        module: full name of the innermost module, "" for the model itself, None outside of it.
+        module: full name of the innermost module, "" for the model itself, None outside the model.
         kind: class name of that module.
-        op: "linear", "mul"; in a backward the forward op whose gradient was computed.
-        file: the user's source, None where only torch was between the model and the op.
-        number: of the line in that file; 0 where there is none.
+        op: name of the op, like "linear"; in a backward, name of the forward op of the gradient.
+        file: the user's source file; None if only torch's code ran between the model and the op.
+        number: line number in that file; 0 without a file.
     """
 
     module: str | None = None
@@ -49,7 +49,7 @@ class Place:
     def line(self) -> str:
         """The line as "file:number", or "".
 
-        The file is named as linecache finds it: from the current folder, or where packages are.
+        The file is relative to the current folder or to site-packages, so linecache finds it.
         """
         if self.file is None:
             return ""
@@ -62,7 +62,7 @@ class Place:
 
 
 class Way(NamedTuple):
-    """The frames between an op and the innermost code of the user's that has called it."""
+    """Facts about the frames between an op and the user's innermost code that called it."""
 
     rule: FrameType | None  # the frame of a rule of the op table, if the op is in one
     at_edge: bool  # an enabled model casts its inputs or outputs there
@@ -71,7 +71,7 @@ class Way(NamedTuple):
 
     @classmethod
     def out_of(cls, innermost: FrameType) -> "Way":
-        """Return the way from a frame outwards."""
+        """Walk the stack from a frame outwards."""
         rule, at_edge = None, False
         for frame, role in outwards(innermost):
             if role is Role.USER:
@@ -85,10 +85,10 @@ class Way(NamedTuple):
 
 
 class PlacedOps(TorchDispatchMode):
-    """A mode whose ops know where they run: it follows the forwards of modules while it is active.
+    """A mode that knows the module and source line of each op, because it follows forwards.
 
-    A module that ``names`` lacks counts as part of the one that calls it. Backwards that are called
-    inside the mode run in the thread that calls them.
+    A module that ``names`` lacks counts as part of its caller. Backwards inside the mode run in
+    the thread that calls them.
     """
 
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
@@ -142,24 +142,24 @@ class PlacedOps(TorchDispatchMode):
         return threading.get_ident() == self._thread
 
     def place(self, op: str) -> Place:
-        """Return where the op that is running belongs: in a backward, where its forward's op ran.
+        """Return the place of the running op; in a backward, the place of its forward op.
 
-        For ``__torch_dispatch__``, whose own frame does not count.
+        Call it in ``__torch_dispatch__``, whose own frame is left out.
         """
         return self.place_by_graph(self.place_now(op, Way.out_of(sys._getframe(2))))
 
     def place_now(self, op: str, way: Way) -> Place:
-        """Return where the run is now."""
+        """Return the place of the innermost running forward."""
         if not self.modules:
             return Place(None, "", op, way.file, way.number)
         module = self.modules[-1]
         return Place(self.names[module], type(module).__name__, op, way.file, way.number)
 
     def place_by_graph(self, here: Place) -> Place:
-        """Return where the op that is running belongs, and remember it for the op's backward.
+        """Return the place of the running op, and remember it for the op's backward.
 
         Args:
-            here: what ``place_now`` returned: in a backward no module is known there.
+            here: result of ``place_now``, which knows no module in a backward.
         """
         node = _node()
         origin = None if node is None else self.place_of_node(node)
@@ -176,21 +176,21 @@ class PlacedOps(TorchDispatchMode):
         return here
 
     def in_backward(self) -> bool:
-        """Return whether this is a backward.
+        """Return whether a backward is running.
 
-        Recomputation is forward: gradients are recorded in checkpointed segments.
+        Recomputation of a checkpointed segment counts as forward, because it records gradients.
         """
         return _node() is not None and not self.modules and not torch.is_grad_enabled()
 
     def place_of_node(self, node: Any) -> Place | None:
-        """Return where the forward op of an autograd node ran."""
+        """Return the place of the forward op of an autograd node."""
         number = node._sequence_nr()
         # writes to views make two or three nodes for one op
         made = (self._nodes.get(n) for n in range(number, number - 4, -1))
         return next(filter(None, made), None)
 
     def place_of_failure(self, error: BaseException) -> Place:
-        """Return where an exception was raised: innermost line of the user's, innermost module."""
+        """Return the innermost module and line of the user's in which an exception was raised."""
         if self.failed is not None:
             self.modules.append(self.failed)
         way = Way(None, False, None, 0)
@@ -201,6 +201,6 @@ class PlacedOps(TorchDispatchMode):
 
 
 def _node() -> Any:
-    """Return the node of a backward that is running; None outside of one."""
+    """Return the autograd node that is running; None outside of backwards."""
     # private (torch 2.11 to 2.15): nothing public gives it
     return torch._C._current_autograd_node()

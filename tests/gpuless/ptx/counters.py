@@ -13,18 +13,18 @@ BANKS, BANK = 32, 4  # bytes of one
 
 
 class Counters:
-    """What was executed.
+    """Counts of one run of a kernel.
 
     Args:
-        kernel: that is run.
-        accesses: whether memory accesses are counted, too, which takes time.
+        kernel: the kernel.
+        accesses: whether to count memory accesses as well, which takes time.
 
     Attributes:
-        blocks: how many warps ran each basic block.
-        requests: of global memory, a warp's instruction each, by "ld", "st" and "atom".
-        sectors: that these requests touch.
-        waves: passes over the banks of shared memory.
-        ideal: passes that would do without bank conflicts.
+        blocks: number of warps that ran each basic block.
+        requests: number of warps' accesses to global memory, by "ld", "st" and "atom".
+        sectors: number of sectors that these requests touch.
+        waves: number of passes over the banks of shared memory.
+        ideal: number of passes without bank conflicts.
     """
 
     def __init__(self, kernel: Kernel, accesses: bool) -> None:
@@ -56,14 +56,15 @@ class Counters:
             self.waves, self.ideal = self.waves + waves, self.ideal + ideal
 
     def distinct_bytes(self, regions: Iterable[Region], share: float = 1.0) -> dict[str, float]:
-        """Return bytes of sectors that are touched, each once a launch, by kind of request.
+        """Return bytes of touched sectors, counting each once per launch, by kind of request.
 
-        This is what memory moves where the cache keeps all that is touched again.
+        Memory moves these bytes if the cache keeps everything that is touched again.
 
         Args:
-            regions: of memory, with the addresses that the kernel saw.
-            share: of the programs that ran. Others touch as much, but no region is touched for
-                more than its size: what all programs read counts once.
+            regions: regions of memory, at the addresses that the kernel saw.
+            share: fraction of the programs that ran. The others are taken to touch as much, but no
+                region counts for more than its size, because data that all programs read moves
+                once.
         """
         found = {}
         for kind, touched in self._touched.items():

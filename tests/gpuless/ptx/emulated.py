@@ -1,4 +1,4 @@
-"""A driver in the place of Triton's: what the product launches runs in the emulator.
+"""A driver that replaces Triton's and runs launched kernels in the emulator.
 
     with emulated(arch=90) as gpu:
         softmax.softmax(x, -1, torch.float16, backend="triton")
@@ -42,18 +42,18 @@ def _now(name: str, work: Callable[[], None]) -> None:
 
 
 class Launch(NamedTuple):
-    """A launch that was emulated.
+    """An emulated launch.
 
     Attributes:
-        kernel: its name.
-        grid: programs along x, y and z.
-        arguments: by name.
-        program: that ran.
-        counters: what it executed.
+        kernel: name of the kernel.
+        grid: number of programs along x, y and z.
+        arguments: arguments by name.
+        program: the program.
+        counters: counts of the run.
         shared: bytes of shared memory of a program.
-        share: of the grid's programs that ran.
-        bytes: of the whole grid, by kind of request, see ``Counters.distinct_bytes``; only where
-            accesses are counted.
+        share: fraction of the grid's programs that ran.
+        bytes: ``Counters.distinct_bytes`` of the whole grid by kind of request, if accesses are
+            counted.
     """
 
     kernel: str
@@ -70,15 +70,16 @@ class Emulator:
     """An architecture, as a driver for Triton.
 
     Args:
-        arch: like 90.
-        options: how kernels run.
-        submit: takes the kernel's name and the work of each launch, and does it, now or later.
+        arch: architecture, like 90.
+        options: options of the emulator.
+        submit: function of the kernel's name and the work of a launch, which does the work now or
+            later.
 
     Attributes:
-        launches: in order.
-        findings: of all launches.
-        memory: what kernels may touch.
-        rewrite: what the PTX of newly loaded kernels is passed through, for tests.
+        launches: launches in order.
+        findings: findings of all launches.
+        memory: memory that kernels may touch.
+        rewrite: function that changes the PTX of newly loaded kernels, for tests.
     """
 
     def __init__(self, arch: int, options: Options, submit: Submit) -> None:
@@ -133,13 +134,13 @@ class Emulator:
         kinds: Sequence[str],
         shared: int,
     ) -> None:
-        """Run a kernel, or have it run.
+        """Run a kernel now, or submit it.
 
         Args:
-            program: to run.
-            grid: of programs.
-            arguments: by name, constants too.
-            kinds: their types in Triton's words.
+            program: the program.
+            grid: number of programs along each axis.
+            arguments: arguments by name, constants too.
+            kinds: types of the arguments in Triton's words.
             shared: bytes of shared memory of a program.
         """
         values: list[Any] = []

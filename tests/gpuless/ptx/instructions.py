@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1 << 16)  # kernels have many in common
 def step(found: Instruction) -> Step:
-    """Return what runs an instruction.
+    """Return the function that runs an instruction.
 
     Raises:
-        Unsupported: it is none of those that are known.
+        Unsupported: an unknown instruction.
     """
     kind = found.opcode[0]
     if kind == "mov" and any("{" in operand for operand in found.operands):

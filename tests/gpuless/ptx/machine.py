@@ -19,17 +19,17 @@ MAX_BLOCKS = 1_000_000
 
 @dataclass(frozen=True)
 class Options:
-    """How a grid runs.
+    """Options of the emulator.
 
     Attributes:
-        lanes: threads that move together, about.
-        schedule: "lockstep", or "up", "down", "random": the order in which a program's warps run.
-        jitter: ulps by which approximate instructions are off, at random.
-        races: whether they are looked for in global memory; in shared memory they always are.
-        accesses: whether sectors and bank conflicts are counted.
-        programs: given how many a grid has, the numbers of those that run, ascending; None: all
-            run. Where some do not, results are not to be looked at.
-        seed: of what is random.
+        lanes: approximate number of threads that move together.
+        schedule: "lockstep", or the order of a program's warps: "up", "down" or "random".
+        jitter: largest random error of approximate instructions, in ulps.
+        races: whether to look for races in global memory, in addition to shared memory.
+        accesses: whether to count sectors and bank conflicts.
+        programs: function from the size of a grid to the ascending numbers of the programs to run;
+            None runs all. Results mean nothing unless all programs run.
+        seed: seed of all random choices.
     """
 
     lanes: int = 4096
@@ -70,11 +70,11 @@ class Program:
         """Run a grid, or some of its programs.
 
         Args:
-            grid: programs along x, y and z.
-            arguments: of the entry; pointers to scratch memory at its end may be left out.
-            regions: what it may touch; receives the findings.
-            shared: bytes of shared memory that a program has.
-            options: how it runs.
+            grid: number of programs along x, y and z.
+            arguments: arguments of the entry; pointers to scratch memory at the end may be missing.
+            regions: memory that the grid may touch, which receives the findings.
+            shared: bytes of shared memory of a program.
+            options: options of the emulator.
         """
         options = options or Options()
         kernel = self.kernel
@@ -95,8 +95,8 @@ class Wave:
     """Some programs of a grid that move together.
 
     Attributes:
-        lanes: how many threads they have.
-        parameters: of the kernel, as bits.
+        lanes: number of threads of the programs together.
+        parameters: bits of the kernel's parameters.
         spaces: memory by state space.
     """
 
@@ -130,7 +130,7 @@ class Wave:
     # Registers
 
     def read(self, name: str, padded: bool = False) -> Array:
-        """Return a register; poison where nobody wrote it, which is a finding unless ``padded``."""
+        """Return a register; an unwritten one is poison, and a finding unless ``padded``."""
         found = self._registers.get(name)
         if found is None:
             if not padded:

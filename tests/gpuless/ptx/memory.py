@@ -26,18 +26,18 @@ ATOMICS: dict[str, Any] = {
 
 
 class Access(NamedTuple):
-    """What one instruction asks of memory.
+    """One instruction's access to memory.
 
     Attributes:
-        kernel: name.
-        text: of the instruction.
-        addresses: as the kernel sees them, one for each lane.
-        lanes: their places among those that move together.
-        threads: their numbers in the whole grid.
-        clocks: when it is for them, see ``Touch``.
-        per_program: threads of a program.
+        kernel: name of the kernel.
+        text: text of the instruction.
+        addresses: addresses that the kernel sees, one per lane.
+        lanes: places of the lanes among those that move together.
+        threads: numbers of the lanes in the whole grid.
+        clocks: times of the lanes, as in ``Touch``.
+        per_program: number of threads of a program.
         width: bytes of an element.
-        count: elements of each lane.
+        count: number of elements per lane.
     """
 
     kernel: str
@@ -140,9 +140,9 @@ class Space:
                 self._watch(access, piece, at, which, same, agree)
 
     def atomic(self, access: Access, value: Array, operation: str) -> Array:
-        """Combine memory with each lane's value, one lane after another; return what was there.
+        """Combine memory with each lane's value, one lane after another; return the old values.
 
-        That is poison where lanes meet: in which order they come is nobody's business.
+        An old value is poison where lanes meet, because their order is undefined.
         """
         out = np.full(len(access.addresses), POISON[access.width][0])
         for piece, at, which in self.parts(access):

@@ -41,12 +41,12 @@ def as_register(name: str, x: Array) -> Array:
 
 @functools.cache
 def reader(operand: str, kind: str, padded: bool = False) -> Reader:
-    """Return what reads an operand as PTX's type ``kind``.
+    """Return a function that reads an operand as PTX's type ``kind``.
 
     Args:
-        operand: like "%r3", "%tid.x", "0f3F800000" or "-1".
-        kind: as in TYPES.
-        padded: whether it may be a register that nobody wrote.
+        operand: text of the operand, like "%r3", "%tid.x", "0f3F800000" or "-1".
+        kind: a key of ``TYPES``.
+        padded: whether the operand may be an unwritten register.
     """
     dtype = np.dtype(TYPES[kind])
     if re.fullmatch(r"%(p|rs|rd|r)\d+", operand):

@@ -43,11 +43,11 @@ class Block:
     """Instructions without a jump among them, and how they end.
 
     Attributes:
-        instructions: those before the end.
+        instructions: instructions before the end.
         end: "fall" (to the next block), "bra", "ret" or "bar".
-        guard: of the end.
-        target: number of the block to go to.
-        opcodes: of all instructions, the end's too, for counting.
+        guard: guard of the end.
+        target: number of the next block of a jump.
+        opcodes: opcodes of all instructions including the end, for counting.
     """
 
     instructions: list[Instruction] = field(default_factory=list)
@@ -62,10 +62,10 @@ class Kernel:
     """A kernel.
 
     Attributes:
-        name: of its entry.
-        threads: of a program.
+        name: name of the entry.
+        threads: number of threads of a program.
         parameters: types by name, in order.
-        blocks: in the order of the text.
+        blocks: blocks in the order of the text.
     """
 
     name: str

@@ -15,11 +15,11 @@ class Progress:
     Lanes that are at the lowest block run first, so that those that diverged meet again.
 
     Args:
-        programs: how many.
-        threads: of each.
-        schedule: "lockstep": all warps together; else the order in which a program's warps run,
+        programs: number of programs.
+        threads: number of threads per program.
+        schedule: "lockstep" for all warps together, else the order in which a program's warps run,
             each until it waits or exits.
-        random: for the schedule "random".
+        random: generator for the schedule "random".
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Progress:
         self._common: int | None = None if self._serial else 0  # where all lanes are
 
     def next(self) -> tuple[int, Array | None] | None:
-        """Return a block and the lanes to run it (None: all); None where nobody can go on."""
+        """Return a block and the lanes to run it (None: all); None if no lane can continue."""
         if self._common is not None:
             return self._common, None
         runs = self.alive & ~self.waiting

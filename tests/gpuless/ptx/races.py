@@ -32,13 +32,13 @@ class Touch(NamedTuple):
 
 
 class Shadow:
-    """Who wrote and who read each unit of memory last.
+    """The last writer and the last reader of each unit of memory.
 
-    A unit is as many bytes as all accesses so far were multiples of.
+    All accesses so far were multiples of a unit.
 
     Args:
-        size: bytes, a multiple of 16.
-        threads: of a program.
+        size: number of bytes, a multiple of 16.
+        threads: number of threads of a program.
     """
 
     def __init__(self, size: int, threads: int) -> None:

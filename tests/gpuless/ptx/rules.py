@@ -10,14 +10,14 @@ Function = Callable[..., Array]
 
 
 class Value(NamedTuple):
-    """What an instruction computes.
+    """The computation of an instruction.
 
     Attributes:
-        function: of arrays.
-        operands: their types in PTX.
+        function: function of arrays.
+        operands: PTX types of the operands.
         approximate: whether a GPU may be some ulps off.
-        padded: whether operands may be registers that nobody wrote.
-        repeats: whether there may be more operands of the last one's type.
+        padded: whether operands may be unwritten registers.
+        repeats: whether more operands of the last one's type may follow.
     """
 
     function: Function

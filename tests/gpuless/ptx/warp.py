@@ -74,8 +74,8 @@ def shuffle(found: Instruction) -> Step:
 def matrices(found: Instruction) -> Step:
     """Load or store 8x8 matrices of 16-bit elements.
 
-    The 16 bytes of each of its eight rows are where eight lanes' addresses say. A lane has two
-    neighbours of a row; transposed: of a column.
+    Eight lanes hold the addresses of the eight rows of 16 bytes. A lane receives two neighbours of
+    a row, or of a column if ``transposed``.
     """
     if found.opcode[1:4] != ("sync", "aligned", "m8n8") or not set(found.opcode[4:]) <= {
         "x1", "x2", "x4", "trans", "shared", "b16",

@@ -1,4 +1,4 @@
-"""``apex.amp``: ``initialize``, ``scale_loss`` and what belongs to them, on tritonamp."""
+"""``apex.amp`` on tritonamp: ``initialize``, ``scale_loss`` and related functions."""
 
 from tritonamp.apex.amp._amp_state import _amp_state as _amp_state
 from tritonamp.apex.amp._amp_state import master_params as master_params

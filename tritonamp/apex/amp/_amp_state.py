@@ -1,4 +1,4 @@
-"""The one state that apex.amp keeps for a process; scripts reach into it by name."""
+"""The state that apex.amp keeps for a process; scripts access its attributes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,17 +12,15 @@ from tritonamp.kernels.device import rank
 
 
 class AmpState:
-    """What the last ``initialize`` left, and a few switches.
+    """The results of the last ``initialize``, and a few switches.
 
     Attributes:
-        opt_properties: its properties; missing before the first.
-        loss_scalers: by loss_id; all losses use them, also those of models that were initialized
-            earlier.
+        opt_properties: properties of the last ``initialize``; missing before the first one.
+        loss_scalers: loss scalers by loss_id, also for models that were initialized earlier.
         handle: the casts around torch's functions.
-        allow_incoming_model_not_fp32: half parameters that a model comes with stay half; otherwise
-            it is refused.
-        hard_override: combinations of properties that make no sense are printed instead of raised.
-        verbosity: 0: nothing is printed.
+        allow_incoming_model_not_fp32: whether models may have half parameters, which stay half.
+        hard_override: whether contradictory properties are printed instead of raised.
+        verbosity: 0 prints nothing.
     """
 
     opt_properties: Properties
@@ -54,9 +52,9 @@ def maybe_print(message: str, rank0: bool = False) -> None:
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """Return the tensors that ``optimizer`` steps on: FP32 masters where there are any.
+    """Return the tensors that ``optimizer`` steps on: FP32 masters, else the parameters.
 
-    Their gradients are true ones after a ``scale_loss`` block.
+    After a ``scale_loss`` block their gradients are unscaled.
     """
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -52,7 +52,7 @@ class Casts:
     # the functions
 
     def _replace(self, module: Any, names: Iterable[str], wrap: Callable[[Any], Any]) -> None:
-        """Put ``wrap(module.name)`` in the place of each ``module.name`` that there is."""
+        """Replace each existing ``module.name`` by ``wrap(module.name)``."""
         for name in names:
             if callable(getattr(module, name, None)):
                 self._all_wrappers.append((module, name, vars(module).get(name, _INHERITED)))
@@ -72,11 +72,11 @@ class Casts:
     # the half copies of weights
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """``tensor.to(dtype)``, of an FP32 parameter once until ``_clear_cache``.
+        """Return ``tensor.to(dtype)``, for an FP32 parameter a copy kept until ``_clear_cache``.
 
-        A copy is made anew, too, when the parameter was written to, or when gradients are wanted
-        and the copy has none to hand on (it was made without gradients, or ``requires_grad`` has
-        changed since).
+        The copy is also made again when the parameter was written to, or when gradients are needed
+        and the copy has no graph (it was made without gradients, or ``requires_grad`` has changed
+        since).
         """
         kept = self.has_cache and isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float32
         if torch.compiler.is_compiling() or not kept or torch.is_inference_mode_enabled():

@@ -40,37 +40,37 @@ def initialize(
 ) -> Any:
     """Turn on mixed precision for models and optimizers, in place.
 
-    Call it before they are wrapped for parallel training. A model may be initialized again, with
-    another optimizer; the earlier call for it is undone first.
+    Call it before they are wrapped for parallel training. A second call for a model, with another
+    optimizer, first undoes the earlier one.
 
     Args:
-        models: a module or a list of modules, in FP32.
-        optimizers: an optimizer, a list of them, or None.
-        enabled: False: nothing happens, and ``scale_loss`` yields the loss as it is.
-        opt_level: "O0" FP32; "O1" casts around torch's functions; "O2" half weights with FP32
-            masters; "O3" half; "O4" and "O5": O1 and O2 in bfloat16.
-        cast_model_type: overrides the dtype that the level casts the models to; False: none.
-        patch_torch_functions: overrides whether the level casts around torch's functions.
-        keep_batchnorm_fp32: overrides whether BatchNorms stay FP32 where the models are cast.
-        master_weights: overrides whether the level has FP32 masters.
-        loss_scale: overrides the level's loss scale: "dynamic", or a number.
-        cast_model_outputs: dtype of floating outputs of the models; None: FP32 where the model is
-            cast.
-        num_losses: loss_ids from 0 to below this have loss scales of their own.
-        verbosity: 0: nothing is printed.
-        min_loss_scale: lower bound of a dynamic loss scale; None: 2^-24.
+        models: an FP32 module, or a list of such modules.
+        optimizers: an optimizer, a list of optimizers, or None.
+        enabled: whether to do anything; with False ``scale_loss`` yields the unscaled loss.
+        opt_level: "O0" for FP32, "O1" for casts around torch's functions, "O2" for half weights
+            with FP32 masters, "O3" for half, "O4" and "O5" for O1 and O2 in bfloat16.
+        cast_model_type: dtype of the models instead of the level's; False casts no model.
+        patch_torch_functions: whether to cast around torch's functions; None as the level.
+        keep_batchnorm_fp32: whether BatchNorms of cast models stay FP32; None as the level.
+        master_weights: whether half weights have FP32 masters; None as the level.
+        loss_scale: "dynamic" or a number, instead of the level's.
+        cast_model_outputs: dtype of floating outputs; None is FP32 for models that are cast.
+        num_losses: number of loss_ids, each with its own loss scale.
+        verbosity: 0 prints nothing.
+        min_loss_scale: lower bound of a dynamic loss scale; None is 2^-24.
         max_loss_scale: upper bound of a dynamic loss scale.
-        patch_torch_functions_type: overrides the half dtype of the casts around functions.
+        patch_torch_functions_type: half dtype of the casts around functions, instead of the
+            level's.
 
     Returns:
-        what it was given: models, or models and optimizers.
+        ``models``, or ``models`` and ``optimizers``.
 
     Raises:
         RuntimeError: an unknown level, properties that contradict it, half or wrapped models, or an
-            optimizer that was initialized before.
-        TypeError: models or optimizers are neither single ones nor lists.
-        ValueError: what ``tritonamp.enable`` refuses, such as LBFGS, or an optimizer over
-            parameters that are not the models'.
+            optimizer that is already initialized.
+        TypeError: models or optimizers have a wrong type.
+        ValueError: ``tritonamp.enable`` refuses an optimizer, such as LBFGS, or one whose
+            parameters are not the models'.
     """
     _amp_state.verbosity = verbosity
     _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
@@ -220,21 +220,21 @@ def scale_loss(
 ) -> Iterator[Tensor]:
     """Yield the scaled loss, for ``scaled_loss.backward()`` inside the block.
 
-    After it the gradients of ``amp.master_params(optimizer)`` are true FP32 ones, and where they
-    are not finite the next step of all ``optimizers`` is skipped and the loss scale lowered.
+    After the block, gradients of ``amp.master_params(optimizer)`` are unscaled FP32. If they are
+    not finite, the next step of all ``optimizers`` is skipped and the loss scale is lowered.
 
     Args:
-        loss: what the model was trained for in this step, a scalar.
-        optimizers: the one or ones that this loss feeds.
-        loss_id: which loss scale.
-        model: accepted and not needed.
-        delay_unscale: the gradients keep the scale; a later block of the same loss and optimizers,
-            without this, must come before the step.
-        delay_overflow_check: accepted and not needed: nothing here waits for the device.
+        loss: a scalar.
+        optimizers: the optimizer or optimizers that this loss feeds.
+        loss_id: number of the loss scale.
+        model: accepted and ignored.
+        delay_unscale: whether gradients keep the scale. A block of the same loss and optimizers
+            without this flag must then follow before the step.
+        delay_overflow_check: accepted and ignored, because nothing here waits for the device.
 
     Raises:
-        RuntimeError: no ``amp.initialize`` before, or an optimizer that did not go through it.
-        IndexError: loss_id is not below num_losses.
+        RuntimeError: ``amp.initialize`` was not called, or not with this optimizer.
+        IndexError: ``loss_id`` is ``num_losses`` or larger.
     """
     if not hasattr(_amp_state, "opt_properties"):
         raise RuntimeError(
@@ -260,7 +260,7 @@ def scale_loss(
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the loss scales of the last ``initialize``.
 
-    They look like ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
+    The result is like ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
     """
     destination = OrderedDict() if destination is None else destination
     for i, scaler in enumerate(_amp_state.loss_scalers):
@@ -272,12 +272,12 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Load what ``state_dict`` returned, in its order.
+    """Load a result of ``state_dict``, in its order.
 
-    States beyond ``num_losses`` are passed over, with a warning.
+    States beyond ``num_losses`` are ignored, with a warning.
 
     Raises:
-        RuntimeError: keys that are no loss scalers, listed; nothing was changed then.
+        RuntimeError: keys are not those of loss scalers; lists them. Nothing was changed.
     """
     unexpected = [key for key in state_dict if "loss_scaler" not in key]
     if unexpected:

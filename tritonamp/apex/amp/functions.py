@@ -1,4 +1,4 @@
-"""``amp.init``, and the user's own functions in the lists."""
+"""``amp.init``, and registration of the user's functions in the lists."""
 
 import functools
 from collections.abc import Callable
@@ -18,12 +18,12 @@ _registered: list[Listed] = []  # for the next ``init``
 
 
 def half_function(function: F) -> F:
-    """Give ``function`` its floating tensors in float16 while casts are on; a decorator."""
+    """Return ``function`` wrapped to get floating tensors in float16 while casts are on."""
     return wrap.half(function, torch.float16)
 
 
 def bfloat16_function(function: F) -> F:
-    """Give ``function`` its floating tensors in bfloat16 while casts are on; a decorator."""
+    """Return ``function`` wrapped to get floating tensors in bfloat16 while casts are on."""
     return wrap.half(function, torch.bfloat16)
 
 
@@ -37,28 +37,28 @@ def _register(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Have the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the half list.
+    """Make the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the half list.
 
-    It stays there, wrapped once, through later calls of these, until the casts are taken off.
+    It stays there, wrapped once, through later such calls, until the casts are removed.
 
     Raises:
-        ValueError: ``module`` has nothing of that name.
+        ValueError: ``module`` has no attribute ``name``.
     """
     _register(module, name, half_function)
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
-    """Have the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the bfloat16 list."""
+    """Make the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the bfloat16 list."""
     _register(module, name, bfloat16_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Have the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the FP32 list."""
+    """Make the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the FP32 list."""
     _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Have the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the promote list."""
+    """Make the next ``amp.init`` or ``amp.initialize`` put ``module.name`` on the promote list."""
     _register(module, name, promote_function)
 
 
@@ -73,15 +73,16 @@ def init(
     """Cast around torch's functions in the whole process; the casts of an earlier call end.
 
     Args:
-        enabled: False: nothing happens, and the handle does nothing.
-        loss_scale: of optimizers that ``handle.wrap_optimizer`` or ``handle.scale_loss`` are given.
-        enable_caching: parameters are cast once an iteration.
-        verbose: accepted and not needed.
-        allow_banned: banned functions get FP32 arguments, instead of refusing half ones.
+        enabled: whether to cast at all; with False the handle does nothing.
+        loss_scale: loss scale of the optimizers passed to ``handle.wrap_optimizer`` or
+            ``handle.scale_loss``.
+        enable_caching: whether to cast each parameter once per iteration.
+        verbose: accepted and ignored.
+        allow_banned: whether banned functions get FP32 arguments instead of refusing half ones.
         patch_type: the half dtype, torch.float16 or torch.bfloat16.
 
     Returns:
-        the handle, which ``handle._deactivate()`` takes off again.
+        The handle. ``handle._deactivate()`` removes the casts.
     """
     earlier = _amp_state.handle
     carried = earlier.user_functions if earlier.is_active() else []

@@ -15,13 +15,13 @@ from tritonamp.apex.amp.opt import OptimWrapper
 
 
 class AmpHandle(Casts):
-    """The casts of ``amp.init``, which returns it, or of an ``amp.initialize`` of level O1 or O4.
+    """The casts of ``amp.init``, which returns the handle, or of ``amp.initialize`` at O1 or O4.
 
-    That of ``amp.initialize`` is ``_amp_state.handle``.
+    The handle of ``amp.initialize`` is ``_amp_state.handle``.
 
     Attributes:
-        loss_scale: of optimizers that ``wrap_optimizer`` and ``scale_loss`` are given.
-        verbose: as given; nothing is printed.
+        loss_scale: loss scale of the optimizers passed to ``wrap_optimizer`` and ``scale_loss``.
+        verbose: the argument of ``amp.init``; nothing is printed.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class AmpHandle(Casts):
         self.verbose = verbose
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """Return an optimizer with ``scale_loss``; it expects ``num_loss`` losses a step.
+        """Return an optimizer with ``scale_loss``, for ``num_loss`` losses per step.
 
-        While the casts are off it yields losses as they are.
+        While casts are off, ``scale_loss`` yields the unscaled loss.
         """
         return OptimWrapper(optimizer, self, num_loss)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Yield the scaled loss; after its backward the gradients are true ones.
+        """Yield the scaled loss. After its backward the gradients are unscaled.
 
-        Where they are not finite, ``optimizer.step()`` skips.
+        If the gradients are not finite, ``optimizer.step()`` skips.
         """
         with OptimWrapper.of(optimizer, self).scale_loss(loss) as scaled:
             yield scaled
@@ -75,7 +75,7 @@ def _end_without_owners() -> None:
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Inside, torch's functions run in the dtypes of their arguments."""
+    """Inside the block, torch's functions run in the dtypes of their arguments."""
     with _amp_state.handle._disable_casts():
         yield
 

@@ -1,7 +1,7 @@
-"""Which functions run in what under O1: apex's lists, and behind them what torch has gained since.
+"""The functions that O1 casts: apex's lists, then functions that torch has gained since.
 
-The lists are read by each ``amp.init`` and ``amp.initialize``; a script may change them before.
-Names that this torch does not have are passed over.
+Each ``amp.init`` and ``amp.initialize`` reads the lists, so a script may change them before. Names
+that this torch does not have are ignored.
 """
 
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ class Overrides:
     """Names of functions of one module.
 
     Attributes:
-        FP16_FUNCS: get half arguments; parameters are cast once an iteration.
-        FP32_FUNCS: get FP32 arguments.
-        CASTS: get FP32 arguments where half and FP32 ones meet.
-        SEQUENCE_CASTS: the same, for the tensors in a list.
-        BANNED_FUNCS: refuse half arguments; name and message.
+        FP16_FUNCS: functions with half arguments; parameters are cast once per iteration.
+        FP32_FUNCS: functions with FP32 arguments.
+        CASTS: functions that get FP32 arguments if half and FP32 ones are mixed.
+        SEQUENCE_CASTS: functions of a list of tensors, with the rule of ``CASTS``.
+        BANNED_FUNCS: name and message of functions that refuse half arguments.
     """
 
     MODULE: Any

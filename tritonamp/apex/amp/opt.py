@@ -15,9 +15,8 @@ class OptimWrapper:
     """An optimizer with ``scale_loss``; everything else is the optimizer's own.
 
     Args:
-        handle: of ``amp.init``; while its casts are off, losses and steps are left alone.
-        num_loss: how many ``scale_loss`` blocks come before each step; each has a loss scale of its
-            own.
+        handle: handle of ``amp.init``; losses and steps do not change while its casts are off.
+        num_loss: number of ``scale_loss`` blocks before each step; each has its own loss scale.
     """
 
     def __init__(self, optimizer: Optimizer, handle: Any, num_loss: int = 1) -> None:
@@ -31,7 +30,7 @@ class OptimWrapper:
 
     @classmethod
     def of(cls, optimizer: Any, handle: Any) -> "OptimWrapper":
-        """``optimizer`` itself if it is one, else one for a single loss."""
+        """Return ``optimizer`` if it is an OptimWrapper, else a wrapper for a single loss."""
         return optimizer if isinstance(optimizer, cls) else cls(optimizer, handle)
 
     @contextlib.contextmanager
@@ -47,7 +46,7 @@ class OptimWrapper:
             yield scaled
 
     def step(self, closure: Any = None) -> Any:
-        """One step, or a skip where a gradient since the last one was not finite.
+        """Step, or skip if a gradient since the last step was not finite.
 
         Raises:
             RuntimeError: a closure was passed.

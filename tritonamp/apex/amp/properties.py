@@ -1,4 +1,4 @@
-"""The properties that a level of apex stands for."""
+"""The properties of apex's levels."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from tritonamp.policy import HALF_DTYPES
 
 @dataclass
 class Properties:
-    """What a level stands for.
+    """The properties of a level.
 
     Attributes:
-        cast_model_type: dtype of the parameters and the inputs; None or False leaves both alone.
-        patch_torch_functions: casts around torch's functions, in the whole process.
-        keep_batchnorm_fp32: norm layers keep FP32 parameters where ``cast_model_type`` is half.
-        master_weights: the optimizer steps on FP32 copies of half parameters.
+        cast_model_type: dtype of parameters and inputs; None or False casts neither.
+        patch_torch_functions: whether to cast around torch's functions, in the whole process.
+        keep_batchnorm_fp32: whether norm layers of half models keep FP32 parameters.
+        master_weights: whether the optimizer steps on FP32 copies of half parameters.
         loss_scale: "dynamic" or a number.
-        patch_torch_functions_type: the half dtype of those casts.
+        patch_torch_functions_type: half dtype of the casts around torch's functions.
     """
 
     enabled: bool = False
@@ -34,16 +34,16 @@ class Properties:
 
     @property
     def options(self) -> dict[str, Any]:
-        """All of them."""
+        """The properties as a dict."""
         return dataclasses.asdict(self)
 
     def policy(self, keep_outputs: bool) -> tritonamp.Policy:
-        """Return the Policy of the same meaning.
+        """Return the Policy with the same meaning.
 
-        Functions are cast by apex's lists, so its op policy is off.
+        Its op policy is off, because apex's lists cast functions.
 
         Args:
-            keep_outputs: half outputs stay half though the model is cast.
+            keep_outputs: whether outputs of a half model stay half.
         """
         half = self.cast_model_type if self.cast_model_type in HALF_DTYPES else None
         return tritonamp.Policy(

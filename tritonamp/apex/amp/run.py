@@ -111,7 +111,7 @@ class AmpRun:
         """Put everything back as it was before, for another ``initialize`` of ``models``.
 
         Raises:
-            RuntimeError: they are not all that this one was for.
+            RuntimeError: ``models`` are not all models of this call of ``initialize``.
         """
         others = [type(model).__name__ for model in self._models if model not in models]
         if others:
@@ -130,7 +130,7 @@ class AmpRun:
 
 
 class _ParametersOf(nn.Module):
-    """The parameters of optimizers whose model nobody has named, for ``enable``."""
+    """The parameters of optimizers whose model was not passed, for ``enable``."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         super().__init__()

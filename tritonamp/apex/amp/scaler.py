@@ -1,4 +1,4 @@
-"""apex's view of a loss scaler."""
+"""apex's interface of a loss scaler."""
 
 import torch
 
@@ -9,15 +9,15 @@ INIT_LOSS_SCALE = 2.0**16
 
 
 class LossScaler:
-    """``_amp_state.loss_scalers[i]``: reads and sets a ``tritonamp.GradScaler``.
+    """``_amp_state.loss_scalers[i]``, which reads and sets a ``tritonamp.GradScaler``.
 
     Reading waits for the device.
 
     Args:
-        loss_scale: "dynamic", or a number that stays.
-        min_loss_scale: lower bound of a dynamic one; None: 2^-24.
-        max_loss_scale: upper bound of a dynamic one.
-        device: of the losses.
+        loss_scale: "dynamic", or a fixed number.
+        min_loss_scale: lower bound of a dynamic loss scale; None is 2^-24.
+        max_loss_scale: upper bound of a dynamic loss scale.
+        device: device of the losses.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LossScaler:
 
     @property
     def _unskipped(self) -> int:
-        """How many steps in a row since the scale moved were not skipped."""
+        """Number of steps without a skip since the scale last changed."""
         return int(self.scaler.state_dict()["_growth_tracker"])
 
     @_unskipped.setter

@@ -1,4 +1,4 @@
-"""What scripts reach for on an initialized optimizer, most of them when they resume."""
+"""Attributes of initialized optimizers that scripts use, most of them when they resume."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +13,7 @@ class Stash:
     """``optimizer._amp_stash``; copies of the optimizer have none.
 
     Attributes:
-        lazy_init_called: True. Setting it makes no difference: masters are there since
-            ``initialize``.
+        lazy_init_called: True. Setting it has no effect, because ``initialize`` makes the masters.
     """
 
     def __init__(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
@@ -27,7 +26,7 @@ class Stash:
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """The FP32 masters of half parameters, in the order of the groups."""
+        """FP32 masters of half parameters, in the order of the groups."""
         own = {param for model in self._models for param in model.parameters()}
         every = (param for group in self._optimizer.param_groups for param in group["params"])
         return [param for param in every if param not in own] if own else []

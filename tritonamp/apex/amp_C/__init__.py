@@ -1,31 +1,31 @@
 """The list functions of apex's extension module ``amp_C``, made of torch's operations on lists.
 
 All take ``(chunk_size, noop_flag, tensor_lists, *arguments)``, as ``multi_tensor_applier`` passes
-them. Tensors may be FP32, FP16, BF16 or FP64; the arithmetic is FP32 (FP64 for FP64 tensors), each
-result is rounded once to its tensor's dtype. Lists without tensors are left at that. Arguments that
-mean the same wherever they are taken:
+them. Tensors may be FP32, FP16, BF16 or FP64. The arithmetic is FP32 (FP64 for FP64 tensors), and
+each result is rounded once to its tensor's dtype. Empty lists are allowed. These arguments have the
+same meaning in every function:
 
 Args:
-    chunk_size: accepted and not needed.
-    noop_flag: int32 of one element, becomes 1 where values that are not finite are found, without a
-        host read. The updates never write it; as apex's kernels, SGD alone reads it.
-    tensor_lists: what each function names, in that order.
-    lr: the learning rate.
-    beta1: the decay of the first moments.
-    beta2: the decay of the second moments.
-    eps: is added to the root of the second moments.
-    step: counted from 1.
+    chunk_size: accepted and ignored.
+    noop_flag: int32 of one element. Functions that check values set it to 1 if one is not finite,
+        without a host read. The updates never write it, and like in apex only SGD reads it.
+    tensor_lists: the lists that each function names, in that order.
+    lr: learning rate.
+    beta1: decay of the first moments.
+    beta2: decay of the second moments.
+    eps: summand to the root of the second moments.
+    step: number of the step, from 1.
     mode: 0 adds weight decay to the gradients, 1 decouples it.
-    bias_correction: not 0: corrects the moments for their start at 0.
-    weight_decay: the factor of the parameters that is added.
-    grad_averaging: not 0: gradients enter the first moments times ``1 - beta1``.
-    global_grad_norm: one element; where it exceeds ``max_grad_norm``, or ``max_global_grad_norm``,
-        gradients are scaled down by as much.
-    use_nvlamb: scales updates by the trust ratio also where ``weight_decay`` is 0.
+    bias_correction: 0, or another number to correct the moments for their start at 0.
+    weight_decay: factor of the parameters in the update, or in the gradients.
+    grad_averaging: 0, or another number to weigh gradients by ``1 - beta1`` in the first moments.
+    global_grad_norm: norm of all gradients, of one element. If it exceeds ``max_grad_norm`` or
+        ``max_global_grad_norm``, the gradients are scaled down to that norm.
+    use_nvlamb: whether updates have a trust ratio even if ``weight_decay`` is 0.
 
 Raises:
     RuntimeError: another number of lists, lists of different lengths, or tensors of different
-        sizes at one place; nothing has been changed then.
+        sizes at one place. Nothing was changed.
 """
 
 from tritonamp.apex.amp_C.adagrad import multi_tensor_adagrad

@@ -17,7 +17,7 @@ def multi_tensor_adagrad(
     mode: int,
     weight_decay: float,
 ) -> None:
-    """Do a step of Adagrad on gradients, parameters, sums of squares.
+    """Do a step of Adagrad on lists of gradients, parameters and sums of squares.
 
     ``eps`` is added to the root of the sums.
     """

@@ -21,7 +21,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Do a step of Adam on gradients, parameters, first moments, second moments."""
+    """Do a step of Adam on lists of gradients, parameters, first moments and second moments."""
     lists = checked("multi_tensor_adam", tensor_lists, GRADS, PARAMS, MOMENTS, SQUARES)
     if not len(lists[0]):
         return

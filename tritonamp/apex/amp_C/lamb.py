@@ -37,7 +37,7 @@ def multi_tensor_lamb(
     max_grad_norm: float,
     use_nvlamb: bool | None = False,
 ) -> None:
-    """Do a step of LAMB on gradients, parameters, first moments, second moments."""
+    """Do a step of LAMB on lists of gradients, parameters, first moments and second moments."""
     lists = checked("multi_tensor_lamb", tensor_lists, GRADS, PARAMS, MOMENTS, SQUARES)
     if not len(lists[0]):
         return
@@ -63,11 +63,11 @@ def multi_tensor_lamb_stage1_cuda(
     global_grad_norm: Tensor,
     max_global_grad_norm: float,
 ) -> None:
-    """Move the moments of LAMB and write the updates, without the trust ratio.
+    """Update the moments of LAMB, and write the updates without the trust ratio.
 
-    The lists are gradients, parameters, first moments, second moments, updates; the last three are
-    written. ``step`` is counted from 0; ``per_tensor_decay``, shape (n,), holds the factor of each
-    parameter that is added to its update.
+    The lists are gradients, parameters, first moments, second moments and updates, of which the
+    last three are written. ``step`` counts from 0. ``per_tensor_decay``, shape (n,), has the factor
+    of each parameter in its update.
     """
     names = GRADS, PARAMS, MOMENTS, SQUARES, UPDATES
     lists = checked("multi_tensor_lamb_stage1_cuda", tensor_lists, *names)
@@ -94,9 +94,9 @@ def multi_tensor_lamb_stage2_cuda(
 ) -> None:
     """Step by the updates that ``multi_tensor_lamb_stage1_cuda`` has written.
 
-    The lists are parameters, updates. The trust ratio is that of ``per_tensor_param_norm`` and
-    ``per_tensor_update_norm``, both of shape (n,), where neither is 0; without ``weight_decay`` and
-    ``use_nvlamb`` there is none.
+    The lists are parameters and updates. The trust ratio is ``per_tensor_param_norm`` over
+    ``per_tensor_update_norm``, both of shape (n,). It is 1 if either is 0, or if there is neither
+    ``weight_decay`` nor ``use_nvlamb``.
     """
     lists = checked("multi_tensor_lamb_stage2_cuda", tensor_lists, PARAMS, UPDATES)
     if not len(lists[0]):

@@ -31,7 +31,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """``multi_tensor_l2norm`` of ``inv_scale`` times the tensors, which keep their values."""
+    """Return ``multi_tensor_l2norm`` of ``inv_scale`` times the tensors, which do not change."""
     (xs,) = checked("multi_tensor_unscale_l2norm", tensor_lists, "x")
     return _norms(noop_flag, xs, inv_scale, per_tensor)
 

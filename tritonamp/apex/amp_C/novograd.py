@@ -24,11 +24,11 @@ def multi_tensor_novograd(
     mode: int,
     norm_type: int,
 ) -> None:
-    """Do a step of NovoGrad on gradients, parameters, first moments.
+    """Do a step of NovoGrad on lists of gradients, parameters and first moments.
 
-    ``grad_norms``, float32 of shape (n,), holds the running norm of each gradient, which takes the
-    place of second moments and is updated in place; ``norm_type`` is 2, or 0 for the largest
-    absolute value. ``mode`` 0 normalises and decays inside the first moment, 1 outside.
+    ``grad_norms``, float32 of shape (n,), has the running norm of each gradient instead of second
+    moments, and is updated in place. ``norm_type`` is 2, or 0 for the largest absolute value.
+    ``mode`` 0 normalises and decays inside the first moment, 1 outside.
     """
     lists = checked("multi_tensor_novograd", tensor_lists, GRADS, PARAMS, MOMENTS)
     if not len(lists[0]):

@@ -1,4 +1,4 @@
-"""Lists times factors, and how a loss scale moves."""
+"""Lists times factors, and the update of a loss scale."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from tritonamp.apex.amp_C._lists import Lists, as_list, checked, raise_flag, sto
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor
 ) -> None:
-    """``out = scale * x`` for ``tensor_lists`` x, out; look for values in x that are not finite."""
+    """Compute ``out = scale * x`` for ``tensor_lists`` x and out, and check x for inf and NaN."""
     xs, outs = checked("multi_tensor_scale", tensor_lists, "x", "out")
     if len(xs):
         raise_flag(noop_flag, xs)
@@ -21,9 +21,9 @@ def multi_tensor_scale(
 def multi_tensor_axpby(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, a: float, b: float, arg_to_check: int
 ) -> None:
-    """``out = a * x + b * y`` for ``tensor_lists`` x, y, out.
+    """Compute ``out = a * x + b * y`` for ``tensor_lists`` x, y and out.
 
-    Looks for values that are not finite in x (``arg_to_check`` 0), in y (1), or in both (-1).
+    Checks for inf and NaN in x (``arg_to_check`` 0), in y (1), or in both (-1).
     """
     xs, ys, outs = checked("multi_tensor_axpby", tensor_lists, "x", "y", "out")
     if len(xs):
@@ -49,14 +49,14 @@ def update_scale_hysteresis(
     It also backs off at each overflow that follows.
 
     Args:
-        current_scale: float32 of one element, updated in place.
-        growth_tracker: int32 of one element, updated in place: clean steps since the last change.
-        hysteresis_tracker: int32 of one element, updated in place: overflows until it backs off.
-        found_inf: float32 of one element; not 0: an overflow.
-        growth_factor: the scale grows by it.
-        backoff_factor: the scale falls by it.
-        growth_interval: so many clean steps in a row raise the scale.
-        hysteresis: so many overflows in a row lower it.
+        current_scale: the scale, float32 of one element, updated in place.
+        growth_tracker: clean steps since the last change, int32 of one element, updated in place.
+        hysteresis_tracker: overflows until the scale falls, int32 of one element, updated in place.
+        found_inf: float32 of one element, not 0 for an overflow.
+        growth_factor: factor by which the scale grows.
+        backoff_factor: factor by which the scale falls.
+        growth_interval: number of clean steps in a row after which the scale grows.
+        hysteresis: number of overflows in a row after which the scale falls.
 
     Returns:
         ``current_scale``.

@@ -22,22 +22,21 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """Do a step of SGD on gradients, parameters, momentum buffers; or, on the device, none.
-
-    A fourth list is of half copies, which receive the rounded parameters.
+    """Do a step of SGD, or skip it on the device.
 
     Args:
-        chunk_size: accepted and not needed.
-        noop_flag: one element, not 0: every bit stays as it was; None: as 0.
-        tensor_lists: three, or four.
-        weight_decay: the factor of the parameters that is added.
-        momentum: the decay of the buffers; 0 leaves them alone.
-        dampening: gradients enter the buffers times ``1 - dampening``.
-        lr: the learning rate.
-        nesterov: steps by gradient plus ``momentum`` times buffer, not by the buffer.
-        first_run: the buffers receive the gradients, undampened, whatever they hold.
-        wd_after_momentum: adds the weight decay to the update, not to the gradient.
-        scale: a factor on the gradients, which keep their values.
+        chunk_size: accepted and ignored.
+        noop_flag: one element, not 0 to skip the step; None does not skip.
+        tensor_lists: gradients, parameters, momentum buffers; optionally half copies, which receive
+            the rounded parameters.
+        weight_decay: factor of the parameters in the gradients or the update.
+        momentum: decay of the buffers; 0 does not use them.
+        dampening: 1 minus the factor of gradients in the buffers.
+        lr: learning rate.
+        nesterov: whether to step by gradient plus ``momentum`` times buffer, not by the buffer.
+        first_run: whether the buffers are overwritten with the undampened gradients.
+        wd_after_momentum: whether weight decay is added to the update, not to the gradient.
+        scale: factor of the gradients, which keep their values.
     """
     names = GRADS, PARAMS, "momentum buffers"
     lists = checked("multi_tensor_sgd", tensor_lists, *names, optional="half copies")
@@ -79,8 +78,9 @@ def sgd_step(
 ) -> None:
     """Do a step on wide tensors in place, in the order of operations of ``torch.optim.SGD``.
 
-    Arguments are those of ``multi_tensor_sgd``, but ``decays``: weight decay before and after the
-    momentum; and ``rounded_to``: dtypes that the buffers are rounded to before the step uses them.
+    The arguments are those of ``multi_tensor_sgd`` and these. ``decays`` has the weight decay
+    before and after the momentum. ``rounded_to`` has dtypes to which the buffers are rounded before
+    the step uses them.
     """
     before, after = decays
     if before != 0:

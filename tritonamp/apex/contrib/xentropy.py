@@ -18,14 +18,14 @@ class SoftmaxCrossEntropyLoss:
         padding_idx: int = 0,
         half_to_float: bool = False,
     ) -> Tensor:
-        """``tritonamp.functional.cross_entropy`` without reduction: in one pass over half logits.
+        """Return ``tritonamp.functional.cross_entropy`` without reduction.
 
         Args:
             logits: shape (n, classes), any floating dtype.
             labels: int64, shape (n,).
             smoothing: label smoothing.
-            padding_idx: rows of this label have loss and gradient 0.
-            half_to_float: makes no difference.
+            padding_idx: label of rows whose loss and gradient are 0.
+            half_to_float: accepted and ignored.
 
         Returns:
             shape (n,), float32 (float64 for such logits).

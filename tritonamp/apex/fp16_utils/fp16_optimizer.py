@@ -18,16 +18,16 @@ from tritonamp.step.state_loading import widen_state
 class FP16_Optimizer:
     """FP32 masters and a loss scale around the optimizer of a half model.
 
-    ``backward(loss)`` takes the place of ``loss.backward()``. A step whose gradients overflowed is
-    skipped, with a static scale too. The scale changes in ``step``, so that several backwards
-    before it agree on one.
+    ``backward(loss)`` replaces ``loss.backward()``. A step whose gradients overflowed is skipped,
+    even with a static scale. The scale changes in ``step``, so that all backwards before it use the
+    same scale.
 
     Args:
-        init_optimizer: its groups get FP32 masters in the place of half parameters.
-        static_loss_scale: the scale, unless it is dynamic.
-        dynamic_loss_args: of ``DynamicLossScaler``; default ``init_scale=2**16,
+        init_optimizer: the optimizer; FP32 masters replace the half parameters in its groups.
+        static_loss_scale: the loss scale, unless ``dynamic_loss_scale`` is True.
+        dynamic_loss_args: arguments of ``DynamicLossScaler``; default ``init_scale=2**16,
             scale_window=2000``.
-        verbose: prints skipped steps.
+        verbose: whether to print skipped steps.
 
     Attributes:
         overflow: whether the gradients of the last backward are not finite.
@@ -102,9 +102,9 @@ class FP16_Optimizer:
         """Add the scaled gradients of ``loss`` to the parameters'.
 
         Args:
-            loss: what to differentiate, before scaling.
-            update_master_grads: False leaves the masters for a call of ``update_master_grads``,
-                after the last of several losses.
+            loss: the unscaled loss.
+            update_master_grads: whether to update the masters' gradients. With False call
+                ``update_master_grads`` after the last of several losses.
             retain_graph: as in ``torch.Tensor.backward``.
         """
         if self._unscaled:
@@ -115,7 +115,7 @@ class FP16_Optimizer:
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Put the true FP32 gradients into the masters, set ``overflow``. Reads the device."""
+        """Give the masters unscaled FP32 gradients, and set ``overflow``. Waits for the device."""
         for param, master in zip(
             _flat(self.fp16_groups), _flat(self.fp32_from_fp16_groups), strict=True
         ):
@@ -136,11 +136,11 @@ class FP16_Optimizer:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on the masters and round them into the half parameters, or skip.
 
-        Without any gradients nothing happens.
+        Does nothing without gradients.
 
         Args:
-            closure: calls ``zero_grad`` and ``backward`` of this object, returns the loss; called
-                again with a lower scale where its gradients overflow.
+            closure: function that calls ``zero_grad`` and ``backward`` of this object and returns
+                the loss. It is called again with a lower scale if its gradients overflow.
         """
         params = (param for group in self.param_groups for param in group["params"])
         if closure is None and all(param.grad is None for param in params):
@@ -182,7 +182,7 @@ class FP16_Optimizer:
         master_params_to_model_params(_flat(self.fp16_groups), _flat(self.fp32_from_fp16_groups))
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
-        """Clips the masters' gradients together; their norm before, or -1 after an overflow."""
+        """Clip the masters' gradients, and return their norm before; -1 after an overflow."""
         if self.overflow:
             return -1
         return clip_grad_norm(
@@ -212,7 +212,7 @@ class FP16_Optimizer:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of such an optimizer over the same model; the model loads its own."""
+        """Load the state of an FP16_Optimizer over the same model, which loads its own state."""
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self.loss_scaler = DynamicLossScaler() if self.dynamic_loss_scale else LossScaler()
         vars(self.loss_scaler).update(state_dict["loss_scaler"])

@@ -21,25 +21,23 @@ class tofp16(nn.Module):
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
-    """Make the BatchNorms with weights in ``module`` FP32 again, in place; return it."""
+    """Make the BatchNorms with weights in ``module`` FP32, in place, and return ``module``."""
     for norm in filter(_is_affine_batch_norm, module.modules()):
         norm.float()
     return module
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """Make ``network`` half but for its BatchNorms, in place, and return it behind a cast.
+    """Make ``network`` half except for its BatchNorms, in place.
 
-    The cast is a layer that makes the input half.
+    Returns:
+        a layer that casts the input to half, followed by ``network``.
     """
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Make the floating parameters, gradients and buffers of ``module`` itself ``dtype``.
-
-    Its children stay as they are.
-    """
+    """Cast floating parameters, gradients and buffers of ``module``, not of its children."""
     for param in module.parameters(recurse=False):
         if param.is_floating_point():
             grad, param.grad = param.grad, None
@@ -52,7 +50,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Make ``network`` ``dtype`` in place, BatchNorms with weights excepted; return it."""
+    """Cast ``network`` in place, except for BatchNorms with weights, and return it."""
     for module in network.modules():
         if not _is_affine_batch_norm(module):
             convert_module(module, dtype)
@@ -66,7 +64,7 @@ def _is_affine_batch_norm(module: nn.Module) -> bool:
 
 
 class FP16Model(nn.Module):
-    """``network`` in half but for BatchNorms with weights; inputs become half, outputs stay it."""
+    """``network`` in half except for BatchNorms with weights; inputs and outputs are half."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -79,11 +77,11 @@ class FP16Model(nn.Module):
 def prep_param_lists(
     model: nn.Module, flat_master: bool = False
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters of ``model`` that require a gradient, and FP32 masters of them.
+    """Return the trainable parameters of ``model``, and their FP32 masters.
 
     Args:
-        model: whose parameters.
-        flat_master: one master that holds all elements.
+        model: the model.
+        flat_master: whether to make one master with the elements of all parameters.
 
     Raises:
         ValueError: ``flat_master`` for parameters of several dtypes.
@@ -109,7 +107,7 @@ def prep_param_lists(
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy gradients to the masters; both lists as ``prep_param_lists`` returned them."""
+    """Copy gradients to the masters; both lists are results of ``prep_param_lists``."""
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
         master_params[0].grad = parameters_to_vector(grads).float()
@@ -127,7 +125,7 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Round the masters into the parameters; both lists as ``prep_param_lists`` returned them."""
+    """Round the masters into the parameters; both lists are results of ``prep_param_lists``."""
     values = list(master_params)
     if flat_master:
         pieces = master_params[0].split([param.numel() for param in model_params])
@@ -137,5 +135,5 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: Any) -> Any:
-    """Return the one value of a tensor, or of a sequence. Reads the device."""
+    """Return the only value of a tensor or of a sequence. Waits for the device."""
     return t.item() if hasattr(t, "item") else t[0]

@@ -1,4 +1,4 @@
-"""LossScaler and DynamicLossScaler, which FP16_Optimizer scales with."""
+"""LossScaler and DynamicLossScaler, the loss scales of FP16_Optimizer."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,11 +14,11 @@ class LossScaler:
         self.cur_scale = scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Return False: a fixed scale does not look."""
+        """Return False, because a fixed scale does not check gradients."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
-        """Do nothing, whether a step was taken or skipped for ``overflow``."""
+        """Do nothing, because the scale is fixed."""
 
     @property
     def loss_scale(self) -> float:
@@ -31,18 +31,17 @@ class LossScaler:
         return tuple(self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Do the backward of the scaled loss, which is FP32."""
+        """Run the backward of the scaled FP32 loss."""
         (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that falls by ``scale_factor`` at an overflow and rises after a clean window.
-
-    It does not fall below 1.
+    """A loss scale that falls at an overflow, but not below 1, and rises after a clean window.
 
     Args:
-        init_scale: the scale of the first step.
-        scale_window: so many steps in a row without overflow raise the scale.
+        init_scale: scale of the first step.
+        scale_factor: factor by which the scale falls and rises.
+        scale_window: number of steps in a row without overflow after which the scale rises.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class DynamicLossScaler(LossScaler):
         self.scale_window = scale_window
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient holds a value that is not finite. Reads the device."""
+        """Return whether a gradient holds inf or NaN. Waits for the device."""
         finite = [torch.isfinite(param.grad).all() for param in params if param.grad is not None]
         return bool(finite) and not bool(torch.stack(finite).all())
 

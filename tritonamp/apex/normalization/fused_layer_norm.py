@@ -1,7 +1,7 @@
 """Layer norm and RMS norm of ``tritonamp.functional``, with apex's rules for dtypes.
 
-The arithmetic is FP32. Under autocast input and result become autocast's dtype. One pass reads half
-input and writes the result, of whatever dtype. ``memory_efficient`` makes no difference.
+The arithmetic is FP32. Under autocast input and result have autocast's dtype. One pass reads half
+input and writes the result in any dtype. ``memory_efficient`` is accepted and ignored.
 """
 
 import warnings
@@ -100,7 +100,7 @@ def mixed_dtype_fused_rms_norm_affine(
 def manual_rms_norm(
     input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float
 ) -> Tensor:
-    """RMS norm; the result has the dtype of the weight, where there is one."""
+    """RMS norm; the result has the dtype of the weight, or without one of the input."""
     like = input if weight is None else weight
     return _norm(mixed_rms_norm, input, normalized_shape, (weight,), eps, like)
 
@@ -123,7 +123,7 @@ class _FusedNorm(nn.Module):
 
 
 class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
-    """``torch.nn.LayerNorm`` that takes half input beside FP32 weights, for half output."""
+    """``torch.nn.LayerNorm`` of half input with FP32 weights; the output is half."""
 
     def forward(self, input: Tensor) -> Tensor:
         parameters, like = (self.weight, self.bias), self._result_like(input)
@@ -131,7 +131,7 @@ class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
 
 
 class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
-    """``torch.nn.RMSNorm`` that takes half input beside an FP32 weight, for half output."""
+    """``torch.nn.RMSNorm`` of half input with an FP32 weight; the output is half."""
 
     eps: float
 
@@ -169,8 +169,8 @@ class _MixedNorm(_FusedNorm):
 
 
 class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
-    """``FusedLayerNorm`` whose result has the weight's dtype; there always is one."""
+    """``FusedLayerNorm`` whose result has the dtype of the weight, which is required."""
 
 
 class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
-    """``FusedRMSNorm`` whose result has the weight's dtype; there always is one."""
+    """``FusedRMSNorm`` whose result has the dtype of the weight, which is required."""

@@ -1,18 +1,19 @@
 """Drop-in for ``apex.optimizers``: apex's arguments and FP32 arithmetic.
 
-Parameters may be of any floating dtype. Arguments that mean the same wherever they are taken:
+Parameters may have any floating dtype. These arguments have the same meaning in every optimizer:
 
 Args:
     params: parameters, or parameter groups.
     lr: learning rate.
     betas: decays of the first and of the second moment.
-    eps: is added to the root that the update is divided by.
+    eps: summand to the root by which the update is divided.
     weight_decay: factor of the parameters in the update, or in the gradients.
-    bias_correction: corrects both moments for their start at 0.
-    amsgrad: is refused with a RuntimeError.
-    adam_w_mode: decouples the weight decay, as AdamW does; False adds it to the gradients.
-    grad_averaging: weighs gradients by ``1 - beta1`` in the first moment.
-    set_grad_none: what ``zero_grad()`` does: None, or zeros.
+    bias_correction: whether to correct both moments for their start at 0.
+    amsgrad: False; True raises RuntimeError.
+    adam_w_mode: whether to decouple the weight decay, as AdamW does; False adds it to the
+        gradients.
+    grad_averaging: whether to weigh gradients by ``1 - beta1`` in the first moment.
+    set_grad_none: whether ``zero_grad()`` sets gradients to None or to zeros.
 """
 
 from tritonamp.apex.optimizers.fused_adagrad import FusedAdagrad as FusedAdagrad

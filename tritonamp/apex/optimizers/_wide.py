@@ -28,15 +28,15 @@ class WideOptimizer(Optimizer):
         super().__init__(arguments["params"], defaults)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As in torch; by default what ``set_grad_none`` says."""
+        """Clear the gradients as torch does; the default is ``set_grad_none``."""
         super().zero_grad(self.defaults["set_grad_none"] if set_to_none is None else set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step.
+        """Do one step.
 
         Args:
-            closure: re-evaluates the model and returns the loss.
+            closure: function that evaluates the model again and returns the loss.
 
         Raises:
             RuntimeError: sparse gradients.
@@ -75,10 +75,10 @@ class WideOptimizer(Optimizer):
                 group.setdefault(name, default)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but make the state of half parameters FP32, not half.
+        """Load as torch does, but keep the state of half parameters in FP32.
 
         Raises:
-            ValueError: it is no state over groups of so many parameters; nothing was changed then.
+            ValueError: the groups of the state have other sizes. Nothing was changed.
         """
         load_state(self, super().load_state_dict, state_dict, rule=None)
         widen_state(self, [param for group in self.param_groups for param in group["params"]])

@@ -14,7 +14,7 @@ class FusedAdagrad(WideOptimizer):
     """Adagrad in FP32 arithmetic, with the arguments of ``tritonamp.apex.optimizers``.
 
     Args:
-        adagrad_w_mode: as ``adam_w_mode`` elsewhere.
+        adagrad_w_mode: whether to decouple the weight decay; False adds it to the gradients.
     """
 
     def __init__(

@@ -15,13 +15,12 @@ NO_CORRECTION = 2.0**24
 class FusedAdam(optim.Adam):
     """``tritonamp.optim.Adam`` and ``AdamW`` with the arguments of ``tritonamp.apex.optimizers``.
 
-    Half parameters have FP32 moments and an FP32 master in the state, with ``master_weights`` and
-    without.
+    Half parameters always have FP32 moments and an FP32 master in the state.
 
     Args:
-        capturable: ``lr`` becomes a tensor on the device, so that replays of a CUDA graph follow a
-            schedule.
-        master_weights: makes no difference.
+        capturable: whether ``lr`` becomes a tensor on the device, so that replays of a CUDA graph
+            follow a schedule.
+        master_weights: accepted and ignored.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class FusedAdam(optim.Adam):
         self.defaults |= own
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As in torch; by default what ``set_grad_none`` says."""
+        """Clear the gradients as torch does; the default is ``set_grad_none``."""
         super().zero_grad(self.defaults["set_grad_none"] if set_to_none is None else set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -63,7 +62,7 @@ class FusedAdam(optim.Adam):
         self._settle(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; takes a state of apex's FusedAdam too, which counts steps by group."""
+        """Load as torch does; also a state of apex's FusedAdam, which counts steps by group."""
         groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})
         for group in self.param_groups:

@@ -17,8 +17,8 @@ class FusedLAMB(WideOptimizer):
     Takes the arguments of ``tritonamp.apex.optimizers``.
 
     Args:
-        max_grad_norm: the gradients of all groups together are clipped to this 2-norm.
-        use_nvlamb: the trust ratio also where ``weight_decay`` is 0.
+        max_grad_norm: 2-norm to which the gradients of all groups together are clipped.
+        use_nvlamb: whether updates have a trust ratio even if ``weight_decay`` is 0.
     """
 
     def __init__(

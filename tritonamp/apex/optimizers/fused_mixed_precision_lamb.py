@@ -12,13 +12,14 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """``FusedLAMB`` that unscales by itself and keeps an FP32 master of each half parameter.
+    """``FusedLAMB`` that unscales gradients itself and has an FP32 master of each half parameter.
 
-    The masters are in its state. With a GradScaler the step reads on the host whether to skip.
+    The masters are in its state. With a GradScaler the step waits for the device to know whether
+    to skip.
 
     Args:
-        step: what the steps are counted from.
-        reduced_precision_dtype: makes no difference; every half parameter has a master.
+        step: number of steps taken before.
+        reduced_precision_dtype: accepted and ignored; every half parameter has a master.
     """
 
     _step_supports_amp_scaling = True
@@ -73,7 +74,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return [self._master(p) if p.dtype in HALF_DTYPES else p for p in params]
 
     def _master(self, param: Tensor) -> Tensor:
-        """Return the FP32 master; the parameter wins where somebody else wrote to it."""
+        """Return the FP32 master, updated if other code wrote to the parameter."""
         master = self.state[param].get("master_param", param)
         master = torch.where(master.to(param.dtype) == param, master, param).float()
         self.state[param]["master_param"] = master

@@ -14,13 +14,13 @@ from tritonamp.apex.optimizers._wide import Group, WideOptimizer, count_step, gr
 class FusedNovoGrad(WideOptimizer):
     """NovoGrad (https://arxiv.org/abs/1905.11286) in FP32 arithmetic.
 
-    The second moment is one number for each parameter: the running norm of its gradient. Takes the
+    The second moment is one number per parameter, the running norm of its gradient. Takes the
     arguments of ``tritonamp.apex.optimizers``.
 
     Args:
-        reg_inside_moment: normalises and decays inside the first moment.
+        reg_inside_moment: whether to normalise and decay inside the first moment.
         norm_type: 2, or 0 for the largest absolute value.
-        init_zero: the running norm starts from 0 instead of the first gradient's norm.
+        init_zero: whether the running norm starts from 0 instead of the first gradient's norm.
 
     Raises:
         RuntimeError: another ``norm_type``.

@@ -12,14 +12,14 @@ from tritonamp.apex.optimizers._wide import Group, WideOptimizer, grads_of
 
 
 class FusedSGD(WideOptimizer):
-    """``torch.optim.SGD`` in FP32 arithmetic: bit for bit the same on FP32 parameters.
+    """``torch.optim.SGD`` in FP32 arithmetic, with the same bits on FP32 parameters.
 
     Takes the arguments of ``tritonamp.apex.optimizers``, and torch's.
 
     Args:
-        wd_after_momentum: adds the weight decay to the update, not to the gradient.
-        materialize_master_grads: makes no difference; the enabled optimizer unscales inside its
-            step.
+        wd_after_momentum: whether weight decay is added to the update, not to the gradient.
+        materialize_master_grads: accepted and ignored, because the enabled optimizer unscales
+            inside its step.
 
     Raises:
         ValueError: a negative ``lr``, ``momentum`` or ``weight_decay``; ``nesterov`` with dampening

@@ -11,14 +11,16 @@ from torch.optim import Optimizer
 class LARC(Optimizer):
     """Layer-wise adaptive rates (https://arxiv.org/abs/1708.03888) around any optimizer.
 
-    Each gradient is multiplied by ``trust_coefficient * |p| / (|grad| + weight_decay * |p| +
-    eps)``, so that the optimizer's step has the local rate. Its weight decay is added to the
-    gradient before that. Everything but ``step`` is the wrapped optimizer's own: state, groups,
-    checkpoints. Hand this one to ``amp.initialize``.
+    ``step`` adds the optimizer's weight decay to each gradient, and multiplies the gradient by
+    ``trust_coefficient * |p| / (|grad| + weight_decay * |p| + eps)``. State, groups and checkpoints
+    are those of the wrapped optimizer. Pass the LARC to ``amp.initialize``.
 
     Args:
-        optimizer: takes the steps.
-        clip: the local rate is at most the group's ``lr``; False: it is a factor on it.
+        optimizer: the optimizer that takes the steps.
+        trust_coefficient: factor of the local rate.
+        clip: whether the group's ``lr`` bounds the local rate; with False the local rate multiplies
+            ``lr``.
+        eps: summand in the denominator.
     """
 
     # whatever the wrapped optimizer does: its step is not the first here
@@ -71,10 +73,10 @@ class LARC(Optimizer):
         self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step with local rates.
+        """Do one step with local rates.
 
         Args:
-            closure: re-evaluates the model and returns the loss; called once.
+            closure: function that evaluates the model again and returns the loss; called once.
         """
         loss = None
         if closure is not None:

@@ -27,18 +27,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Wrap after ``amp.initialize``. Buffers stay each rank's own, as in apex.
 
     Args:
-        message_size: elements of a bucket.
-        delay_allreduce: True also allows parameters that get no gradient
+        message_size: number of elements in a bucket.
+        delay_allreduce: whether parameters without gradients are allowed
             (``find_unused_parameters``).
-        allreduce_always_fp32: reduces half gradients in FP32.
-        gradient_average: False sums them over the processes.
-        gradient_predivide_factor: divides before the reduction, and multiplies by it after it where
-            averaging.
+        allreduce_always_fp32: whether half gradients are reduced in FP32.
+        gradient_average: whether gradients are averaged over the processes; False sums them.
+        gradient_predivide_factor: divisor of gradients before the reduction; an average multiplies
+            by it afterwards.
         allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
-            allreduce_communicators, prof: make no difference: torch overlaps by itself.
+            allreduce_communicators, prof: accepted and ignored, because torch overlaps by itself.
 
     Raises:
-        ValueError: ``shared_param``, or ``delay_allreduce`` with what it excludes.
+        ValueError: ``shared_param``, or ``delay_allreduce`` with arguments that it excludes.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
 
     def enable_allreduce(self) -> None:
-        """Have the next backward reduce gradients."""
+        """Reduce gradients in the next backward."""
         self.require_backward_grad_sync = True
 
     def disable_allreduce(self) -> None:
-        """Have the next backward leave gradients as they are, for accumulation."""
+        """Do not reduce gradients in the next backward, for accumulation."""
         self.require_backward_grad_sync = False
 
 
@@ -108,7 +108,7 @@ class Reducer:
     """Averages gradients over all processes when ``reduce`` is called.
 
     Args:
-        module_or_grads_list: a module, whose parameters become those of rank 0; or gradients,
+        module_or_grads_list: a module, whose parameters are set to those of rank 0; or gradients,
             nested in any way.
     """
 
@@ -122,7 +122,7 @@ class Reducer:
             self.grads = list(_tensors(module_or_grads_list))
 
     def reduce(self) -> None:
-        """Averages in place; one reduction for each dtype."""
+        """Average the gradients in place, by one reduction per dtype."""
         grads = self.grads
         if self.module is not None:
             grads = [param.grad for param in self.module.parameters() if param.grad is not None]
@@ -132,12 +132,12 @@ class Reducer:
 def flat_dist_call(
     tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Iterable[Any] | None = None
 ) -> None:
-    """Run a collective on all tensors in place, flattened into one for each dtype and device.
+    """Run a collective on all tensors in place, flattened into one tensor per dtype and device.
 
     Args:
-        tensors: dense ones.
-        call: such as ``dist.broadcast``; what ``dist.all_reduce`` sums becomes an average.
-        extra_args: what ``call`` gets after the tensor.
+        tensors: dense tensors.
+        call: a collective such as ``dist.broadcast``; ``dist.all_reduce`` averages.
+        extra_args: further arguments of ``call``.
     """
     buckets: dict[Any, list[Tensor]] = defaultdict(list)
     for tensor in tensors:

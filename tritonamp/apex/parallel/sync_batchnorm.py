@@ -13,8 +13,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     """``torch.nn.SyncBatchNorm`` with apex's arguments.
 
     Args:
-        channel_last: the channels are the last dimension of the input.
-        fuse_relu: the output goes through ReLU.
+        channel_last: whether the channels are the last dimension of the input.
+        fuse_relu: whether ReLU is applied to the output.
     """
 
     channel_last = False
@@ -36,7 +36,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalises ``input``; ``z``, of its shape, is added before the ReLU."""
+        """Normalise ``input``, and add ``z``, which has the same shape, before the ReLU."""
         output = super().forward(input.movedim(-1, 1) if self.channel_last else input)
         if self.channel_last:
             output = output.movedim(1, -1)
@@ -48,9 +48,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 def convert_syncbn_model(
     module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> nn.Module:
-    """Return ``module`` with a SyncBatchNorm in the place of every BatchNorm in it.
+    """Return ``module`` with a SyncBatchNorm instead of every BatchNorm.
 
-    Parameters and statistics are the same ones.
+    Parameters and statistics are the same objects.
     """
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
     for norm in converted.modules():
@@ -61,11 +61,11 @@ def convert_syncbn_model(
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Return this rank's process group where all ranks form groups of ``group_size``.
+    """Return this rank's process group, after all ranks form groups of ``group_size``.
 
-    0: None, which is all ranks.
+    For ``group_size`` 0, return None, which stands for all ranks.
 
     Raises:
-        ValueError: the world is smaller, or not a multiple of it.
+        ValueError: the world size is smaller, or not a multiple of ``group_size``.
     """
     return None if group_size == 0 else dist.new_subgroups(group_size)[0]

@@ -22,12 +22,13 @@ MASKED = -10000.0  # what a masked score becomes
 def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Return the softmax of ``scale * inputs`` over the last dimension.
 
-    Arithmetic is FP32, the result in the inputs' dtype.
+    The arithmetic is FP32, and the result has the inputs' dtype. Under autocast both have
+    autocast's dtype.
 
     Args:
-        inputs: shape (batch, heads, queries, keys); under autocast they become its dtype first.
-        mask: bool, broadcastable to ``inputs``; True is masked. Rows with nothing else are 0.
-        scale: a factor on the inputs.
+        inputs: shape (batch, heads, queries, keys).
+        mask: bool, broadcastable to ``inputs``; True is masked. Rows that are all True are 0.
+        scale: factor of the inputs.
     """
     device_type = inputs.device.type
     if torch.is_autocast_enabled(device_type):
@@ -45,9 +46,9 @@ generic_scaled_masked_softmax = scaled_masked_softmax
 
 
 def scaled_upper_triang_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """``scaled_masked_softmax`` where each query sees the keys up to its own.
+    """Return ``scaled_masked_softmax`` under a causal mask.
 
-    ``mask`` is not looked at.
+    ``mask`` is accepted and ignored.
 
     Raises:
         ValueError: different numbers of queries and keys.
@@ -66,13 +67,13 @@ class FusedScaleMaskSoftmax(nn.Module):
     """Scale, mask and softmax of attention scores.
 
     Args:
-        input_in_fp16, input_in_bf16: the dtype of the scores, where it is half.
-        attn_mask_type: padding, with a mask given to ``forward``; or causal.
-        scaled_masked_softmax_fusion: for half scores, do it in one go instead of with
+        input_in_fp16, input_in_bf16: whether the scores have this half dtype.
+        attn_mask_type: padding, with a mask that ``forward`` takes; or causal.
+        scaled_masked_softmax_fusion: whether half scores take one fused pass instead of
             ``mask_func``.
-        mask_func: ``mask_func(scores, mask)`` masks.
-        softmax_in_fp32: half scores become FP32 before they are scaled.
-        scale: factor on the scores, or None.
+        mask_func: function that returns masked scores, ``mask_func(scores, mask)``.
+        softmax_in_fp32: whether half scores become FP32 before they are scaled.
+        scale: factor of the scores, or None.
 
     Raises:
         RuntimeError: both half dtypes, or a ``scale`` without ``softmax_in_fp32``.
@@ -108,15 +109,15 @@ class FusedScaleMaskSoftmax(nn.Module):
         self.scale = scale
 
     def forward(self, input: Tensor, mask: Tensor | None) -> Tensor:
-        """``input``: shape (batch, heads, queries, keys)."""
+        """Return the probabilities; ``input`` has shape (batch, heads, queries, keys)."""
         if self.is_kernel_available(mask, *input.shape):
             return self.forward_fused_softmax(input, mask)
         return self.forward_torch_softmax(input, mask)
 
     def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-        """Return whether ``forward`` takes the fused way.
+        """Return whether ``forward`` takes the fused pass.
 
-        Of shapes only a causal mask that is not square does not.
+        The only shape that it does not take is a causal mask that is not square.
         """
         square = self.attn_mask_type is not AttnMaskType.causal or sq == sk
         return self.scaled_masked_softmax_fusion and self.input_in_float16 and square
