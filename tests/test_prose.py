@@ -20,7 +20,8 @@ DIALECT = re.compile(
 """Words that have plainer ones: again, next to, in addition to, instead of, no one, continues."""
 
 NO_NOUN = re.compile(
-    r"(?:^|[.;])\s*[*`\w]+(?:, [*`\w]+)*: (?:of\b|it is\b|they are\b|see `*[\w.]+`*[.;]?\s*$).*",
+    r"(?:^|\.)\s*(?!None|True|False)[*`\w]+(?:, [*`\w]+)*: "
+    r"(?:of\b|it is\b|they are\b|see `*[\w.]+`*[.;]?\s*$).*",
     re.MULTILINE,
 )
 """The entry of an argument that is no noun phrase and needs its neighbours to be understood."""

@@ -172,8 +172,8 @@ class _Fused:
         made = self.__dict__.get("_own_fused")
         if made is None:
             state = self._state_format
-            beside = self._fp32_values.beside
-            fused = FusedStep(self, self.fused_rule, "auto", False, state, beside)  # type: ignore[arg-type]
+            stored_form = self._fp32_values.stored_form
+            fused = FusedStep(self, self.fused_rule, "auto", False, state, stored_form)  # type: ignore[arg-type]
             made = self.__dict__["_own_fused"] = fused, Memory()
         return made
 

@@ -309,7 +309,7 @@ def host_tensors(run: Run) -> list[Tensor]:
     """Masters (or their lower bits) and moments."""
     kept = [x for s in run.optimizer.state.values() for k, x in s.items() if k in HOST]
     lent = run.amp._parts.fp32_values._lent.values()
-    return kept + [value.beside() for value in lent]
+    return kept + [value.stored_form() for value in lent]
 
 
 def padded(number: int) -> int:

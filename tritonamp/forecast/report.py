@@ -80,8 +80,8 @@ class Forecast:
         return scaler_for(self.policy, self.device)
 
     def __str__(self) -> str:
-        beside = [] if self.comparison is None else [str(self.comparison)]
-        return "\n".join([*_report(self), *beside])
+        compared = [] if self.comparison is None else [str(self.comparison)]
+        return "\n".join([*_report(self), *compared])
 
     def as_dict(self) -> dict[str, Any]:
         """Return the forecast as plain values, for JSON."""
@@ -144,7 +144,7 @@ def check(
         dtype = loaded_dtype(half_parameters([model]), device)
     policy = resolve(level, dtype)
     check_accumulation(accumulation_steps)
-    beside = None if compare is None else resolve(compare, dtype)
+    other = None if compare is None else resolve(compare, dtype)
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [] if optimizer is None else optimizers
     for each in optimizers:
@@ -157,8 +157,8 @@ def check(
     inputs = _inputs(model, batch)
     run = DryRun(model, inputs, loss_fn, policy)
     comparison = None
-    if compare is not None and beside is not None:
-        asked, reference = _side(level, policy, run), _side(compare, beside, run)
+    if compare is not None and other is not None:
+        asked, reference = _side(level, policy, run), _side(compare, other, run)
         comparison = compared(model, inputs, loss_fn, asked, reference)
     findings = [
         *findings_without_data(model, optimizers, loss_fn, policy),

@@ -87,13 +87,13 @@ class Fp32Values:
         Returns:
             the 16 bits, in the order of memory of ``half``.
         """
-        if half not in self._lent or self._lent[half].beside() is not remainder:
+        if half not in self._lent or self._lent[half].stored_form() is not remainder:
             self._lent[half] = PackedValue(half, remainder=remainder, strides=strides)
             self._unsettled.pop(half, None)
             self.add(half, torch.empty(0))
-        return self._lent[half].beside()
+        return self._lent[half].stored_form()
 
-    def beside(self, params: Sequence[Tensor]) -> list[Tensor]:
+    def stored_form(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return the stored form of each parameter's FP32 value: 16 bits, or an FP32 host tensor.
 
         A parameter without a lent value stands for itself. Writes to lent FP32 tensors until now
@@ -101,7 +101,7 @@ class Fp32Values:
         """
         self.settle_lent()
         lent = self._lent
-        return [lent[param].beside() if param in lent else param for param in params]
+        return [lent[param].stored_form() if param in lent else param for param in params]
 
     def settle_lent(self) -> None:
         """Take over writes to lent FP32 tensors."""

@@ -51,7 +51,7 @@ class LentValue(ABC):
         self._stale: tuple[weakref.ref[Tensor], int] | None = None
 
     @abstractmethod
-    def beside(self) -> Tensor:
+    def stored_form(self) -> Tensor:
         """Return the stored form of the value, or the half tensor itself while it is FP32."""
 
     @abstractmethod

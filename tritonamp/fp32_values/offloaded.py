@@ -29,7 +29,7 @@ class OffloadedValue(LentValue):
         self._master = home.pin(value.detach())
         self._agreed_with = self._half_state()
 
-    def beside(self) -> Tensor:
+    def stored_form(self) -> Tensor:
         """Return the FP32 value in host memory, or the half tensor itself while it is FP32."""
         if self.half.device != self._device:  # moved since
             raise self._wrong_device(self._device)
@@ -57,7 +57,7 @@ class OffloadedValue(LentValue):
         """Take over writes to the lent tensor and to the half tensor."""
         super().settle()
         if self._agreed_with != self._half_state() and self.half.dtype in HALF_DTYPES:
-            self._keep(fp32_value(self.half.detach(), self._home.fetch(self.beside())))
+            self._keep(fp32_value(self.half.detach(), self._home.fetch(self.stored_form())))
             self._agreed_with = self._half_state()
 
     def note_step(self) -> None:

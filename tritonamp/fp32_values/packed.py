@@ -52,7 +52,7 @@ class PackedValue(LentValue):
         if value is not None:
             self._set(value)
 
-    def beside(self) -> Tensor:
+    def stored_form(self) -> Tensor:
         """Return the 16 bits, int16 of shape (padded(n),), in the order of the tensor's memory.
 
         Returns:
@@ -80,7 +80,7 @@ class PackedValue(LentValue):
         half = self.half.detach()
         if half.dtype not in HALF_DTYPES:
             return half
-        lower = self.beside()
+        lower = self.stored_form()
         lower = lower if self._home is None else self._home.fetch(lower)
         return in_memory_of(half, join_master(in_order_of_memory(half), lower[: half.numel()]))
 
@@ -94,7 +94,7 @@ class PackedValue(LentValue):
         if half.dtype not in HALF_DTYPES:
             half.copy_(value)
             return
-        remainder = self.beside()
+        remainder = self.stored_form()
         wide = in_order_of_memory(value.to(half.device, torch.float32), like=half)
         upper, lower = split_master(wide, half.dtype)
         half.copy_(in_memory_of(half, upper))

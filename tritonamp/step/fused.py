@@ -99,8 +99,8 @@ class FusedStep:
         backend: "auto", "triton" or "eager".
         track_lost: count the half values that a step did not change.
         state: format of the state, among ``policy.STATES``; for parameters as in ``StateShape``.
-        beside: function that returns the stored form of parameters' FP32 values: lower 16 bits for
-            state "8bit", else the masters of ``offload``.
+        stored_form: function from parameters to the stored form of their FP32 values: lower 16 bits
+            for state "8bit", else the masters of ``offload``.
         offload: host memory of masters and state; None: they are on the parameters' devices.
     """
 
@@ -111,7 +111,7 @@ class FusedStep:
         backend: str,
         track_lost: bool = False,
         state: str = STATES[0],
-        beside: Callable[[Sequence[Tensor]], list[Tensor]] = list,
+        stored_form: Callable[[Sequence[Tensor]], list[Tensor]] = list,
         offload: Offload | None = None,
     ) -> None:
         self.rule = rule
@@ -120,7 +120,7 @@ class FusedStep:
         self._track_lost = track_lost
         self._state = state
         self._shape = StateShape(rule, state, offload)
-        self._beside = beside
+        self._stored_form = stored_form
         self._offload = offload
 
     def step(
@@ -197,7 +197,7 @@ class FusedStep:
         tensors, states = gradients.lists, self._states(gradients.params)
         packed = state == "8bit"
         if self._offload is not None and not packed:
-            tensors = tensors.with_lists((), (), {"params": self._beside(gradients.params)})
+            tensors = tensors.with_lists((), (), {"params": self._stored_form(gradients.params)})
         # All codes of a parameter are one tensor, under one key.
         keys = {PACKED: PACKED} if packed else dict(self.rule.state_keys)
         if self._shape.counts_steps(state):
@@ -212,7 +212,7 @@ class FusedStep:
             return None
         if not packed:
             return tensors.with_lists(("copies", *self.rule.optional), ("steps",), found)
-        found["remainders"] = self._beside(gradients.params)
+        found["remainders"] = self._stored_form(gradients.params)
         repeat, coded = ("copies", "remainders"), ("remainders", PACKED)
         return tensors.with_lists(repeat, ("steps",), found, coded, orders)
 

@@ -164,12 +164,12 @@ class MasterWeights(Masters):
                 yield master
             grads = master.grad, param.grad, self._set_aside.get(master)
             yield from (grad for grad in grads if grad is not None)
-        beside = self.beside(self._lent)
+        stored_form = self.stored_form(self._lent)
         # Lent FP32 tensors belong to the user. They do not move, and a write to one after this
         # raises.
         self._fp32_values.note_step()
         self._lent_gradients.clear()
-        yield from (x for x, param in zip(beside, self._lent, strict=True) if x is not param)
+        yield from (x for x, param in zip(stored_form, self._lent, strict=True) if x is not param)
         yield from self._shown.hidden_gradients()
         for memory in (self._memory, *self._statistics.values()):
             yield from memory.forget_plans()

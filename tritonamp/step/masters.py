@@ -202,12 +202,12 @@ class Masters:
         """Return master to half parameter, for each parameter that has a master of its own."""
         return {master: param for master, param in self._sources.items() if master is not param}
 
-    def beside(self, params: Sequence[Tensor]) -> list[Tensor]:
+    def stored_form(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return the stored form of each parameter's lent FP32 value: 16 bits, or a host tensor.
 
         A parameter without a lent value stands for itself.
         """
-        return self._fp32_values.beside(params)
+        return self._fp32_values.stored_form(params)
 
     def with_groups(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
         """Yield each parameter of the model, its stepped-on tensor, and that tensor's group."""

@@ -233,8 +233,8 @@ class Stepper:
             if rule is not None:
                 track_lost = self._policy.track_lost_updates
                 state = state_format(optimizer, self._policy.state)
-                beside = self.weights[optimizer].beside
-                how = self._backend, track_lost, state, beside, self.offload
+                stored_form = self.weights[optimizer].stored_form
+                how = self._backend, track_lost, state, stored_form, self.offload
                 fused = FusedStep(optimizer, rule, *how)
             self._fused[optimizer] = fused
         fused = self._fused[optimizer]
