@@ -38,6 +38,20 @@ def grouped(name: str, **first: Any) -> Callable[..., torch.optim.Optimizer]:
     )
 
 
+def in_two(params: list[nn.Parameter], **rest: Any) -> list[torch.optim.Optimizer]:
+    """Return two AdamW, the second for the last parameter."""
+    return [torch.optim.AdamW(params[:-1], **rest), torch.optim.AdamW(params[-1:], **rest)]
+
+
+EARLY: dict[str, Callable[["Training"], object]] = {
+    "clip": lambda run: run.amp.clip_grad_norm_(0.1),
+    "unscale": lambda run: run.amp.unscale_(),
+    "both": lambda run: (run.amp.clip_grad_norm_(0.1), run.amp.unscale_()),
+    "unscale and clip": lambda run: (run.amp.unscale_(), run.amp.clip_grad_norm_(0.1)),
+}
+"""Calls between backward and step that decide the step early."""
+
+
 def batch(seed: int, *shape: int, device: Any = "cpu", dtype: Any = torch.float32) -> Tensor:
     """Return normal numbers that depend on ``seed`` alone, of shape [8, 6] by default."""
     generator = torch.Generator().manual_seed(seed)
@@ -94,13 +108,20 @@ class Training(Resumable):
         """Return the loss of inputs, by default ``self.x``."""
         return self.model(self.x if x is None else x).float().square().mean()
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor | None = None, by_scaler: bool = False) -> None:
+        """Backpropagate a loss, by default that of ``self.x``.
+
+        by_scaler: as code for torch.amp does, with the scaler of the handle.
+        """
+        loss = self.loss() if loss is None else loss
         if self.amp is None:
             loss.backward()
+        elif by_scaler:
+            self.amp.scaler.scale(loss).backward()
         else:
             self.amp.backward(loss)
 
-    def finish(self, max_norm: float | None = None) -> None:
+    def finish(self, max_norm: float | None = None, by_scaler: bool = False) -> None:
         """Clip to ``max_norm``, step, and leave no gradient."""
         if max_norm is not None:
             if self.amp is None:
@@ -108,7 +129,12 @@ class Training(Resumable):
             else:
                 self.amp.clip_grad_norm_(max_norm)
         for optimizer in self.optimizers:
-            optimizer.step()
+            if by_scaler:
+                self.amp.scaler.step(optimizer)
+            else:
+                optimizer.step()
+        if by_scaler:
+            self.amp.scaler.update()
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -116,22 +142,17 @@ class Training(Resumable):
             optimizer.zero_grad()
 
     def step(
-        self, x: Tensor | None = None, factor: float = 1.0, max_norm: float | None = None
+        self,
+        x: Tensor | None = None,
+        factor: float = 1.0,
+        max_norm: float | None = None,
+        by_scaler: bool = False,
     ) -> float:
         """Take a step; ``factor`` inf or NaN has it skipped. Return the loss without the factor."""
         loss = self.loss(x)
-        self.backward(loss * factor)
-        self.finish(max_norm)
+        self.backward(loss * factor, by_scaler)
+        self.finish(max_norm, by_scaler)
         return float(loss.detach())
-
-    def step_by_scaler(self, factor: float = 1.0) -> None:
-        """Take a step as code for torch.amp does, with the scaler of the handle."""
-        scaler = self.amp.scaler
-        scaler.scale(self.loss() * factor).backward()
-        for optimizer in self.optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        self.zero_grad()
 
     def train(self, seeds: Sequence[int], bad: Sequence[int] = ()) -> list[float]:
         """Take a step on the batch of each seed, an overflowing one for those in ``bad``."""
@@ -190,6 +211,16 @@ def started(kind: Callable[..., Any] = Training, **fields: Any) -> Any:
 
 def started_on_cpu(kind: Callable[..., Any] = Training, **fields: Any) -> Any:
     """Return a fixture as `started` does, for tests that take no device."""
+
+    @pytest.fixture
+    def start() -> Iterator[Callable[..., Any]]:
+        yield from disabled_after(partial(kind, **fields))
+
+    return start
+
+
+def started_on_cpu(kind: Callable[..., Any] = Training, **fields: Any) -> Any:
+    """Return a fixture as `started` does, on the CPU unless the test names another device."""
 
     @pytest.fixture
     def start() -> Iterator[Callable[..., Any]]:
