@@ -210,16 +210,6 @@ def started(kind: Callable[..., Any] = Training, **fields: Any) -> Any:
 
 
 def started_on_cpu(kind: Callable[..., Any] = Training, **fields: Any) -> Any:
-    """Return a fixture as `started` does, for tests that take no device."""
-
-    @pytest.fixture
-    def start() -> Iterator[Callable[..., Any]]:
-        yield from disabled_after(partial(kind, **fields))
-
-    return start
-
-
-def started_on_cpu(kind: Callable[..., Any] = Training, **fields: Any) -> Any:
     """Return a fixture as `started` does, on the CPU unless the test names another device."""
 
     @pytest.fixture
