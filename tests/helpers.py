@@ -74,14 +74,17 @@ def warnings_with(words: str) -> Any:
 
 
 class Resumable:
-    """What has a ``model``, an ``optimizer`` and an ``amp``, of which a checkpoint holds states."""
+    """A run of which a checkpoint holds states.
+
+    Attributes:
+        parts: names of the attributes that have a state.
+    """
+
+    parts: tuple[str, ...] = "model", "optimizer", "amp"
 
     def states(self) -> dict[str, Any]:
-        """Return copies of their states."""
-        return {
-            name: copy.deepcopy(getattr(self, name).state_dict())
-            for name in ("model", "optimizer", "amp")
-        }
+        """Return copies of the states of ``parts``."""
+        return {name: copy.deepcopy(getattr(self, name).state_dict()) for name in self.parts}
 
     def load(self, states: dict[str, Any]) -> Any:
         for name, state in states.items():

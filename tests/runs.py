@@ -1,5 +1,6 @@
 """A model in training, as most tests need one, and the optimizers that tests name."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -147,18 +148,22 @@ class Training(Resumable):
         factor: float = 1.0,
         max_norm: float | None = None,
         by_scaler: bool = False,
-    ) -> float:
-        """Take a step; ``factor`` inf or NaN has it skipped. Return the loss without the factor."""
+        bad: bool = False,
+    ) -> Tensor:
+        """Take a step on the loss times ``factor``, which inf, NaN or ``bad`` has skipped.
+
+        Return the loss without the factor.
+        """
         loss = self.loss(x)
-        self.backward(loss * factor, by_scaler)
+        self.backward(loss * (math.inf if bad else factor), by_scaler)
         self.finish(max_norm, by_scaler)
-        return float(loss.detach())
+        return loss.detach()
 
     def train(self, seeds: Sequence[int], bad: Sequence[int] = ()) -> list[float]:
         """Take a step on the batch of each seed, an overflowing one for those in ``bad``."""
         shape = self.x.shape
         return [
-            self.step(batch(seed, *shape, device=self.device), float("inf") if seed in bad else 1.0)
+            float(self.step(batch(seed, *shape, device=self.device), bad=seed in bad))
             for seed in seeds
         ]
 
