@@ -29,7 +29,7 @@ of_kernels = [
 
 
 class Net(nn.Module):
-    """Two layers with a norm between them: parameters of each kind that levels tell apart."""
+    """Two layers with a norm between them: levels treat their parameters differently."""
 
     def __init__(self, width: int = 6, hidden: int = 16, outputs: int = 3) -> None:
         super().__init__()
@@ -82,9 +82,13 @@ class Resumable:
 
     parts: tuple[str, ...] = "model", "optimizer", "amp"
 
+    def objects(self) -> dict[str, Any]:
+        """Return ``parts`` by name, as ``tritonamp.save`` and ``load`` take them."""
+        return {name: getattr(self, name) for name in self.parts}
+
     def states(self) -> dict[str, Any]:
         """Return copies of the states of ``parts``."""
-        return {name: copy.deepcopy(getattr(self, name).state_dict()) for name in self.parts}
+        return {name: copy.deepcopy(part.state_dict()) for name, part in self.objects().items()}
 
     def load(self, states: dict[str, Any]) -> Any:
         for name, state in states.items():
@@ -93,7 +97,7 @@ class Resumable:
 
 
 class Killed(BaseException):
-    """In the place of a SIGKILL, where a test stays in one process."""
+    """Raised instead of a SIGKILL, where a test stays in one process."""
 
 
 class Faults:
@@ -157,7 +161,8 @@ def snapshot(*holders: nn.Module | torch.optim.Optimizer) -> list[Tensor]:
         else:
             params = [p for group in holder.param_groups for p in group["params"]]
             found += params
-            found += [v for p in params for v in holder.state[p].values() if isinstance(v, Tensor)]
+            state = [holder.state.get(p, {}) for p in params]
+            found += [v for own in state for v in own.values() if isinstance(v, Tensor)]
     return [t.detach().clone() for t in found]
 
 

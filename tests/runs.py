@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Net, Resumable, disabled_after, snapshot
+from helpers import Net, Resumable, disabled_after, on_cpu, snapshot
 from torch import Tensor, nn
 
 import tritonamp
 
 LEVELS = ["O0", "O1", "O2", "O3"]
+STATES = ["fp32", "bf16", "8bit"]
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **{
@@ -23,6 +24,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD momentum": lambda params, **rest: torch.optim.SGD(params, **{"momentum": 0.9, **rest}),
     "amsgrad": lambda params, **rest: torch.optim.AdamW(params, amsgrad=True, **rest),
     "Lion": tritonamp.optim.Lion,
+    "our Adam": tritonamp.optim.Adam,
+    "our AdamW": tritonamp.optim.AdamW,
 }
 """Makers of optimizers by name: torch's, under torch's names, and variants with another kernel."""
 
@@ -59,6 +62,23 @@ def batch(seed: int, *shape: int, device: Any = "cpu", dtype: Any = torch.float3
     return torch.randn(shape or (8, 6), generator=generator).to(device, dtype)
 
 
+def tensors_of(state: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors of an optimizer's state dict."""
+    return [t for own in state["state"].values() for t in own.values() if isinstance(t, Tensor)]
+
+
+def labelled(seed: int, device: Any = "cpu") -> tuple[Tensor, Tensor]:
+    """Return a batch of inputs for `helpers.Net` and of their three classes."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(32, 6, generator=generator), torch.randint(0, 3, (32,), generator=generator)
+    return x.to(device), y.to(device)
+
+
+def loss_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the loss of a labelled batch."""
+    return nn.functional.cross_entropy(model(data[0]).float(), data[1])
+
+
 class Training(Resumable):
     """A model, its optimizer, its handle, and a training loop as the README has it.
 
@@ -66,7 +86,7 @@ class Training(Resumable):
     ``loss``, ``backward`` and ``finish``.
 
     Args:
-        model: the module to train, or its class, which is called after the seed is set.
+        model: the module to train, or what makes it, which is called after the seed is set.
         optimizer: a name in `OPTIMIZERS`, or a function of the trainable parameters, which may
             return a list of several optimizers.
         level: the level of ``enable``; None trains in plain FP32, without a handle.
@@ -78,12 +98,13 @@ class Training(Resumable):
     Attributes:
         optimizers: all optimizers; ``optimizer`` is the first.
         amp: the handle, or None.
+        norm: the norm of the gradients that ``finish`` clipped last.
         x: the inputs of every step.
     """
 
     def __init__(
         self,
-        model: nn.Module | type[nn.Module] = Net,
+        model: nn.Module | Callable[[], nn.Module] = Net,
         optimizer: str | Callable[..., Any] = "AdamW",
         level: str | None = "O2",
         device: Any = "cpu",
@@ -94,7 +115,7 @@ class Training(Resumable):
     ) -> None:
         torch.manual_seed(0)
         self.device = torch.device(device)
-        self.model: Any = (model() if isinstance(model, type) else model).to(device)
+        self.model: Any = (model if isinstance(model, nn.Module) else model()).to(device)
         make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
         rate = {} if lr is None else {"lr": lr}
         made = make([p for p in self.model.parameters() if p.requires_grad], **rate)
@@ -105,7 +126,7 @@ class Training(Resumable):
         if level is not None:
             self.amp = enable(self.model, made, level=level, **fields)
 
-    def loss(self, x: Tensor | None = None) -> Tensor:
+    def loss(self, x: Any = None) -> Tensor:
         """Return the loss of inputs, by default ``self.x``."""
         return self.model(self.x if x is None else x).float().square().mean()
 
@@ -126,9 +147,9 @@ class Training(Resumable):
         """Clip to ``max_norm``, step, and leave no gradient."""
         if max_norm is not None:
             if self.amp is None:
-                nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+                self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
             else:
-                self.amp.clip_grad_norm_(max_norm)
+                self.norm = self.amp.clip_grad_norm_(max_norm)
         for optimizer in self.optimizers:
             if by_scaler:
                 self.amp.scaler.step(optimizer)
@@ -144,7 +165,7 @@ class Training(Resumable):
 
     def step(
         self,
-        x: Tensor | None = None,
+        x: Any = None,
         factor: float = 1.0,
         max_norm: float | None = None,
         by_scaler: bool = False,
@@ -154,7 +175,7 @@ class Training(Resumable):
 
         Return the loss without the factor.
         """
-        loss = self.loss(x)
+        loss = self.loss() if x is None else self.loss(x)
         self.backward(loss * (math.inf if bad else factor), by_scaler)
         self.finish(max_norm, by_scaler)
         return loss.detach()
@@ -172,9 +193,19 @@ class Training(Resumable):
         values = self.model.parameters() if self.amp is None else self.amp.master_params()
         return [p.detach().clone() for p in values]
 
+    def stored(self) -> list[Tensor]:
+        """Return copies of parameters and state as they are stored."""
+        return snapshot(self.model, *self.optimizers)
+
     def everything(self) -> list[Tensor]:
         """Return copies of all that a step writes: stored parameters, state, FP32 values."""
-        return snapshot(self.model, *self.optimizers) + self.masters()
+        return self.stored() + self.masters()
+
+    def bits(self) -> dict[str, Any]:
+        """Return copies of all bits that training continues from, on the CPU."""
+        stored = {"stored": dict(self.model.named_parameters())}
+        others = {f"optimizer {i}": o.state_dict() for i, o in enumerate(self.optimizers)}
+        return on_cpu({**self.states(), **stored, **others})
 
     def numbers(self) -> Any:
         """Return what the handle reports: its state, statistics and history."""
@@ -199,6 +230,18 @@ class Training(Resumable):
 
     def __exit__(self, *exception: object) -> None:
         self.end()
+
+
+class Classifying(Training):
+    """Trains on the labelled batch of a seed."""
+
+    def loss(self, x: Any = 0) -> Tensor:
+        return loss_of(self.model, labelled(x, self.device))
+
+    def steps(self, *seeds: int) -> Any:
+        for seed in seeds:
+            self.step(seed)
+        return self
 
 
 def started(kind: Callable[..., Any] = Training, **fields: Any) -> Any:
