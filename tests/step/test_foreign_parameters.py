@@ -15,8 +15,8 @@ class WithForeign(Training):
     """Trains a head and a log-temperature that belong to the loss.
 
     Args:
-        dtype: that of the loss's parameters.
-        level: None: not enabled, and all in float64 (with values of ``dtype``).
+        dtype: dtype of the loss's parameters.
+        level: level of ``enable``; None trains everything in float64, not enabled.
     """
 
     def __init__(self, kind: str, dtype: torch.dtype, level: str | None) -> None:
