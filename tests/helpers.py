@@ -233,3 +233,17 @@ def dispatch_tables() -> dict[str, str]:
     """Return torch's dispatch table of every aten op, as text."""
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
     return {name: torch._C._dispatch_dump(name) for name in names}
+
+
+def odd_parameters(device: torch.device, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Return a matrix, a number, an empty parameter, and a matrix that is not contiguous."""
+    generator = torch.Generator().manual_seed(1)
+    shapes: list[tuple[int, ...]] = [(3, 5), (), (0,), (4, 6)]
+    real = dtype.to_real()
+    data = [
+        torch.randn(shape + (2,) * dtype.is_complex, generator=generator).to(real)
+        for shape in shapes
+    ]
+    data = [torch.view_as_complex(d) for d in data] if dtype.is_complex else data
+    data[-1] = data[-1].t()
+    return [nn.Parameter(d.to(device)) for d in data]

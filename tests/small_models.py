@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Tied(nn.Module):
+class TiedAndFrozen(nn.Module):
     """A tied weight, a frozen layer, a norm with statistics, and buffers that levels may halve."""
 
     def __init__(self, bias: bool = True) -> None:
@@ -20,7 +20,7 @@ class Tied(nn.Module):
         self.register_buffer("third", torch.full((6,), 1 / 3))
         self.register_buffer("passing", torch.zeros(2), persistent=False)
 
-    def partly_half(self, *names: str) -> "Tied":
+    def partly_half(self, *names: str) -> "TiedAndFrozen":
         """Store some modules in half, as a checkpoint may have them."""
         for name in names:
             self.get_submodule(name).half()

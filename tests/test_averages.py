@@ -8,8 +8,8 @@ import pytest
 import torch
 from covering import more
 from helpers import disabled_after, take_step
-from runs import LEVELS, Training
-from small_models import Tied
+from runs import LEVELS, STATES, Training
+from small_models import TiedAndFrozen
 from torch import Tensor, nn
 from torch.optim.swa_utils import (
     AveragedModel,
@@ -24,14 +24,13 @@ import tritonamp
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 HALVES = [FP16, BF16]
-STATES = ["fp32", "bf16", "8bit"]
 DECAY = 0.9998
 STEPS = 20
 
 
 class Running(Training):
     def __init__(self, device: torch.device, **fields: Any) -> None:
-        super().__init__(Tied, device=device, **{"loss_scale": 64.0, **fields})
+        super().__init__(TiedAndFrozen, device=device, **{"loss_scale": 64.0, **fields})
 
     def values(self) -> dict[str, Tensor]:
         """FP32 values of parameters and buffers by name, without the counts of steps."""
@@ -191,7 +190,7 @@ def test_averages_through_states_move_as_in_fp32(
 ) -> None:
     """Bit for bit as the same loop over plain FP32 models."""
     run = runs(level=level, dtype=half, state=state)
-    average, plain = copy.deepcopy(run.model), Tied().to(run.x.device)
+    average, plain = copy.deepcopy(run.model), TiedAndFrozen().to(run.x.device)
     expected = copy.deepcopy(plain)
     expected.load_state_dict(run.model.state_dict())
     start = run.values()
@@ -236,7 +235,7 @@ def test_torchs_averages(
     if kind == "foreach SWA" and use_buffers:
         pytest.skip("torch's has no average of integers, such as batch_norm's counts")
     torch.manual_seed(0)
-    run, plain = Training(Tied, level=None, device=device), Tied().to(device)
+    run, plain = Training(TiedAndFrozen, level=None, device=device), TiedAndFrozen().to(device)
     make = lambda model: TORCHS[kind](model, use_buffers=use_buffers)  # noqa: E731
     before = make(run.model)
     run.amp = tritonamp.enable(run.model, run.optimizer, level=level, dtype=half, loss_scale=64.0)
@@ -335,7 +334,7 @@ def test_statistics_are_computed_for_an_average(runs: Any, level: str) -> None:
     for _ in range(2):
         run.step()
         average.update_parameters(run.model)
-    plain = Tied().to(run.x.device)
+    plain = TiedAndFrozen().to(run.x.device)
     plain.load_state_dict(average.module.state_dict())
     loader = [run.x, run.x + 1]
     for model in (average, plain):
@@ -372,7 +371,7 @@ def test_states_go_from_copy_to_model_and_back(runs: Any, level: str, half: torc
 def test_a_state_in_half_is_averaged_up_to_its_rounding(runs: Any) -> None:
     """With ``state_dict_dtype``; a tied weight stands in a state twice, and is averaged twice."""
     run = runs(state_dict_dtype=FP16)
-    average, plain, largest = copy.deepcopy(run.model), Tied().to(run.x.device), 0.0
+    average, plain, largest = copy.deepcopy(run.model), TiedAndFrozen().to(run.x.device), 0.0
     plain.load_state_dict(average.state_dict())
     expected = copy.deepcopy(plain)
     for _ in range(STEPS):
@@ -396,7 +395,7 @@ def test_an_average_is_as_accurate_as_its_model(device: torch.device, level: str
     torch.manual_seed(0)
     y = torch.arange(96, device=device) % 3
     x = 3 * torch.eye(3, 6, device=device)[y] + 0.5 * torch.randn(96, 6, device=device)
-    run = Training(Tied, level=level, device=device)
+    run = Training(TiedAndFrozen, level=level, device=device)
     model, amp = run.model, run.amp
     states, params = copy.deepcopy(model), copy.deepcopy(model)
     average, ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8)), amp.ema(0.8)
@@ -410,7 +409,7 @@ def test_an_average_is_as_accurate_as_its_model(device: torch.device, level: str
                 mine.copy_(buffer)
         average.update_parameters(model)
         ema.update()
-    copied = Tied().to(device)
+    copied = TiedAndFrozen().to(device)
     ema.copy_to(copied)
 
     def accuracy(model: nn.Module) -> float:

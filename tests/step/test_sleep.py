@@ -14,7 +14,7 @@ from covering import more
 from gpuless.real_cuda import AnyCuda
 from helpers import same_bits, storage_bytes
 from runs import OPTIMIZERS, Training, named
-from small_models import Tied
+from small_models import TiedAndFrozen
 from torch import Tensor, nn
 
 import tritonamp
@@ -39,7 +39,7 @@ class Sleeper(Training):
 
         fields |= {"state": "8bit"} if kind == "8bit" else {}
         scaler = tritonamp.GradScaler(init_scale=8.0, growth_interval=3) if level != "O3" else None
-        model = lambda: Tied(bias=False).partly_half("frozen", "first")  # noqa: E731
+        model = lambda: TiedAndFrozen(bias=False).partly_half("frozen", "first")  # noqa: E731
         super().__init__(model, in_two, level, device, scaler=scaler, **fields)
         self.ema = self.amp.ema(0.75)
 
@@ -219,7 +219,7 @@ TRAINING: dict[str, Callable[[Sleeper], Any]] = {
     "ema.update": lambda run: run.ema.update(),
     "ema.state_dict": lambda run: run.ema.state_dict(),
     "ema.load_state_dict": lambda run: run.ema.load_state_dict({}),
-    "ema.copy_to": lambda run: run.ema.copy_to(copy.deepcopy(Tied(bias=False))),
+    "ema.copy_to": lambda run: run.ema.copy_to(copy.deepcopy(TiedAndFrozen(bias=False))),
     "masters": lambda run: list(run.amp.master_params()),
     "named masters": lambda run: list(run.amp.named_master_params()),
     "stats": lambda run: run.amp.stats(),
@@ -243,7 +243,7 @@ TRAINING: dict[str, Callable[[Sleeper], Any]] = {
 WEIGHTS: dict[str, Callable[[Sleeper], Any]] = {
     "forward": lambda run: run.model(run.x),
     "autocast": lambda run: run.amp.autocast().__enter__(),
-    "load": lambda run: run.model.load_state_dict(Tied(bias=False).state_dict()),
+    "load": lambda run: run.model.load_state_dict(TiedAndFrozen(bias=False).state_dict()),
     "copy": lambda run: copy.deepcopy(run.model),
     "pickle": lambda run: pickle.dumps(run.model),
 }
