@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Net, take_step
-from runs import Training, batch, started_on_cpu
+from runs import LEVELS, Training, batch, started_on_cpu
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -43,7 +43,7 @@ class Kept(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_what_it_shows(run: Any, level: str, dtype: torch.dtype) -> None:
     kept = Kept(nn.Linear(6, 3))
     training = run(nn.Sequential(kept), level=level, dtype=dtype)

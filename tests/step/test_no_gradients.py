@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Net, same, snapshot
-from runs import Training, batch, named, started
+from runs import LEVELS, Training, batch, named, started
 from torch import nn
 
 import tritonamp
@@ -123,8 +123,8 @@ def test_plain_gradients_stay_an_error(start: Any, level: str) -> None:
 
 SCALED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **MAKERS,
+    **named("our AdamW"),
     "fused AdamW": lambda params, lr: torch.optim.AdamW(params, lr, fused=True),
-    "our AdamW": tritonamp.optim.AdamW,
 }
 
 
@@ -193,7 +193,7 @@ def test_gradients_that_come_after_unscaling(
     assert scaler.get_scale() == (2.0**16 if value == 1.0 else 2.0**15)
 
 
-@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("opt_level", LEVELS)
 def test_apex(device: torch.device, opt_level: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = Net().to(device)
     optimizer = MAKERS["SGD momentum"](model.parameters(), lr=1e-2)

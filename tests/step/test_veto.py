@@ -15,7 +15,7 @@ import tritonamp
 
 class Vetoed(Training):
     def bits_and_scale(self) -> tuple[list[Tensor], Any]:
-        return snapshot(self.model, self.optimizer), self.amp.scaler.state_dict()
+        return self.stored(), self.amp.scaler.state_dict()
 
 
 start = started(Vetoed)
@@ -147,7 +147,7 @@ def test_a_veto_after_early_decisions_of_two_losses(start: Any, first: int, larg
 
 @pytest.mark.parametrize("largest", [1.0, float("inf")], ids=["clean", "overflow"])
 def test_a_veto_of_a_decision_that_was_read(start: Any, largest: float) -> None:
-    """It takes the place of the record that was read."""
+    """It replaces the record that was read."""
     run = start()
     run.backward()
     run.model.first.weight.grad[0, 0] *= largest
