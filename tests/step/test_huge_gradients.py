@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import same, snapshot
+from helpers import same
 from runs import Training, started_on_cpu
 from torch import Tensor
 
@@ -32,9 +32,6 @@ class Huge(Training):
     def grad(self) -> Tensor:
         """The gradient of the norm: FP32, or bfloat16."""
         return self.model.norm.weight.grad
-
-    def bits(self) -> list[Tensor]:
-        return snapshot(self.model, self.optimizer)
 
     def causes_so_far(self) -> list[str | None]:
         self.amp.stats()
@@ -80,9 +77,9 @@ LEVELS: dict[str, dict[str, Any]] = {
 def skipped_then_taken(run: Huge, largest: float) -> None:
     """A gradient beyond the edge is a skip that changes nothing, and the next step is one."""
     run.step()
-    before, scaler = run.bits(), run.amp.scaler.state_dict()
+    before, scaler = run.stored(), run.amp.scaler.state_dict()
     run.step_on(1.02 * largest)
-    assert same(run.bits(), before) and run.amp.scaler.state_dict() == scaler
+    assert same(run.stored(), before) and run.amp.scaler.state_dict() == scaler
     weights = run.masters()
     run.step()
     assert all(bool((a != b).any()) for a, b in zip(run.masters(), weights, strict=True))
@@ -155,7 +152,7 @@ def test_a_square_within_fp32_is_a_step(start: Any, kind: str) -> None:
     run = start(optimizer, level="O0")
     for _ in range(5):
         run.step_on(0.98 * largest)
-        assert all(bool(t.isfinite().all()) for t in run.bits())
+        assert all(bool(t.isfinite().all()) for t in run.stored())
     first, *others = run.causes_so_far()
     assert first is None and "huge gradient" in others
 
@@ -188,7 +185,7 @@ def test_a_norm_that_is_inf_clips_to_zero(start: Any, kind: Any) -> None:
 def test_after_an_early_decision(start: Any, early: str) -> None:
     run = start(dtype=BF16, keep_norms_fp32=False, loss_scale="dynamic")
     run.step()
-    before = run.bits()
+    before = run.stored()
     by_hand = early == "by hand"
     run.backward(by_scaler=by_hand)
     run.grad.view(-1)[1] = 2e30
@@ -200,7 +197,7 @@ def test_after_an_early_decision(start: Any, early: str) -> None:
     run.finish(by_scaler=by_hand)
     clipped = early == "clip_grad_norm_"  # to zero
     assert run.causes_so_far() == [None, None if clipped else "huge gradient"]
-    assert clipped or same(run.bits(), before)
+    assert clipped or same(run.stored(), before)
     assert run.amp.stats()["scale"] == scale
 
 
@@ -216,13 +213,13 @@ def test_micro_batches_are_one_decision(start: Any) -> None:
 def test_one_of_two_losses(start: Any) -> None:
     run = start(dtype=BF16, keep_norms_fp32=False)
     run.step()
-    before = run.bits()
+    before = run.stored()
     for loss_id, largest in enumerate((2e30, 1.0)):
         run.amp.backward(run.loss(), loss_id=loss_id)
         run.grad.view(-1)[1] += largest
     run.optimizer.step()
     assert run.causes_so_far() == [None, "huge gradient", None]
-    assert same(run.bits(), before)
+    assert same(run.stored(), before)
 
 
 def test_an_outlier_is_told_first(start: Any) -> None:

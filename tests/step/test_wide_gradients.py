@@ -20,7 +20,7 @@ HALF_DTYPES = torch.float16, torch.bfloat16
 BATCH = 256
 
 
-class Wide(Training):
+class WideGradients(Training):
     """Steps on parts of a batch, with a copy of the model in FP64."""
 
     def __init__(self, model: Any = None, optimizer: Any = "AdamW", **fields: Any) -> None:
@@ -48,49 +48,49 @@ class Wide(Training):
         return max(float((m.grad - e.grad).norm() / e.grad.norm()) for m, e in pairs)
 
 
-run = started_on_cpu(Wide)
+run = started_on_cpu(WideGradients)
 
 
-Loop = Callable[[Wide, int], None]
+Loop = Callable[[WideGradients, int], None]
 
 
-def plain(r: Wide, parts: int) -> None:
+def plain(r: WideGradients, parts: int) -> None:
     for loss in r.losses(parts):
         r.amp.backward(loss)
 
 
-def scaled(r: Wide, parts: int) -> None:
+def scaled(r: WideGradients, parts: int) -> None:
     for loss in r.losses(parts):
         with r.amp.scale_loss(loss) as scaled_loss:
             scaled_loss.backward()
 
 
-def by_scaler(r: Wide, parts: int) -> None:
+def by_scaler(r: WideGradients, parts: int) -> None:
     for loss in r.losses(parts):
         r.amp.scaler.scale(loss).backward()
 
 
-def unscaled_between(r: Wide, parts: int) -> None:
+def unscaled_between(r: WideGradients, parts: int) -> None:
     for i, loss in enumerate(r.losses(parts)):
         if i:
             r.amp.unscale_()
         r.amp.backward(loss)
 
 
-def cleared_in_place(r: Wide, parts: int) -> None:
+def cleared_in_place(r: WideGradients, parts: int) -> None:
     plain(r, 1)
     r.optimizer.zero_grad(set_to_none=False)
     plain(r, parts)
 
 
-def cleared_while_shown(r: Wide, parts: int) -> None:
+def cleared_while_shown(r: WideGradients, parts: int) -> None:
     plain(r, 1)
     r.amp.unscale_()
     r.optimizer.zero_grad()
     plain(r, parts)
 
 
-def assigned(r: Wide, parts: int) -> None:
+def assigned(r: WideGradients, parts: int) -> None:
     """Half gradients of the user's own take the place of shown ones, and are cleared."""
     plain(r, 1)
     r.amp.unscale_()
@@ -103,7 +103,7 @@ def assigned(r: Wide, parts: int) -> None:
     plain(r, parts)
 
 
-def two_losses(r: Wide, parts: int) -> None:
+def two_losses(r: WideGradients, parts: int) -> None:
     for i, loss in enumerate(r.losses(parts)):
         r.amp.backward(loss, loss_id=2 * i // parts)
 
@@ -137,7 +137,7 @@ def test_half_gradients_would_not_be(run: Any) -> None:
 KINDS = ["AdamW", "SGD", *more(["Adagrad", "Lion"])]
 
 
-def steps(r: Wide, step: str) -> None:
+def steps(r: WideGradients, step: str) -> None:
     for _ in range(3):
         plain(r, 1)
         if step == "unscale":
