@@ -15,7 +15,7 @@ from covering import SLOW, is_slow
 SLOWNESS = pytest.StashKey[float]()
 SECONDS = 2.0
 IN_PROCESSES = 10.0
-"""Of those that a test starts: to import torch takes one two of them, where others run four."""
+"""The limit for processes that a test starts, each of which imports torch for two seconds."""
 LOOP = 0.011
 """What ``slowness`` has Python do takes as many seconds where tests were marked."""
 

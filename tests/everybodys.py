@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +26,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 driver.load()  # before torch
 
 import torch  # noqa: E402
+from runs import Training, batch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-
-import tritonamp  # noqa: E402
 
 TABLE = Path(__file__).parents[1] / "tritonamp/step/optimizers.md"
 COLUMNS = "trains", "skips", "resumes", "clips", "half model"
@@ -94,80 +93,39 @@ KINDS = [
 ]
 
 
-class Training:
+class Tried(Training):
     """A small model in training, in FP32 as torch does it (level None) or enabled."""
 
-    def __init__(self, kind: Kind, level: str | None, half: bool, device: str) -> None:
-        torch.manual_seed(0)
-        layers = [nn.Linear(8, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False)]
-        self.model = nn.Sequential(*layers, nn.Tanh(), nn.Linear(64, 4, bias=False)).to(device)
-        generator = torch.Generator().manual_seed(0)
-        batches = torch.randn(STEPS, 32, 8, generator=generator)
-        self._batches = [*batches.to(device)]
-        if half:
-            self.model.half() if level else self.model.half().float()
-        self.optimizer = kind.make(self.model.parameters())
-        self.amp = level and tritonamp.enable(self.model, self.optimizer, level=level)
-        self.mode("train")
+    def __init__(
+        self, kind: Kind, level: str | None = "O2", half: bool = False, device: str = "cpu"
+    ) -> None:
+        def model() -> nn.Module:
+            layers = [nn.Linear(8, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False)]
+            made = nn.Sequential(*layers, nn.Tanh(), nn.Linear(64, 4, bias=False))
+            return (made.half() if level else made.half().float()) if half else made
 
-    def mode(self, name: str) -> None:
-        """Call the optimizer's ``train`` or ``eval``, which schedule-free ones have."""
+        super().__init__(model, kind.make, level, device, lr=None)
+        self._batches = batch(0, STEPS, 32, 8, device=device)
         with contextlib.suppress(AttributeError):
-            getattr(self.optimizer, name)()
+            self.optimizer.train()  # which schedule-free ones have
 
-    def step(self, number: int, max_norm: float | None = None, factor: float = 1.0) -> None:
-        x = self._batches[number]
-        loss = (self.model(x).float() - x[:, :4]).square().mean() * factor
-        if self.amp:
-            self.amp.backward(loss)
-        else:
-            loss.backward()
-        if max_norm is not None and self.amp:
-            self.amp.clip_grad_norm_(max_norm)
-        elif max_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def run(self, max_norm: float | None) -> None:
-        for number in range(STEPS):
-            self.step(number, max_norm)
+    def loss(self, x: Any = 0) -> Tensor:
+        x = self._batches[x]
+        return (self.model(x).float() - x[:, :4]).square().mean()
 
     def state(self) -> Any:
         return _saved([self.model.state_dict(), self.optimizer.state_dict()])
-
-    def all_states(self) -> Any:
-        return [*self.state(), _saved(self.amp.state_dict())]
-
-    def load(self, states: Any) -> None:
-        for holder, state in zip((self.model, self.optimizer, self.amp), states, strict=True):
-            holder.load_state_dict(state)
-
-    def end(self) -> None:
-        if self.amp:
-            self.amp.disable()
-
-
-@contextlib.contextmanager
-def training(
-    kind: Kind, level: str | None = "O2", half: bool = False, device: str = "cpu"
-) -> Iterator[Training]:
-    made = Training(kind, level, half, device)
-    try:
-        yield made
-    finally:
-        made.end()
 
 
 def follows(kind: Kind, max_norm: float | None = None, half: bool = False) -> bool:
     """Tell whether O2 ends where FP32 does, to a tenth of the way."""
     ends = []
     for level in (None, "O2"):
-        with training(kind, level, half) as t:
+        with Tried(kind, level, half) as t:
             start = _flat(t.model.parameters())
-            t.run(max_norm)
-            params = t.amp.master_params() if t.amp else t.model.parameters()
-            ends.append(_flat(params))
+            for number in range(STEPS):
+                t.step(number, max_norm=max_norm)
+            ends.append(_flat(t.masters()))
     way = (ends[0] - start).norm()
     return bool((ends[0] - ends[1]).norm() <= 0.1 * way) and bool(way > 0)
 
@@ -211,7 +169,7 @@ def _saved(state: Any) -> Any:
 
 def skips(kind: Kind) -> bool:
     """Tell whether a skip, the first step or a later one, leaves every bit."""
-    with training(kind) as t:
+    with Tried(kind) as t:
         for seed in range(3):
             before = t.state()
             t.step(seed, factor=math.inf)
@@ -223,14 +181,14 @@ def skips(kind: Kind) -> bool:
 
 def resumes(kind: Kind) -> bool:
     """Tell whether save, load and continue has the bits of never stopping."""
-    with training(kind) as t:
+    with Tried(kind) as t:
         for seed in range(3):
             t.step(seed)
-        saved = t.all_states()
+        saved = {name: _saved(part.state_dict()) for name, part in t.objects().items()}
         for seed in range(3, 6):
             t.step(seed)
         expected = t.state()
-    with training(kind) as other:
+    with Tried(kind) as other:
         other.load(saved)
         for seed in range(3, 6):
             other.step(seed)
@@ -250,7 +208,7 @@ def reads(kind: Kind) -> str:
     """Return the waits for the device in one enabled step, on the software GPU."""
     from gpuless.fake_cuda import in_software
 
-    with in_software() as gpu, training(kind, device="cuda") as t:
+    with in_software() as gpu, Tried(kind, device="cuda") as t:
         for seed in range(2):
             t.step(seed)
         with gpu.watch() as records:
@@ -264,7 +222,7 @@ def row(kind: Kind) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with training(kind):
+            with Tried(kind):
                 pass
         except Exception as error:
             reason = _told(error)

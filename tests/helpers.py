@@ -29,7 +29,7 @@ of_kernels = [
 
 
 class Net(nn.Module):
-    """Two layers with a norm between them: parameters of each kind that levels tell apart."""
+    """Two layers with a norm between them: levels treat their parameters differently."""
 
     def __init__(self, width: int = 6, hidden: int = 16, outputs: int = 3) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def disabled_after(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
     yield noted
     for run in made:
-        if run.amp._enabled:
+        if run.amp is not None and run.amp._enabled:
             run.amp.disable()
 
 
@@ -74,14 +74,21 @@ def warnings_with(words: str) -> Any:
 
 
 class Resumable:
-    """What has a ``model``, an ``optimizer`` and an ``amp``, of which a checkpoint holds states."""
+    """A run of which a checkpoint holds states.
+
+    Attributes:
+        parts: names of the attributes that have a state.
+    """
+
+    parts: tuple[str, ...] = "model", "optimizer", "amp"
+
+    def objects(self) -> dict[str, Any]:
+        """Return ``parts`` by name, as ``tritonamp.save`` and ``load`` take them."""
+        return {name: getattr(self, name) for name in self.parts}
 
     def states(self) -> dict[str, Any]:
-        """Return copies of their states."""
-        return {
-            name: copy.deepcopy(getattr(self, name).state_dict())
-            for name in ("model", "optimizer", "amp")
-        }
+        """Return copies of the states of ``parts``."""
+        return {name: copy.deepcopy(part.state_dict()) for name, part in self.objects().items()}
 
     def load(self, states: dict[str, Any]) -> Any:
         for name, state in states.items():
@@ -90,7 +97,7 @@ class Resumable:
 
 
 class Killed(BaseException):
-    """In the place of a SIGKILL, where a test stays in one process."""
+    """Raised instead of a SIGKILL, where a test stays in one process."""
 
 
 class Faults:
@@ -154,7 +161,8 @@ def snapshot(*holders: nn.Module | torch.optim.Optimizer) -> list[Tensor]:
         else:
             params = [p for group in holder.param_groups for p in group["params"]]
             found += params
-            found += [v for p in params for v in holder.state[p].values() if isinstance(v, Tensor)]
+            state = [holder.state.get(p, {}) for p in params]
+            found += [v for own in state for v in own.values() if isinstance(v, Tensor)]
     return [t.detach().clone() for t in found]
 
 
@@ -225,3 +233,17 @@ def dispatch_tables() -> dict[str, str]:
     """Return torch's dispatch table of every aten op, as text."""
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
     return {name: torch._C._dispatch_dump(name) for name in names}
+
+
+def odd_parameters(device: torch.device, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Return a matrix, a number, an empty parameter, and a matrix that is not contiguous."""
+    generator = torch.Generator().manual_seed(1)
+    shapes: list[tuple[int, ...]] = [(3, 5), (), (0,), (4, 6)]
+    real = dtype.to_real()
+    data = [
+        torch.randn(shape + (2,) * dtype.is_complex, generator=generator).to(real)
+        for shape in shapes
+    ]
+    data = [torch.view_as_complex(d) for d in data] if dtype.is_complex else data
+    data[-1] = data[-1].t()
+    return [nn.Parameter(d.to(device)) for d in data]

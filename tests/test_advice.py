@@ -24,7 +24,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, amp: tritonamp.Amp) -> None:
+def assert_trains(model: nn.Module, optimizer: torch.optim.Optimizer, amp: tritonamp.Amp) -> None:
     """Train as the advice says; the loss must fall."""
     losses = []
     for _ in range(5):
@@ -48,7 +48,7 @@ def test_an_optimizer_on_bare_half_weights(messages: Callable[[], list[str]]) ->
     optimizer = sgd(model)
     with tritonamp.enable(model, optimizer, level="O2") as amp:
         optimizer.zero_grad()
-        trained(model, optimizer, amp)
+        assert_trains(model, optimizer, amp)
     assert messages() == [warning]
 
 
@@ -61,7 +61,7 @@ def test_enabled_without_an_optimizer(messages: Callable[[], list[str]]) -> None
     amp.disable()
     optimizer = sgd(model)
     with tritonamp.enable(model, optimizer, level="O2") as amp:
-        trained(model, optimizer, amp)
+        assert_trains(model, optimizer, amp)
     assert messages() == []
 
 
@@ -99,7 +99,7 @@ def test_a_plain_backward(messages: Callable[[], list[str]]) -> None:
         with pytest.raises(RuntimeError, match=told):
             optimizer.step()
         optimizer.zero_grad()
-        trained(model, optimizer, amp)
+        assert_trains(model, optimizer, amp)
     assert messages() == []
 
 

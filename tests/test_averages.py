@@ -8,6 +8,8 @@ import pytest
 import torch
 from covering import more
 from helpers import disabled_after, take_step
+from runs import LEVELS, STATES, Training
+from small_models import TiedAndFrozen
 from torch import Tensor, nn
 from torch.optim.swa_utils import (
     AveragedModel,
@@ -20,69 +22,27 @@ from torch.optim.swa_utils import (
 
 import tritonamp
 
-LEVELS = ["O0", "O1", "O2", "O3"]
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 HALVES = [FP16, BF16]
-STATES = ["fp32", "bf16", "8bit"]
 DECAY = 0.9998
 STEPS = 20
 
 
-class Net(nn.Module):
-    """With a tied weight, statistics, a frozen layer, a buffer that levels may store in half."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 12)
-        self.norm = nn.BatchNorm1d(12)
-        self.frozen = nn.Linear(12, 6).requires_grad_(False)
-        self.tied = nn.Linear(6, 12)
-        self.last = nn.Linear(12, 3)
-        self.register_buffer("third", torch.full((6,), 1 / 3))
-
-    def on(self, device: torch.device) -> "Net":
-        """Go to a device; tied there, because a GPU in software parts what was tied before."""
-        self.to(device)
-        self.tied.weight = self.first.weight
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.frozen(self.norm(self.first(x))) + self.third)
-        return self.last(torch.relu(self.tied(y)))
-
-
-class Run:
-    """A model in training."""
-
+class Running(Training):
     def __init__(self, device: torch.device, **fields: Any) -> None:
-        torch.manual_seed(0)
-        self.model = Net().on(device)
-        self.x = torch.randn(8, 6, device=device)
-        self.trains(**fields)
-
-    def trains(self, **fields: Any) -> None:
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        self.amp = tritonamp.enable(
-            self.model, self.optimizer, **{"loss_scale": 64.0, "level": "O2", **fields}
-        )
-
-    def step(self) -> None:
-        loss = self.model(self.x).float().square().mean()
-        take_step(self.amp, self.optimizer, loss)
+        super().__init__(TiedAndFrozen, device=device, **{"loss_scale": 64.0, **fields})
 
     def values(self) -> dict[str, Tensor]:
         """FP32 values of parameters and buffers by name, without the counts of steps."""
-        state = self.model.state_dict()
-        return {n: v.detach().clone() for n, v in state.items() if v.is_floating_point()}
+        return state_of(self.model)
 
 
 @pytest.fixture
-def runs(device: torch.device) -> Iterator[Callable[..., Run]]:
-    def make(**fields: Any) -> Run:
+def runs(device: torch.device) -> Iterator[Any]:
+    def make(**fields: Any) -> Running:
         if fields.get("state") == "8bit" and fields.get("level") == "O3":
             pytest.skip("O3 has no FP32 values to pack")
-        return Run(device, **fields)
+        return Running(device, **fields)
 
     yield from disabled_after(make)
 
@@ -181,8 +141,9 @@ TORCHS: dict[str, Averages] = {
 }
 
 
-def state_of(average: nn.Module) -> dict[str, Tensor]:
-    return {n: v for n, v in average.state_dict().items() if v.is_floating_point()}
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict()
+    return {n: v.detach().clone() for n, v in state.items() if v.is_floating_point()}
 
 
 def exact(start: dict[str, Tensor], values: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -195,7 +156,7 @@ def exact(start: dict[str, Tensor], values: list[dict[str, Tensor]]) -> dict[str
 
 def assert_near(
     average: nn.Module,
-    run: Run,
+    run: Running,
     start: dict[str, Tensor],
     values: list[dict[str, Tensor]],
     half: torch.dtype | None,
@@ -225,11 +186,11 @@ def assert_near(
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loop", STATE_LOOPS, ids=lambda loop: loop.__name__)
 def test_averages_through_states_move_as_in_fp32(
-    runs: Callable[..., Run], loop: Any, level: str, half: torch.dtype, state: str
+    runs: Any, loop: Any, level: str, half: torch.dtype, state: str
 ) -> None:
     """Bit for bit as the same loop over plain FP32 models."""
     run = runs(level=level, dtype=half, state=state)
-    average, plain = copy.deepcopy(run.model), Net().on(run.x.device)
+    average, plain = copy.deepcopy(run.model), TiedAndFrozen().to(run.x.device)
     expected = copy.deepcopy(plain)
     expected.load_state_dict(run.model.state_dict())
     start = run.values()
@@ -250,7 +211,7 @@ def test_averages_through_states_move_as_in_fp32(
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loop", PARAMETER_LOOPS, ids=lambda loop: loop.__name__)
 def test_averages_through_parameters_move_up_to_the_rounding_of_half(
-    runs: Callable[..., Run], loop: Any, level: str, half: torch.dtype
+    runs: Any, loop: Any, level: str, half: torch.dtype
 ) -> None:
     run = runs(level=level, dtype=half)
     average, start, values = copy.deepcopy(run.model), run.values(), []
@@ -274,11 +235,10 @@ def test_torchs_averages(
     if kind == "foreach SWA" and use_buffers:
         pytest.skip("torch's has no average of integers, such as batch_norm's counts")
     torch.manual_seed(0)
-    run, plain = Run(device, level="O0"), Net().on(device)
-    run.amp.disable()
+    run, plain = Training(TiedAndFrozen, level=None, device=device), TiedAndFrozen().to(device)
     make = lambda model: TORCHS[kind](model, use_buffers=use_buffers)  # noqa: E731
     before = make(run.model)
-    run.trains(level=level, dtype=half)
+    run.amp = tritonamp.enable(run.model, run.optimizer, level=level, dtype=half, loss_scale=64.0)
     plain.load_state_dict(run.model.state_dict())
     expected = make(plain)
     given: nn.Module = nn.DataParallel(run.model) if made == "of a DataParallel" else run.model
@@ -301,7 +261,7 @@ def test_torchs_averages(
 
 
 @pytest.mark.parametrize("state", STATES[1:])
-def test_torchs_averages_of_packed_values(runs: Callable[..., Run], state: str) -> None:
+def test_torchs_averages_of_packed_values(runs: Any, state: str) -> None:
     run = runs(state=state)
     average = TORCHS["foreach EMA"](run.model)
     start, values = {}, []
@@ -314,9 +274,7 @@ def test_torchs_averages_of_packed_values(runs: Callable[..., Run], state: str) 
 
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
 @pytest.mark.parametrize("kind", TORCHS)
-def test_torchs_averages_of_what_is_not_enabled(
-    runs: Callable[..., Run], kind: str, dtype: torch.dtype
-) -> None:
+def test_torchs_averages_of_what_is_not_enabled(runs: Any, kind: str, dtype: torch.dtype) -> None:
     """An enabled model changes nothing for them."""
     run, model = runs(), nn.Linear(4, 4).to(dtype)
     averages = [TORCHS[kind](model) for _ in range(2)]
@@ -338,7 +296,7 @@ class Own(AveragedModel):
         super().update_parameters(model)
 
 
-def test_a_class_derived_from_torchs(runs: Callable[..., Run]) -> None:
+def test_a_class_derived_from_torchs(runs: Any) -> None:
     run = runs()
     average = Own(run.model)
     average.update_parameters(run.model)
@@ -369,14 +327,14 @@ def test_an_average_that_was_half_before(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_statistics_are_computed_for_an_average(runs: Callable[..., Run], level: str) -> None:
+def test_statistics_are_computed_for_an_average(runs: Any, level: str) -> None:
     """By torch's update_bn: FP32 statistics of half activations."""
     run = runs(level=level)
     average = AveragedModel(run.model)
     for _ in range(2):
         run.step()
         average.update_parameters(run.model)
-    plain = Net().on(run.x.device)
+    plain = TiedAndFrozen().to(run.x.device)
     plain.load_state_dict(average.module.state_dict())
     loader = [run.x, run.x + 1]
     for model in (average, plain):
@@ -392,9 +350,7 @@ def test_statistics_are_computed_for_an_average(runs: Callable[..., Run], level:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("half", HALVES, ids=str)
-def test_states_go_from_copy_to_model_and_back(
-    runs: Callable[..., Run], level: str, half: torch.dtype
-) -> None:
+def test_states_go_from_copy_to_model_and_back(runs: Any, level: str, half: torch.dtype) -> None:
     run = runs(level=level, dtype=half)
     run.step()
     copied, before = copy.deepcopy(run.model), run.values()
@@ -412,10 +368,10 @@ def test_states_go_from_copy_to_model_and_back(
     assert all(torch.equal(copied.state_dict()[n], v) for n, v in run.values().items())
 
 
-def test_a_state_in_half_is_averaged_up_to_its_rounding(runs: Callable[..., Run]) -> None:
+def test_a_state_in_half_is_averaged_up_to_its_rounding(runs: Any) -> None:
     """With ``state_dict_dtype``; a tied weight stands in a state twice, and is averaged twice."""
     run = runs(state_dict_dtype=FP16)
-    average, plain, largest = copy.deepcopy(run.model), Net().on(run.x.device), 0.0
+    average, plain, largest = copy.deepcopy(run.model), TiedAndFrozen().to(run.x.device), 0.0
     plain.load_state_dict(average.state_dict())
     expected = copy.deepcopy(plain)
     for _ in range(STEPS):
@@ -439,14 +395,13 @@ def test_an_average_is_as_accurate_as_its_model(device: torch.device, level: str
     torch.manual_seed(0)
     y = torch.arange(96, device=device) % 3
     x = 3 * torch.eye(3, 6, device=device)[y] + 0.5 * torch.randn(96, 6, device=device)
-    model = Net().on(device)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    amp = tritonamp.enable(model, optimizer, level=level)
+    run = Training(TiedAndFrozen, level=level, device=device)
+    model, amp = run.model, run.amp
     states, params = copy.deepcopy(model), copy.deepcopy(model)
     average, ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8)), amp.ema(0.8)
     for _ in range(30):
         loss = nn.functional.cross_entropy(model(x).float(), y)
-        take_step(amp, optimizer, loss)
+        take_step(amp, run.optimizer, loss)
         with torch.no_grad():
             v2(states, model, 0.8)
             soft_update(params, model, 0.8)
@@ -454,7 +409,7 @@ def test_an_average_is_as_accurate_as_its_model(device: torch.device, level: str
                 mine.copy_(buffer)
         average.update_parameters(model)
         ema.update()
-    copied = Net().on(device)
+    copied = TiedAndFrozen().to(device)
     ema.copy_to(copied)
 
     def accuracy(model: nn.Module) -> float:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import Net, same, snapshot, take_step
+from runs import LEVELS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 ADAM, SGD = torch.optim.AdamW, torch.optim.SGD
 each_optimizer = pytest.mark.parametrize("kind", [ADAM, SGD])
-each_level = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+each_level = pytest.mark.parametrize("level", LEVELS)
 SCALED = ["O1", "O2"]
 
 
@@ -117,7 +118,7 @@ def test_gradients_that_are_none(enable: Any, device: torch.device, level: str, 
     assert not torch.equal(model.last.weight.float(), before[4].float())
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("value", [torch.finfo(torch.float16).max, 1.0])
 def test_sparse_gradients_with_duplicates(
     enable: Any, device: torch.device, level: str, value: float

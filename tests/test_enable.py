@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 import torch
 from helpers import dispatch_tables, take_step
+from runs import LEVELS
 from torch import Tensor, nn
 
 import tritonamp
 from tritonamp.casts import active, dispatch
 
-LEVELS = ["O0", "O1", "O2", "O3"]
 
-
-class Net(nn.Module):
+class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, 4, 3, padding=1)
@@ -35,9 +34,9 @@ class Net(nn.Module):
         return self.last(torch.relu(self.norm(self.conv(x))).flatten(1)) + self.table
 
 
-def make(device: torch.device) -> tuple[Net, torch.optim.Optimizer, Tensor]:
+def make(device: torch.device) -> tuple[ConvNet, torch.optim.Optimizer, Tensor]:
     torch.manual_seed(0)
-    model = Net().to(device)
+    model = ConvNet().to(device)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2), torch.randn(8, 1, 4, 4).to(device)
 
 
@@ -65,15 +64,15 @@ def test_enable_and_disable_leave_everything_as_it_was(
     )
     amp = handles(model, optimizer, level=level)
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
-    assert isinstance(model, Net)
-    assert type(model).__name__ == "Net"
-    assert repr(model).startswith("Net(")
+    assert isinstance(model, ConvNet)
+    assert type(model).__name__ == "ConvNet"
+    assert repr(model).startswith("ConvNet(")
     half = level in ("O2", "O3")
     assert model.conv.weight.dtype == (torch.float16 if half else torch.float32)
     assert model.norm.weight.dtype == (torch.float16 if level == "O3" else torch.float32)
     assert all(p.dtype == torch.float32 for p in amp.master_params()) or level == "O3"
     amp.disable()
-    assert type(model) is Net
+    assert type(model) is ConvNet
     assert type(optimizer) is torch.optim.AdamW
     assert set(vars(optimizer)) == attributes
     assert scheduler.optimizer is optimizer
@@ -114,7 +113,7 @@ def test_a_with_block_disables_at_its_end(device: torch.device, level: str) -> N
     with tritonamp.enable(model, optimizer, level=level) as amp:
         assert isinstance(amp, tritonamp.Amp)
         train(model, optimizer, amp, x)
-    assert type(model) is Net and type(optimizer) is torch.optim.AdamW
+    assert type(model) is ConvNet and type(optimizer) is torch.optim.AdamW
     with pytest.raises(RuntimeError, match="this model was disabled"), amp:
         pass
 
@@ -123,10 +122,10 @@ def test_a_with_block_disables_after_an_exception_and_not_twice(device: torch.de
     model, optimizer, _ = make(device)
     with pytest.raises(ZeroDivisionError), tritonamp.enable(model, optimizer, level="O2"):
         raise ZeroDivisionError
-    assert type(model) is Net and type(optimizer) is torch.optim.AdamW
+    assert type(model) is ConvNet and type(optimizer) is torch.optim.AdamW
     with tritonamp.enable(model, optimizer, level="O2") as amp:
         amp.disable()
-    assert type(model) is Net
+    assert type(model) is ConvNet
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -161,7 +160,7 @@ def test_copies_behave_like_the_original_and_pickles_like_the_plain_model(
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
-    plain_model = Net().to(device).eval()
+    plain_model = ConvNet().to(device).eval()
     plain_model.load_state_dict(model.state_dict())
     copies = {
         "copy": copy.deepcopy(copy.copy(model)),
@@ -171,8 +170,8 @@ def test_copies_behave_like_the_original_and_pickles_like_the_plain_model(
     }
     for name, other in copies.items():
         pickled = name in ("pickle", "torch.save")
-        assert isinstance(other, Net), name
-        assert (type(other) is Net) is pickled, name
+        assert isinstance(other, ConvNet), name
+        assert (type(other) is ConvNet) is pickled, name
         if level == "O3" and not pickled:  # FP32 weights under the op table: test_copies.py
             torch.testing.assert_close(other(x), expected, rtol=2**-9, atol=2**-9)
         else:
@@ -186,7 +185,7 @@ def test_copies_behave_like_the_original_and_pickles_like_the_plain_model(
     amp.disable()
     copy_alone = copies["deepcopy"]
     assert copy_alone(x).dtype == torch.float32  # a copy outlives the original
-    # nobody owns the table that the copy brought back
+    # no model owns the table that the copy registered again
     dispatch.acquire()
     dispatch.release()
 
@@ -321,7 +320,7 @@ def calls_of_enable(handles: Any, tensors: int) -> int:
 
 
 def test_a_tensor_costs_the_same_in_a_larger_model(handles: Any) -> None:
-    handles(Net(), level="O2")  # what is found out once is known
+    handles(ConvNet(), level="O2")  # what is found out once is known
     few, twice, thrice = (calls_of_enable(handles, tensors) for tensors in (100, 200, 300))
     assert thrice - twice < 1.1 * (twice - few)
 
@@ -368,10 +367,10 @@ def test_stock_checkpoints_beside_an_enabled_model(
     model, optimizer, x = make(device)
     amp = handles(model, optimizer, level="O2")
     train(model, optimizer, amp, x, 1)
-    beside = run()
-    assert plain[0].dtype == beside[0].dtype
-    assert torch.equal(plain[0], beside[0])
-    assert torch.equal(plain[1], beside[1])
+    after = run()
+    assert plain[0].dtype == after[0].dtype
+    assert torch.equal(plain[0], after[0])
+    assert torch.equal(plain[1], after[1])
 
 
 def test_frozen_and_later_unfrozen(handles: Any, device: torch.device) -> None:
@@ -419,7 +418,7 @@ def test_state_dict_is_fp32_from_the_masters(handles: Any, device: torch.device)
     for (name, param), master in zip(named.items(), amp.master_params(), strict=True):
         assert torch.equal(state[name], master)
         assert torch.equal(param, master.to(param.dtype))
-    plain = Net().to(device)
+    plain = ConvNet().to(device)
     plain.load_state_dict(state)  # strict
     wrapped = nn.DataParallel(model) if device.type == "cuda" else nn.Sequential(model)
     assert all(v.dtype in (torch.float32, torch.int64) for v in wrapped.state_dict().values())
@@ -438,7 +437,7 @@ def test_loading_after_enable_refreshes_the_masters(
 ) -> None:
     model, optimizer, x = make(device)
     torch.manual_seed(5)
-    other = Net().to(device).state_dict()
+    other = ConvNet().to(device).state_dict()
     amp = handles(model, optimizer, level=level)
     target = nn.ModuleDict({"inner": model}) if wrap else model
     target.load_state_dict({("inner." if wrap else "") + k: v for k, v in other.items()})

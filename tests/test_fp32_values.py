@@ -1,4 +1,4 @@
-"""FP32 values beside half tensors: what is noticed of the half ones."""
+"""FP32 values of half tensors: which writes to the half ones are noticed."""
 
 import torch
 from torch import nn
@@ -44,7 +44,7 @@ def test_a_step_brings_up_to_date_its_own_values_alone() -> None:
     values.refresh(values.indices(halves[:1]))
     assert exact[0].tolist() == [2.0, exact[0][1], exact[0][1]]
     assert (exact[1] == exact[1][0]).all() and exact[1][0] != 2.0
-    values.push()  # nobody wrote to a value
+    values.push()  # no value was written to
     assert halves[1].tolist() == [2.0, 1.0, 1.0]
     assert values.get(halves[1]).tolist() == [2.0, exact[1][1], exact[1][1]]
     assert exact[1][1] != 1.0

@@ -1,4 +1,4 @@
-"""Whose code a frame runs, told from its file and from what our functions are registered as."""
+"""Whose code a frame runs, by its file and by the registration of our functions."""
 
 import json
 import os

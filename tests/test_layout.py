@@ -41,7 +41,7 @@ TIERS = [
 ]
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms.split()}
 PUBLIC_ONLY = {"apex", "commands", "demo", "integrations", "testing", "__main__"}
-# beside the public names: what would otherwise be there twice
+# in addition to the public names: code that would otherwise be there twice
 SHARED = {
     "apex": [
         "tritonamp.policy.HALF_DTYPES",

@@ -5,42 +5,24 @@ stays as it is.
 import copy
 import io
 import logging
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from helpers import same, storage_bytes, take_step
+from runs import LEVELS, named
+from small_models import Language
 from torch import Tensor, nn
 
 import tritonamp
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 HALVES = [FP16, BF16]
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
-    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
-    "ours": lambda params: tritonamp.optim.AdamW(params, lr=1e-2),
+OPTIMIZERS = {
+    name: partial(make, lr=1e-2)
+    for name, make in named("AdamW", "SGD momentum", "Adagrad", "our AdamW").items()
 }
-
-
-class Net(nn.Module):
-    """Norms of two kinds, a buffer of constants, a tied weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 8)
-        self.hidden = nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)
-        self.batch_norm = nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, 7)
-        self.head.weight = self.embed.weight
-        self.register_buffer("angles", torch.linspace(0, 1, 8))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.norm(self.hidden(self.embed(tokens)) + self.angles)
-        return self.head(self.batch_norm(torch.relu(x)))
 
 
 class Lora(nn.Module):
@@ -56,9 +38,9 @@ class Lora(nn.Module):
         return self.base(x) + self.up(self.down(x.to(self.down.weight.dtype))).to(x.dtype)
 
 
-def make(device: torch.device, half: torch.dtype | None = None, seed: int = 0) -> Net:
+def make(device: torch.device, half: torch.dtype | None = None, seed: int = 0) -> Language:
     torch.manual_seed(seed)
-    return Net().to(device).to(half)
+    return Language().to(device).to(half)
 
 
 def lora(device: torch.device, half: torch.dtype = FP16, width: int = 16) -> nn.Module:
@@ -118,7 +100,7 @@ def test_the_same_bits_as_from_fp32(
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_where_values_are_stored(
     handles: Any, device: torch.device, level: str, half: torch.dtype
 ) -> None:
@@ -231,7 +213,7 @@ def test_masters_of_our_optimizer_come_along_and_go_back(
 
 
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_numbers_in_the_state_are_not_rounded(
     handles: Any, device: torch.device, level: str, kind: Any
 ) -> None:
@@ -303,8 +285,8 @@ def test_masters_of_what_stays_frozen_are_kept(
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Adagrad"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_disable_gives_back_the_dtype_that_came(
     handles: Any, device: torch.device, level: str, name: str, half: torch.dtype
 ) -> None:
@@ -327,7 +309,7 @@ def test_disable_gives_back_the_dtype_that_came(
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_disable_gives_back_gradients_of_the_dtype_that_came(
     handles: Any, device: torch.device, level: str, half: torch.dtype
 ) -> None:
@@ -362,7 +344,7 @@ def test_bfloat16_values_for_float16(
         model.hidden.weight[1, 1] = 65280.0  # the largest that both formats hold
         model.hidden.bias[1] = 2.0**-40
     loaded = {name: p.detach().float() for name, p in model.named_parameters()}
-    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    optimizer = OPTIMIZERS["SGD momentum"](model.parameters())
     with caplog.at_level(logging.WARNING, "tritonamp"):
         amp = handles(model, optimizer, level="O2", dtype=FP16)
     small = "hidden.weight 2 and 1, hidden.bias 0 and 1"
@@ -387,7 +369,7 @@ def test_bfloat16_values_beyond_float16(
     with torch.no_grad():
         model.hidden.weight[2, 3] = -70144.0
         model.hidden.bias[2] = 65536.0
-    optimizer = OPTIMIZERS["SGD"](p for p in model.parameters() if p.requires_grad)
+    optimizer = OPTIMIZERS["SGD momentum"](p for p in model.parameters() if p.requires_grad)
     before = [(p.dtype, p.data_ptr()) for p in model.parameters()]
     text = (
         r"70144 in 'hidden.weight' and 1 more: use dtype=torch.bfloat16, or keep .*"
@@ -580,7 +562,7 @@ def test_fp32_modules_and_healing_take_frozen_half_parameters(
     x = torch.randn(8, 16, device=device)
     for healed in (True, False):
         model = lora(device)
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
+        optimizer = OPTIMIZERS["SGD momentum"](model.parameters())
         fields = {} if healed else {"fp32_modules": ["2.base"]}
         amp = handles(model, optimizer, level="O2", **fields)
         pointer = model[0].base.weight.data_ptr()
@@ -741,7 +723,7 @@ def test_copies_and_pickles_know_what_is_frozen(
     handles: Any, device: torch.device, level: str
 ) -> None:
     model = lora(device)
-    handles(model, OPTIMIZERS["SGD"](model.parameters()), level=level)
+    handles(model, OPTIMIZERS["SGD momentum"](model.parameters()), level=level)
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
@@ -754,7 +736,7 @@ def test_copies_and_pickles_know_what_is_frozen(
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_states_that_were_taken_stay(handles: Any, device: torch.device, name: str) -> None:
-    """Neither enable nor disable changes the dtypes in a state that somebody holds."""
+    """Neither enable nor disable changes the dtypes in a state that the caller holds."""
 
     def found(state: Any) -> Any:
         return [
@@ -791,7 +773,7 @@ def test_a_state_goes_into_the_plain_half_model(handles: Any, device: torch.devi
 # files
 
 
-class Pretrained(Net):
+class Pretrained(Language):
     """It saves itself as models of transformers and diffusers do."""
 
     @property
@@ -810,12 +792,12 @@ def pretrained(device: torch.device, dtype: torch.dtype) -> Pretrained:
 
 
 @pytest.mark.parametrize("loaded", [FP16, BF16, FP32], ids=str)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_files_are_those_of_the_plain_model(
     handles: Any, device: torch.device, level: str, loaded: torch.dtype
 ) -> None:
     model = pretrained(device, loaded)
-    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    optimizer = OPTIMIZERS["SGD momentum"](model.parameters())
     amp = handles(model, optimizer, level=level)
     train(model, optimizer, amp, range(2))
     with pytest.raises(OSError, match="no space left"):
@@ -857,7 +839,7 @@ def test_files_of_models_with_names_in_common(handles: Any, device: torch.device
         teacher, student = pretrained(device, FP16), pretrained(device, FP32)
         teacher.requires_grad_(False)
         models = [teacher, student] if teacher_first else [student, teacher]
-        amp = handles(models, OPTIMIZERS["SGD"](student.parameters()), level="O2")
+        amp = handles(models, OPTIMIZERS["SGD momentum"](student.parameters()), level="O2")
         dtype, saved = student.save_pretrained()
         assert dtype is saved["hidden.weight"].dtype is FP32
         amp.disable()
@@ -882,11 +864,11 @@ def test_mixed_half_dtypes_are_refused(handles: Any, device: torch.device) -> No
 def test_half_parameters_in_the_same_memory_are_refused(handles: Any, device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device, FP16)
     model[1].weight.data = model[0].weight.data
-    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    optimizer = OPTIMIZERS["SGD momentum"](model.parameters())
     with pytest.raises(ValueError, match=r"got '0.weight' and '1.weight' in the same: tie them"):
         tritonamp.enable(model, optimizer, level="O2")
     model[1].weight = model[0].weight
-    handles(model, OPTIMIZERS["SGD"](model.parameters()), level="O2")
+    handles(model, OPTIMIZERS["SGD momentum"](model.parameters()), level="O2")
 
 
 def test_models_enabled_together_are_saved_each_as_it_came(
@@ -895,7 +877,7 @@ def test_models_enabled_together_are_saved_each_as_it_came(
     """Also where their tensors have the same names."""
     frozen = nn.Linear(4, 4).to(device, FP16).requires_grad_(False)
     trained = nn.Linear(4, 4).to(device, FP16)
-    optimizer = OPTIMIZERS["SGD"](trained.parameters())
+    optimizer = OPTIMIZERS["SGD momentum"](trained.parameters())
     handles([frozen, trained], optimizer, level="O2")
     for model in (frozen, copy.deepcopy(frozen)):
         assert {v.dtype for v in model.state_dict().values()} == {FP16}

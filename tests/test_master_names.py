@@ -7,23 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import Net
-from torch import Tensor, nn
+from runs import LEVELS
+from small_models import Language
+from torch import nn
 
 import tritonamp
-
-
-class Tied(nn.Module):
-    """An output layer whose weight is the embedding's, and a layer that is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(8, 4)
-        self.frozen = nn.Linear(4, 4).requires_grad_(False)
-        self.out = nn.Linear(4, 8)
-        self.out.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.frozen(self.embedding(x)))
 
 
 def backwards(model: nn.Module) -> list[Any]:
@@ -32,7 +20,7 @@ def backwards(model: nn.Module) -> list[Any]:
     return [{"params": params[2:]}, {"params": params[1::-1]}]
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_the_models_order(level: str, device: torch.device) -> None:
     model = Net().to(device)
     optimizer = torch.optim.AdamW(backwards(model))
@@ -47,7 +35,7 @@ def test_the_models_order(level: str, device: torch.device) -> None:
             assert (master is plain[name]) is own
             assert torch.equal(master.to(plain[name].dtype), plain[name])
         with torch.no_grad():
-            model.first.weight.zero_()  # what somebody has written counts
+            model.first.weight.zero_()  # a write of the caller counts
         assert not dict(amp.named_master_params())["first.weight"].any()
     with pytest.raises(RuntimeError, match=r"amp.named_master_params\(\): this model was disabled"):
         next(amp.named_master_params())
@@ -57,16 +45,16 @@ def test_the_models_order(level: str, device: torch.device) -> None:
 def test_tied_weights_come_once_and_frozen_ones_stand_for_themselves(
     all_in_the_optimizer: bool, device: torch.device
 ) -> None:
-    model = Tied().to(device)
-    model.out.weight = model.embedding.weight  # the GPU in software moves each by itself
+    model = Language().to(device)
+    model.hidden.requires_grad_(False)
     params = [p for p in model.parameters() if p.requires_grad or all_in_the_optimizer]
     optimizer = torch.optim.SGD(params, lr=0.1)
     with tritonamp.enable(model, optimizer, level="O2") as amp:
         found = dict(amp.named_master_params())
-        assert list(found) == ["embedding.weight", "frozen.weight", "frozen.bias", "out.bias"]
-        assert found["embedding.weight"].dtype is torch.float32
+        assert list(found) == [name for name, _ in model.named_parameters()]
+        assert found["embed.weight"].dtype is torch.float32
         if not all_in_the_optimizer:
-            assert found["frozen.weight"] is model.frozen.weight
+            assert found["hidden.weight"] is model.hidden.weight
         assert set(amp.master_params()) <= set(found.values())
 
 

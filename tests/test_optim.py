@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import agree, torchs_database
+from helpers import agree, odd_parameters, snapshot, torchs_database
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -41,19 +41,6 @@ HYPERPARAMETERS: dict[str, dict[str, Any]] = {
 each_name = pytest.mark.parametrize("name", TORCHS)
 each_half = pytest.mark.parametrize("half", HALVES, ids=str)
 each_setting = pytest.mark.parametrize("setting", HYPERPARAMETERS)
-
-
-def parameters(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Parameter]:
-    generator = torch.Generator().manual_seed(1)
-    shapes: list[tuple[int, ...]] = [(3, 5), (), (0,), (4, 6)]
-    real = dtype.to_real()
-    data = [
-        torch.randn(shape + (2,) * dtype.is_complex, generator=generator).to(real)
-        for shape in shapes
-    ]
-    data = [torch.view_as_complex(d) for d in data] if dtype.is_complex else data
-    data[-1] = data[-1].t()
-    return [Parameter(d.to(device)) for d in data]
 
 
 def gradients(
@@ -85,13 +72,6 @@ def train(
 
 def clone(params: list[Parameter]) -> list[Parameter]:
     return [Parameter(p.detach().clone()) for p in params]
-
-
-def everything(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All that a step may change."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    state = [value for p in params for _, value in sorted(optimizer.state.get(p, {}).items())]
-    return [t.detach().clone() for t in [*params, *state]]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -168,7 +148,7 @@ def test_optimizer_database(device: torch.device, name: str, dtype: torch.dtype)
     inputs = database()[name].optim_inputs_func(device="cuda")
     assert len(inputs) >= 10
     for case in inputs:
-        params, others = (parameters(device, dtype)[::3] for _ in range(2))
+        params, others = (odd_parameters(device, dtype)[::3] for _ in range(2))
         kwargs, reference = copy.deepcopy(case.kwargs), copy.deepcopy(case.kwargs)
         reference.pop("capturable", None)  # torch has none of it on a CPU
         ours, torchs = (
@@ -223,7 +203,7 @@ def test_sparse_gradients_are_refused_as_in_torch(device: torch.device, name: st
 def test_groups_and_schedules(device: torch.device, name: str) -> None:
     runs = []
     for cls in (OURS[name], TORCHS[name]):
-        first, second, third, fourth = parameters(device)
+        first, second, third, fourth = odd_parameters(device)
         groups = [
             {"params": [first], "lr": 0.01, "weight_decay": 0.0},
             {"params": [second, third], "betas": (0, 0.5), "eps": 0.25, "amsgrad": True},
@@ -254,13 +234,13 @@ def test_groups_and_schedules(device: torch.device, name: str) -> None:
 def test_a_tensor_lr(
     device: torch.device, name: str, shape: tuple[int, ...], kind: torch.dtype
 ) -> None:
-    """A schedule writes to it in place, so it is read anew every step."""
+    """A schedule writes to it in place, so it is read again every step."""
     runs = []
     for cls in (OURS[name], TORCHS[name]):
         lr = torch.full(shape, 0.05, dtype=kind)
-        optimizer = cls(parameters(device), lr=lr, weight_decay=0.1)
+        optimizer = cls(odd_parameters(device), lr=lr, weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        train(optimizer, gradients(parameters(device), 20), scheduler.step)
+        train(optimizer, gradients(odd_parameters(device), 20), scheduler.step)
         assert optimizer.param_groups[0]["lr"] is lr
         lr.fill_(0.05)
         runs.append(optimizer)
@@ -272,7 +252,7 @@ def test_a_tensor_lr(
 def test_a_tiny_lr(device: torch.device, name: str) -> None:
     runs = []
     for cls in (OURS[name], TORCHS[name]):
-        params = [Parameter(p.detach() * 1e-4) for p in parameters(device)]
+        params = [Parameter(p.detach() * 1e-4) for p in odd_parameters(device)]
         runs.append(cls(params, lr=1e-7))
         train(runs[-1], gradients(params, 100))
     assert_follows(*runs, 100)
@@ -288,9 +268,9 @@ def test_implementation_choices_make_no_difference(device: torch.device, name: s
         {"fused": True},
         {"capturable": True},
     ):
-        optimizer = OURS[name](parameters(device), lr=0.1, **choice)
-        train(optimizer, gradients(parameters(device), 3))
-        results.append(everything(optimizer))
+        optimizer = OURS[name](odd_parameters(device), lr=0.1, **choice)
+        train(optimizer, gradients(odd_parameters(device), 3))
+        results.append(snapshot(optimizer))
         assert optimizer._step_supports_amp_scaling == ("fused" in choice)  # as in torch
     assert all(same_bits(results[0], result) for result in results)
 
@@ -315,7 +295,7 @@ def test_differentiable_is_torchs(device: torch.device, name: str) -> None:
 
 @each_name
 def test_parameters_without_gradient_are_left_alone(device: torch.device, name: str) -> None:
-    params = [*parameters(device), *parameters(device, torch.float16)]
+    params = [*odd_parameters(device), *odd_parameters(device, torch.float16)]
     optimizer = OURS[name](params, lr=0.1)
     for param in params[::2]:
         param.grad = torch.ones_like(param)
@@ -355,11 +335,11 @@ def test_closure_and_return_value(device: torch.device, name: str) -> None:
 
 @each_name
 def test_hooks_fire_once(device: torch.device, name: str) -> None:
-    optimizer = OURS[name](parameters(device))
+    optimizer = OURS[name](odd_parameters(device))
     fired: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: fired.append("pre"))
     optimizer.register_step_post_hook(lambda *_: fired.append("post"))
-    train(optimizer, gradients(parameters(device), 2))
+    train(optimizer, gradients(odd_parameters(device), 2))
     assert fired == ["pre", "post"] * 2
 
 
@@ -384,8 +364,8 @@ def test_the_state_has_torchs_keys_and_formats(
 ) -> None:
     states = []
     for cls in (OURS[name], TORCHS[name]):
-        optimizer = cls(parameters(device, dtype), **HYPERPARAMETERS[setting])
-        train(optimizer, gradients(parameters(device, dtype), 2))
+        optimizer = cls(odd_parameters(device, dtype), **HYPERPARAMETERS[setting])
+        train(optimizer, gradients(odd_parameters(device, dtype), 2))
         states.append(optimizer.state_dict())
     assert_same_format(*states)
 
@@ -397,7 +377,7 @@ def test_a_run_continues_in_the_other_optimizer(
     device: torch.device, name: str, setting: str, way: str
 ) -> None:
     kwargs = HYPERPARAMETERS[setting]
-    params, whole = parameters(device), parameters(device)
+    params, whole = odd_parameters(device), odd_parameters(device)
     grads = gradients(params, 30)
     reference = TORCHS[name](whole, **kwargs)
     train(reference, grads)
@@ -443,22 +423,22 @@ def through_a_state_dict(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
 def test_copies_and_checkpoints_go_on_with_the_same_bits(
     device: torch.device, name: str, setting: str, how: str, dtype: torch.dtype
 ) -> None:
-    params = parameters(device, dtype)
+    params = odd_parameters(device, dtype)
     grads = gradients(params, 10)
     optimizer = OURS[name](params, **{"lr": 0.01, **HYPERPARAMETERS[setting]})
     train(optimizer, grads[:5])
     other = COPIES.get(how, through_a_state_dict)(optimizer)
     assert type(other) is type(optimizer)
-    assert same_bits(everything(other), everything(optimizer))
+    assert same_bits(snapshot(other), snapshot(optimizer))
     for one in (optimizer, other):
         train(one, grads[5:])
-    assert same_bits(everything(other), everything(optimizer))
-    assert not same_bits(everything(other), [p.detach() for p in params])
+    assert same_bits(snapshot(other), snapshot(optimizer))
+    assert not same_bits(snapshot(other), [p.detach() for p in params])
 
 
 @each_name
 def test_a_state_of_numbers_as_old_torch_saved_it(device: torch.device, name: str) -> None:
-    param = parameters(device)[:1]
+    param = odd_parameters(device)[:1]
     optimizer = OURS[name](param)
     state = optimizer.state_dict()
     ones = torch.ones(3, 5)
@@ -504,7 +484,7 @@ def test_half_parameters_are_the_rounded_masters(
 ) -> None:
     exactly = device.type == "cpu" or not compiled
     kwargs = {"lr": 0.01, **HYPERPARAMETERS[setting]}
-    params = parameters(device, half)
+    params = odd_parameters(device, half)
     for param in params:
         param.grad_dtype = grad_dtype or half
     expected = ByHand(name, clone(params), **kwargs)
@@ -560,7 +540,7 @@ def test_what_the_user_writes_to_a_parameter_counts(
     """Where the parameter still is the rounded master, the master's own bits go on; elsewhere the
     new value does.
     """
-    params = parameters(device, half)[:1]
+    params = odd_parameters(device, half)[:1]
     optimizer = OURS[name](params, lr=0.01)
     train(optimizer, gradients(params, 3))
     expected = optimizer.state[params[0]]["master_param"].clone()
@@ -597,14 +577,14 @@ def test_loading_never_rounds_fp32_state(
     device: torch.device, name: str, half: torch.dtype
 ) -> None:
     """torch makes moments of 1e-9 zero here, and masters half."""
-    params = parameters(device, half)
+    params = odd_parameters(device, half)
     optimizer = OURS[name](params, amsgrad=True)
     train(optimizer, [[g * 1e-4 for g in row] for row in gradients(params, 3, dtype=half)])
-    before = everything(optimizer)
+    before = snapshot(optimizer)
     assert any(0 < t.abs().max() < 1e-9 for t in before if t.numel())
     other = OURS[name](clone(params))
     other.load_state_dict(optimizer.state_dict())
-    assert same_bits(everything(other), before)
+    assert same_bits(snapshot(other), before)
     for param, copied in zip(params, other.param_groups[0]["params"], strict=True):
         storages = {s["exp_avg"].data_ptr() for s in (other.state[copied], optimizer.state[param])}
         assert len(storages) == 2 or not param.numel(), "no sharing with the optimizer it came from"
@@ -616,7 +596,7 @@ def test_loading_respects_the_users_hooks(
     device: torch.device, name: str, half: torch.dtype
 ) -> None:
     """A pre-hook may replace the state, here one saved under another layout."""
-    params = parameters(device, half)
+    params = odd_parameters(device, half)
     optimizer = OURS[name](params)
     train(optimizer, gradients(params, 2))
     other = OURS[name](clone(params))
@@ -624,7 +604,7 @@ def test_loading_respects_the_users_hooks(
     calls: list[int] = []
     other.register_load_state_dict_post_hook(lambda _: calls.append(1))
     other.load_state_dict({"nested": optimizer.state_dict()})
-    assert same_bits(everything(other), everything(optimizer))
+    assert same_bits(snapshot(other), snapshot(optimizer))
     assert calls == [1]
     assert len(other._optimizer_load_state_dict_pre_hooks) == 1
 
@@ -635,7 +615,7 @@ def test_fp32_state_of_torch_goes_into_half_parameters(
     device: torch.device, name: str, half: torch.dtype
 ) -> None:
     """A run begun in FP32 with torch goes on with half parameters: as with masters by hand."""
-    wide = [Parameter(p.detach().float()) for p in parameters(device, half)]
+    wide = [Parameter(p.detach().float()) for p in odd_parameters(device, half)]
     torchs = TORCHS[name](wide, lr=0.01)
     train(torchs, gradients(wide, 5))
     params = [Parameter(p.detach().to(half)) for p in wide]
@@ -654,7 +634,7 @@ def test_fp32_state_of_torch_goes_into_half_parameters(
 def test_state_that_torch_has_rounded_becomes_fp32_again(
     device: torch.device, name: str, half: torch.dtype
 ) -> None:
-    params = parameters(device, half)
+    params = odd_parameters(device, half)
     first = OURS[name](params, eps=1e-4)
     train(first, gradients(params, 2))
     torchs = TORCHS[name](params)
@@ -690,24 +670,24 @@ def test_state_that_torch_has_rounded_becomes_fp32_again(
 def test_any_found_inf_changes_no_bit(
     device: torch.device, name: str, steps: int, flag: Any, dtype: torch.dtype
 ) -> None:
-    params = parameters(device, dtype)
+    params = odd_parameters(device, dtype)
     optimizer = OURS[name](params, lr=0.1, amsgrad=True, weight_decay=0.1)
     train(optimizer, gradients(params, steps))
-    before, start = everything(optimizer), [p.detach().clone() for p in params]
+    before, start = snapshot(optimizer), [p.detach().clone() for p in params]
     optimizer.found_inf = torch.tensor(flag, device=device)
     optimizer.grad_scale = torch.tensor(4.0, device=device)
     for bad in (1.0, INF, NAN):
         train(optimizer, [[torch.full_like(p, bad) for p in params]])
     assert same_bits([p.detach() for p in params], start)
     if steps:
-        assert same_bits(everything(optimizer), before)
+        assert same_bits(snapshot(optimizer), before)
     del optimizer.found_inf, optimizer.grad_scale
     train(optimizer, gradients(params, 2, seed=5))
     untouched = OURS[name](
-        fresh := parameters(device, dtype), lr=0.1, amsgrad=True, weight_decay=0.1
+        fresh := odd_parameters(device, dtype), lr=0.1, amsgrad=True, weight_decay=0.1
     )
     train(untouched, gradients(fresh, steps) + gradients(fresh, 2, seed=5))
-    assert same_bits(everything(optimizer), everything(untouched))
+    assert same_bits(snapshot(optimizer), snapshot(untouched))
 
 
 @pytest.mark.parametrize("flag", [None, 0.0, [0.0]], ids=str)
@@ -718,14 +698,14 @@ def test_grad_scale_divides_the_gradients(
     device: torch.device, name: str, dtype: torch.dtype, exponent: int, flag: Any
 ) -> None:
     """A power of two leaves FP32 and bf16 gradients their bits."""
-    plain, scaled = (OURS[name](parameters(device, dtype), lr=0.1) for _ in range(2))
-    grads = gradients(parameters(device, dtype), 5)
+    plain, scaled = (OURS[name](odd_parameters(device, dtype), lr=0.1) for _ in range(2))
+    grads = gradients(odd_parameters(device, dtype), 5)
     train(plain, grads)
     scaled.grad_scale = torch.tensor(2.0**exponent, device=device)
     if flag is not None:
         scaled.found_inf = torch.tensor(flag, device=device)
     train(scaled, [[g * 2.0**exponent for g in row] for row in grads])
-    assert same_bits(everything(plain), everything(scaled))
+    assert same_bits(snapshot(plain), snapshot(scaled))
 
 
 def test_the_inverse_scale_is_correctly_rounded(device: torch.device) -> None:
@@ -740,7 +720,7 @@ def test_the_inverse_scale_is_correctly_rounded(device: torch.device) -> None:
             optimizer.grad_scale = torch.tensor(scale, device=device)
         param.grad = torch.as_tensor(grad, device=device).reshape(1)
         optimizer.step()
-        results.append(everything(optimizer))
+        results.append(snapshot(optimizer))
     assert same_bits(*results)
 
 
@@ -749,15 +729,15 @@ def test_a_scale_too_small_to_invert_skips(device: torch.device, flag: float | N
     """torch's scaler has no floor. 1 / 2**-130 is inf, and inf times a healthy gradient would make
     every weight NaN.
     """
-    params = [*parameters(device), *parameters(device, torch.float16)]
+    params = [*odd_parameters(device), *odd_parameters(device, torch.float16)]
     optimizer = optim.AdamW(params)
     train(optimizer, gradients(params, 1))
-    before = everything(optimizer)
+    before = snapshot(optimizer)
     optimizer.grad_scale = torch.tensor(2.0**-130, device=device)
     if flag is not None:
         optimizer.found_inf = torch.tensor(flag, device=device)
     train(optimizer, gradients(params, 2))
-    assert same_bits(everything(optimizer), before)
+    assert same_bits(snapshot(optimizer), before)
 
 
 SCALERS: dict[str, Callable[..., torch.amp.GradScaler]] = {
@@ -797,15 +777,15 @@ def test_the_scale_of_a_scaler_cancels(
 ) -> None:
     results = []
     for exponent in (0, 5, 16):
-        params = parameters(device, dtype)
+        params = odd_parameters(device, dtype)
         optimizer = OURS[name](params, lr=0.1)
         scaler = SCALERS[kind](device.type, init_scale=2.0**exponent)
         for _ in loop(scaler, optimizer, params, 5, None):
             pass
-        results.append(everything(optimizer))
+        results.append(snapshot(optimizer))
     assert same_bits(results[0], results[1])
     assert same_bits(results[0], results[2])
-    assert not same_bits(results[0][:1], [parameters(device, dtype)[0].detach()])
+    assert not same_bits(results[0][:1], [odd_parameters(device, dtype)[0].detach()])
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
@@ -814,12 +794,12 @@ def test_the_scale_of_a_scaler_cancels(
 def test_a_scaler_skips_the_step_that_overflows(
     device: torch.device, name: str, kind: str, dtype: torch.dtype
 ) -> None:
-    params = parameters(device, dtype)
+    params = odd_parameters(device, dtype)
     optimizer = OURS[name](params, lr=0.1)
     scaler = SCALERS[kind](device.type, init_scale=2.0**8)
     seen = []
     for _ in loop(scaler, optimizer, params, 4, 2):
-        seen.append((everything(optimizer), scaler.get_scale()))
+        seen.append((snapshot(optimizer), scaler.get_scale()))
     moved = [not same_bits(a[0], b[0]) for a, b in itertools.pairwise(seen)]
     assert moved == [True, False, True]
     assert [scale for _, scale in seen] == [2.0**8, 2.0**8, 2.0**7, 2.0**7]
@@ -832,7 +812,7 @@ def test_a_scaler_skips_the_step_that_overflows(
 def test_nothing_reads_the_device(
     device: torch.device, name: str, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = parameters(device, dtype)
+    params = odd_parameters(device, dtype)
     optimizer = OURS[name](params, lr=torch.tensor(0.1), weight_decay=0.1, amsgrad=True)
     train(optimizer, gradients(params, 1))
     optimizer.load_state_dict(optimizer.state_dict())

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import agree, same
+from helpers import agree, odd_parameters, same
+from runs import batch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -33,11 +34,8 @@ each_half = pytest.mark.parametrize("half", HALVES, ids=str)
 
 def parameters(device: torch.device, half: torch.dtype) -> list[Parameter]:
     """Half ones of several shapes, one in FP32, and one that never has a gradient."""
-    generator = torch.Generator().manual_seed(1)
-    shapes: list[tuple[int, ...]] = [(3, 5), (), (0,), (4, 6), (2, 3), (7,)]
-    values = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
-    values[3] = values[3].t()
-    return [Parameter(v if i == 4 else v.to(half)) for i, v in enumerate(values)]
+    others = batch(2, 2, 3, device=device), batch(3, 7, device=device, dtype=half)
+    return [*odd_parameters(device, half), *map(Parameter, others)]
 
 
 def gradients(params: Sequence[Tensor], steps: int) -> list[list[Tensor]]:

@@ -62,16 +62,16 @@ def test_the_last_one_is_cancelled(device: torch.device) -> None:
 
 
 def test_the_last_one_is_started_again(device: torch.device) -> None:
-    """In its place, with what was attached; or anew, where it was read, or had no room."""
+    """With what was attached to it; a new one starts where it was read or had no room."""
     readback = Readback(numbers(0.0, device), most=2)
     for first in (1.0, 2.0, 3.0):
         readback.start(numbers(first, device), first)
-        readback.restart(numbers(-first, device), "anew")
+        readback.restart(numbers(-first, device), "again")
     assert read(readback) == [([-1.0, 2.5], 1.0), ([-2.0, 2.5], 2.0)]
     readback.start(numbers(4.0, device), "read")
     assert len(read(readback)) == 1
-    readback.restart(numbers(5.0, device), "anew")
-    assert read(readback) == [([5.0, 2.5], "anew")]
+    readback.restart(numbers(5.0, device), "again")
+    assert read(readback) == [([5.0, 2.5], "again")]
 
 
 def test_a_reading_is_there_while_the_next_are_under_way(device: torch.device) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fresh_python import FreshPython
+from runs import Training, batch
 from torch import Tensor, nn
 
 import tritonamp
@@ -20,19 +21,22 @@ from tritonamp.testing import CAUSES, KINDS, Fault, FaultInjector, InjectedError
 INF, NAN = math.inf, math.nan
 
 
-class Run:
+class Injected(Training):
     def __init__(self, device: torch.device, level: str = "O2") -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)).to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         scaler = tritonamp.GradScaler(device.type, init_scale=2.0**8)
-        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, scaler=scaler)
-        self.x = torch.randn(3, 4, device=device)
+        super().__init__(
+            lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)),
+            level=level,
+            device=device,
+            lr=1e-3,
+            scaler=scaler,
+        )
+        self.x = batch(0, 3, 4, device=device)
 
     def step(self, injector: FaultInjector, fault: Fault | None = None) -> None:
-        self.optimizer.zero_grad()
+        self.zero_grad()
         with injector.step(fault):
-            self.amp.backward(injector.loss(self.model(self.x).square().mean()))
+            self.backward(injector.loss(self.loss()))
             self.optimizer.step()
 
     def hooks(self) -> int:
@@ -46,10 +50,9 @@ class Run:
 
 
 @pytest.fixture
-def run(device: torch.device) -> Iterator[Run]:
-    run = Run(device)
-    yield run
-    run.amp.disable()
+def run(device: torch.device) -> Iterator[Injected]:
+    with Injected(device) as made:
+        yield made
 
 
 PLACES = {"overflow": "0", "scale": "2", "gradient": "2.weight", "missing gradient": "0.bias"}
@@ -57,7 +60,7 @@ PLACES = {"overflow": "0", "scale": "2", "gradient": "2.weight", "missing gradie
 
 @pytest.mark.parametrize("value", [INF, NAN])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind(run: Run, kind: str, value: float) -> None:
+def test_each_kind(run: Injected, kind: str, value: float) -> None:
     injector = FaultInjector(run.model, run.optimizer)
     run.step(injector)
     before = [p.detach().clone() for p in run.model.parameters()]
@@ -82,7 +85,7 @@ def test_each_kind(run: Run, kind: str, value: float) -> None:
     assert causes[decided] is None
 
 
-def test_the_gradient_that_is_named(run: Run) -> None:
+def test_the_gradient_that_is_named(run: Injected) -> None:
     injector = FaultInjector(run.model)
     run.step(injector, Fault("gradient", "2.bias", INF))
     assert run.amp.history[-1].parameters == ("2.bias",)
@@ -92,7 +95,7 @@ def test_the_gradient_that_is_named(run: Run) -> None:
 @pytest.mark.steps
 def test_the_same_seed_gives_the_same_faults(device: torch.device) -> None:
     def faults(seed: int) -> list[Fault]:
-        run = Run(device)
+        run = Injected(device)
         injector = FaultInjector(run.model, run.optimizer, rate=0.5, seed=seed)
         for _ in range(40):
             with contextlib.suppress(InjectedError, torch.OutOfMemoryError):
@@ -108,7 +111,7 @@ def test_the_same_seed_gives_the_same_faults(device: torch.device) -> None:
     assert 8 < len(drawn) < 32  # of 40 with a probability of 1/2: 3.8 standard deviations
 
 
-def test_random_numbers_of_torch_are_left_alone(run: Run) -> None:
+def test_random_numbers_of_torch_are_left_alone(run: Injected) -> None:
     injector = FaultInjector(run.model, rate=1.0, kinds=["batch", "gradient"])
     before = torch.get_rng_state()
     run.step(injector)
@@ -150,7 +153,7 @@ def test_structures_and_keywords(device: torch.device) -> None:
         assert x.eq(0).all()
 
 
-def test_what_cannot_happen_is_said(run: Run) -> None:
+def test_what_cannot_happen_is_said(run: Injected) -> None:
     injector = FaultInjector(run.model)
     with (
         pytest.raises(RuntimeError, match="did not happen: nothing came by there in this step"),
@@ -164,7 +167,7 @@ def test_what_cannot_happen_is_said(run: Run) -> None:
     assert drawing.injected == []
 
 
-def test_a_graph_that_outlives_its_step(run: Run) -> None:
+def test_a_graph_that_outlives_its_step(run: Injected) -> None:
     injector = FaultInjector(run.model)
     with (
         pytest.raises(RuntimeError, match="did not happen"),
@@ -193,7 +196,7 @@ def test_a_graph_that_outlives_its_step(run: Run) -> None:
         ),
     ],
 )
-def test_misuse(run: Run, call: Callable[[nn.Module], Any], message: str) -> None:
+def test_misuse(run: Injected, call: Callable[[nn.Module], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(run.model)
 

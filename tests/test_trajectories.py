@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from covering import more
+from helpers import snapshot
+from runs import LEVELS, Training
 from torch import Tensor, nn
 from torch.nn.parallel import replicate
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +28,6 @@ STEPS = 12
 OVERFLOWS = 5  # the step whose loss is finite, and too large to be scaled
 TOO_LARGE = 2.0**120
 SCALE = 2.0**12
-LEVELS = ["O0", "O1", "O2", "O3"]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, eps=0.25, weight_decay=0.0),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.5),
@@ -57,7 +58,7 @@ def _convolutions_of_the_same_bits() -> Iterator[None]:
         yield
 
 
-class Net(nn.Module):
+class Mixing(nn.Module):
     """A convolution, norms, a softmax and dropout; ``part`` runs its middle."""
 
     def __init__(self, dropout: float = 0.0) -> None:
@@ -89,8 +90,8 @@ class Small(nn.Module):
         return self.last(self.norm(torch.tanh(self.first(x.flatten(1)))).softmax(-1))
 
 
-class Run:
-    """An enabled model, its optimizer and its batches; ``step`` is the plain way to train it."""
+class Engine(Training):
+    """``step`` is the plain way to train; ``net`` is the enabled model, and ``model`` what runs."""
 
     def __init__(
         self,
@@ -98,20 +99,18 @@ class Run:
         level: str,
         optimizer: str,
         dropout: float = 0.0,
-        make: Callable[..., nn.Module] = Net,
+        make: Callable[..., nn.Module] = Mixing,
         inside: Callable[[], Any] = contextlib.nullcontext,
-        **options: Any,
+        **fields: Any,
     ) -> None:
-        torch.manual_seed(0)
-        self.device = device
-        self.net: Any = make(dropout).to(device)
-        self.optimizer = OPTIMIZERS[optimizer](self.net.parameters())
+        def enable(*args: Any, **fields: Any) -> Any:
+            with inside():
+                return tritonamp.enable(*args, **fields)
+
         scaler = tritonamp.GradScaler(device.type, init_scale=SCALE, growth_interval=3)
-        with inside():
-            self.amp = tritonamp.enable(
-                self.net, self.optimizer, level=level, scaler=scaler, **options
-            )
-        self.model: Callable[..., Tensor] = self.net
+        fields |= {"scaler": scaler, "enable": enable, "lr": None}
+        super().__init__(lambda: make(dropout), OPTIMIZERS[optimizer], level, device, **fields)
+        self.net = self.model
         self.largest = 0.0  # true gradient so far
 
     def batches(self) -> Iterator[tuple[int, Tensor, Tensor, float]]:
@@ -119,23 +118,18 @@ class Run:
         generator = torch.Generator().manual_seed(1)
         for number in range(STEPS):
             x, y = (
-                torch.randn(8, 2, 4, 4, generator=generator),
-                torch.randn(8, 3, generator=generator),
+                torch.randn(*shape, generator=generator).to(self.device)
+                for shape in ((8, 2, 4, 4), (8, 3))
             )
             torch.manual_seed(number)  # for dropout
-            yield (
-                number,
-                x.to(self.device),
-                y.to(self.device),
-                TOO_LARGE if number == OVERFLOWS else 1.0,
-            )
+            yield number, x, y, TOO_LARGE if number == OVERFLOWS else 1.0
 
     def loss(self, x: Tensor, y: Tensor, factor: float = 1.0) -> Tensor:
         return (self.model(x) - y).square().mean() * factor
 
     def step(self, x: Tensor, y: Tensor, factor: float) -> Tensor:
         loss = self.loss(x, y, factor)
-        self.amp.backward(loss)
+        self.backward(loss)
         self.take()
         return loss
 
@@ -147,11 +141,10 @@ class Run:
             if p.grad is not None
         ]
         self.largest = max([self.largest] + [g for g in grads if g < float("inf")])
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.finish()
 
 
-Step = Callable[[Run, Tensor, Tensor, float], Tensor]
+Step = Callable[[Engine, Tensor, Tensor, float], Tensor]
 
 
 class Trajectory(NamedTuple):
@@ -165,7 +158,7 @@ class Trajectory(NamedTuple):
     largest: float
 
 
-def train(run: Run, step: Step = Run.step, without: int | None = None) -> Trajectory:
+def followed(run: Engine, step: Step = Engine.step, without: int | None = None) -> Trajectory:
     losses, scales = [], []
     for number, x, y, factor in run.batches():
         if number != without:
@@ -174,21 +167,17 @@ def train(run: Run, step: Step = Run.step, without: int | None = None) -> Trajec
     return ended(run, losses, scales)
 
 
-def ended(run: Run, losses: list[Tensor], scales: list[float]) -> Trajectory:
+def ended(run: Engine, losses: list[Tensor], scales: list[float]) -> Trajectory:
     keys = ("steps", "skipped", "scale_overflows", "forward_faults", "growth_tracker")
     counts = {key: value for key, value in run.amp.stats().items() if key in keys}
-    state = [t for s in run.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
-    masters, others = (
-        [t.detach().clone() for t in tensors]
-        for tensors in (run.amp.master_params(), [*run.net.parameters(), *state])
-    )
+    masters, others = run.masters(), snapshot(run.net, run.optimizer)
     run.amp.disable()
     return Trajectory(losses, masters, others, scales, counts, run.largest)
 
 
 @functools.cache
 def plain(device: torch.device, level: str, optimizer: str, **options: Any) -> Trajectory:
-    trajectory = train(Run(device, level, optimizer, **options))
+    trajectory = followed(Engine(device, level, optimizer, **options))
     assert trajectory.counts["skipped"] == trajectory.counts["scale_overflows"] == 1
     assert trajectory.counts["steps"] == STEPS - 1
     assert (
@@ -219,7 +208,7 @@ def assert_close(found: Trajectory, expected: Trajectory, optimizer: str, roundi
 # Other ways to take the same step
 
 
-def accumulating(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
+def accumulating(run: Engine, x: Tensor, y: Tensor, factor: float) -> Tensor:
     """Half of the gradients, twice: exact."""
     for _ in range(2):
         loss = run.loss(x, y, factor)
@@ -228,7 +217,7 @@ def accumulating(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
     return loss
 
 
-def autograd_grad(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
+def autograd_grad(run: Engine, x: Tensor, y: Tensor, factor: float) -> Tensor:
     loss, params = run.loss(x, y, factor), list(run.net.parameters())
     with run.amp.scale_loss(loss) as scaled:
         for param, grad in zip(params, torch.autograd.grad(scaled, params), strict=True):
@@ -237,13 +226,13 @@ def autograd_grad(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
     return loss
 
 
-def functional_call(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
+def functional_call(run: Engine, x: Tensor, y: Tensor, factor: float) -> Tensor:
     params = dict(run.net.named_parameters())
     run.model = lambda x: torch.func.functional_call(run.net, params, (x,))
     return run.step(x, y, factor)
 
 
-def keeping_gradients(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
+def keeping_gradients(run: Engine, x: Tensor, y: Tensor, factor: float) -> Tensor:
     loss = run.loss(x, y, factor)
     run.amp.backward(loss)
     run.optimizer.step()
@@ -252,7 +241,7 @@ def keeping_gradients(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
     return loss
 
 
-def clearing_the_model(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
+def clearing_the_model(run: Engine, x: Tensor, y: Tensor, factor: float) -> Tensor:
     loss = run.loss(x, y, factor)
     run.amp.backward(loss)
     run.optimizer.step()
@@ -260,7 +249,7 @@ def clearing_the_model(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
     return loss
 
 
-def evaluating(run: Run, x: Tensor, y: Tensor, factor: float, mode: Any) -> Tensor:
+def evaluating(run: Engine, x: Tensor, y: Tensor, factor: float, mode: Any) -> Tensor:
     """Between backward and step, and after it; also on a batch that no step would survive."""
     loss = run.loss(x, y, factor)
     run.amp.backward(loss)
@@ -275,15 +264,15 @@ def evaluating(run: Run, x: Tensor, y: Tensor, factor: float, mode: Any) -> Tens
     return loss
 
 
-def without_grad(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
+def without_grad(run: Engine, x: Tensor, y: Tensor, factor: float) -> Tensor:
     return evaluating(run, x, y, factor, torch.no_grad)
 
 
-def in_inference_mode(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
+def in_inference_mode(run: Engine, x: Tensor, y: Tensor, factor: float) -> Tensor:
     return evaluating(run, x, y, factor, torch.inference_mode)
 
 
-def watched(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
+def watched(run: Engine, x: Tensor, y: Tensor, factor: float) -> Tensor:
     with torch.autograd.detect_anomaly(check_nan=False):
         return run.step(x, y, factor)
 
@@ -304,7 +293,7 @@ WAYS: list[Step] = [
 @pytest.mark.parametrize("way", WAYS)
 @each_run
 def test_the_same_bits(device: torch.device, way: Step, level: str, optimizer: str) -> None:
-    found = train(Run(device, level, optimizer), way)
+    found = followed(Engine(device, level, optimizer), way)
     assert_same_bits(
         found._replace(largest=0.0), plain(device, level, optimizer)._replace(largest=0.0)
     )
@@ -315,7 +304,7 @@ def test_the_same_bits(device: torch.device, way: Step, level: str, optimizer: s
 def test_a_batch_that_anomaly_detection_stops_never_was(
     device: torch.device, level: str, optimizer: str
 ) -> None:
-    def step(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
+    def step(run: Engine, x: Tensor, y: Tensor, factor: float) -> Tensor:
         with torch.autograd.detect_anomaly():
             if factor == 1.0:
                 return run.step(x, y, factor)
@@ -324,10 +313,10 @@ def test_a_batch_that_anomaly_detection_stops_never_was(
             run.optimizer.zero_grad()
         return torch.zeros((), device=device)
 
-    stopped = train(Run(device, level, optimizer), step)
+    stopped = followed(Engine(device, level, optimizer), step)
     for per_step in (stopped.losses, stopped.scales):
         del per_step[OVERFLOWS]
-    assert_same_bits(stopped, train(Run(device, level, optimizer), without=OVERFLOWS))
+    assert_same_bits(stopped, followed(Engine(device, level, optimizer), without=OVERFLOWS))
 
 
 @each_run
@@ -338,7 +327,7 @@ def test_deterministic_algorithms(
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
-        found = train(Run(device, level, optimizer))
+        found = followed(Engine(device, level, optimizer))
     finally:
         torch.use_deterministic_algorithms(False)
     assert_same_bits(found, plain(device, level, optimizer))
@@ -349,9 +338,9 @@ def test_deterministic_algorithms(
 def test_activation_checkpointing(
     device: torch.device, level: str, optimizer: str, use_reentrant: bool
 ) -> None:
-    run = Run(device, level, optimizer, dropout=0.2)
+    run = Engine(device, level, optimizer, dropout=0.2)
     run.net.part = functools.partial(checkpoint, use_reentrant=use_reentrant)
-    assert_same_bits(train(run), plain(device, level, optimizer, dropout=0.2))
+    assert_same_bits(followed(run), plain(device, level, optimizer, dropout=0.2))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -362,7 +351,7 @@ def test_checkpoints_of_two_models_that_take_turns(
     kinds = [("O1", {"softmax_dtype": torch.float32}), ("O2", {})]
 
     def runs(part: Callable[..., Tensor]) -> list[Trajectory]:
-        both = [Run(device, level, "SGD", **fields) for level, fields in kinds]
+        both = [Engine(device, level, "SGD", **fields) for level, fields in kinds]
         losses: list[list[Tensor]] = [[], []]
         for run in both:
             run.net.part = part
@@ -395,31 +384,31 @@ def test_replicas_in_threads(
         sys.modules[replicate.__module__], "_broadcast_coalesced_reshape", broadcast
     )
 
-    def model(run: Run, x: Tensor) -> Tensor:
+    def model(run: Engine, x: Tensor) -> Tensor:
         with ThreadPoolExecutor(2) as threads:
             return torch.cat(
                 list(threads.map(lambda m, part: m(part), replicate(run.net, [0, 1]), x.chunk(2)))
             )
 
-    threaded, plainly = Run(device, level, optimizer), Run(device, level, optimizer)
+    threaded, plainly = Engine(device, level, optimizer), Engine(device, level, optimizer)
     threaded.model = functools.partial(model, threaded)
     plainly.model = lambda x: torch.cat([plainly.net(part) for part in x.chunk(2)])
-    assert_same_bits(train(threaded), train(plainly))
+    assert_same_bits(followed(threaded), followed(plainly))
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_enabling_in_inference_mode(device: torch.device, level: str) -> None:
     """For inference, and the training that comes after it."""
-    run = Run(device, level, "AdamW", inside=torch.inference_mode)
+    run = Engine(device, level, "AdamW", inside=torch.inference_mode)
     with torch.inference_mode():
         run.model(torch.randn(2, 2, 4, 4, device=device))
-    assert_same_bits(train(run), plain(device, level, "AdamW"))
+    assert_same_bits(followed(run), plain(device, level, "AdamW"))
 
 
 # Arithmetic in another order
 
 
-def chunks(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
+def chunks(run: Engine, x: Tensor, y: Tensor, factor: float) -> Tensor:
     losses = [run.loss(*part, factor) for part in zip(x.chunk(2), y.chunk(2), strict=True)]
     for loss in losses:
         run.amp.backward(loss / 2)
@@ -431,7 +420,10 @@ def chunks(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
 def test_micro_batches(device: torch.device, level: str, optimizer: str) -> None:
     """Rounded in each of two parts, and in their sum."""
     assert_close(
-        train(Run(device, level, optimizer), chunks), plain(device, level, optimizer), optimizer, 3
+        followed(Engine(device, level, optimizer), chunks),
+        plain(device, level, optimizer),
+        optimizer,
+        3,
     )
 
 
@@ -441,24 +433,24 @@ def test_channels_last(device: torch.device, level: str, optimizer: str, order: 
     """Another convolution: its output and two gradients may be rounded the other way."""
 
     def make(dropout: float) -> nn.Module:
-        net = Net(dropout)
+        net = Mixing(dropout)
         return net.to(memory_format=torch.channels_last) if order == "before" else net  # type: ignore[call-overload]
 
-    def step(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
+    def step(run: Engine, x: Tensor, y: Tensor, factor: float) -> Tensor:
         assert run.net.conv.weight.is_contiguous(memory_format=torch.channels_last)
         return run.step(x.to(memory_format=torch.channels_last), y, factor)
 
-    run = Run(device, level, optimizer, make=make)
+    run = Engine(device, level, optimizer, make=make)
     if order == "after":
         run.net.to(memory_format=torch.channels_last)
-    assert_close(train(run, step), plain(device, level, optimizer), optimizer, 3)
+    assert_close(followed(run, step), plain(device, level, optimizer), optimizer, 3)
 
 
 @each_half_run
 def test_gradient_penalty(device: torch.device, level: str, optimizer: str) -> None:
     """A backward through a backward, held against FP32: each passes some eight roundings."""
 
-    def step(run: Run, x: Tensor, y: Tensor, factor: float) -> Tensor:
+    def step(run: Engine, x: Tensor, y: Tensor, factor: float) -> Tensor:
         x.requires_grad_()
         output = run.model(x)
         (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
@@ -468,8 +460,8 @@ def test_gradient_penalty(device: torch.device, level: str, optimizer: str) -> N
         run.take()
         return loss
 
-    expected = train(Run(device, "O0", optimizer), step)
-    assert_close(train(Run(device, level, optimizer), step), expected, optimizer, 16)
+    expected = followed(Engine(device, "O0", optimizer), step)
+    assert_close(followed(Engine(device, level, optimizer), step), expected, optimizer, 16)
 
 
 # torch.compile
@@ -480,9 +472,9 @@ def test_gradient_penalty(device: torch.device, level: str, optimizer: str) -> N
 @pytest.mark.parametrize(("level", "optimizer"), [("O1", "SGD"), ("O2", "AdamW")])
 def test_traced(device: torch.device, level: str, optimizer: str) -> None:
     torch.compiler.reset()
-    run = Run(device, level, optimizer)
+    run = Engine(device, level, optimizer)
     run.model = torch.compile(run.net, backend="aot_eager", fullgraph=True)
-    assert_same_bits(train(run), plain(device, level, optimizer))
+    assert_same_bits(followed(run), plain(device, level, optimizer))
 
 
 @pytest.mark.compiled
@@ -494,9 +486,9 @@ def test_compiled(device: torch.device, level: str, mode: str) -> None:
     back.
     """
     torch.compiler.reset()
-    run = Run(device, level, "AdamW", make=Small)
+    run = Engine(device, level, "AdamW", make=Small)
     run.model = torch.compile(run.net, mode=mode, fullgraph=True)
-    assert_close(train(run), plain(device, level, "AdamW", make=Small), "AdamW", 8)
+    assert_close(followed(run), plain(device, level, "AdamW", make=Small), "AdamW", 8)
 
 
 # CUDA graphs
@@ -504,14 +496,14 @@ def test_compiled(device: torch.device, level: str, mode: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_captured_training_step(cuda: torch.device, level: str, max_norm: float | None) -> None:
     """Forward, backward and step, replayed with other learning rates, an overflow, and a batch with
     NaN.
     """
     trajectories = []
     for captured in (False, True):
-        run = Run(cuda, level, "AdamW")
+        run = Engine(cuda, level, "AdamW")
         (group,) = run.optimizer.param_groups
         group["lr"] = torch.tensor(0.01, device=cuda)
         batch = [x.clone() for x in next(run.batches())[1:3]] + [torch.ones((), device=cuda)]
@@ -542,7 +534,7 @@ def test_a_captured_training_step(cuda: torch.device, level: str, max_norm: floa
     assert_same_bits(replayed, eager)
 
 
-def _step_of(run: Run, x: Tensor, y: Tensor, factor: Tensor, max_norm: float | None) -> Tensor:
+def _step_of(run: Engine, x: Tensor, y: Tensor, factor: Tensor, max_norm: float | None) -> Tensor:
     run.optimizer.zero_grad()
     loss = (run.model(x) - y).square().mean() * factor
     run.amp.backward(loss)

@@ -1,14 +1,17 @@
-"""Training that has diverged is told from arithmetic that half cannot do, by what has grown, and by
-what FP32 makes of the batch.
+"""Diverged training is distinguished from arithmetic that half cannot do, by the growth of loss and
+weights, and by a run of the batch in FP32.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from helpers import op_of_linear, take_step
+from runs import Training
 from torch import Tensor, nn
+from torch.optim import SGD, AdamW
 
 import tritonamp
 from tritonamp.diagnosis.divergence import Fp32Run, Growth, WeightSizes, growth_of
@@ -35,7 +38,7 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(x[:, None].expand(-1, 16, -1))[0][:, -1] * 3)
 
 
-class Run:
+class Diverging(Training):
     """Training of a classifier; ``break_`` is called before step 10, if it is given."""
 
     def __init__(
@@ -44,43 +47,28 @@ class Run:
         model: nn.Module,
         optimizer: Callable[..., Any],
         steps: int = 12,
-        break_: Callable[[nn.Module], Any] | None = None,
+        break_: Callable[[Any], Any] | None = None,
         **fields: Any,
     ) -> None:
-        torch.manual_seed(0)
-        self.model = model.to(device)
-        self.optimizer = optimizer(self.model.parameters())
-        self.amp = tritonamp.enable(self.model, self.optimizer, **fields)
+        super().__init__(model, optimizer, device=device, lr=None, **fields)
         for i in range(1, steps + 1):
             self.x = torch.randn(32, 16, device=device)
             self.y = torch.randint(0, 4, (32,), device=device)
             if break_ is not None and i == 10:
                 break_(self)
-            take_step(self.amp, self.optimizer, self.loss())
+            self.step()
 
-    def loss(self) -> Tensor:
+    def loss(self, x: Any = None) -> Tensor:
         return nn.functional.cross_entropy(self.model(self.x), self.y)
-
-    @property
-    def causes(self) -> list[str | None]:
-        return [record.cause for record in self.amp.history]
-
-
-def sgd(lr: float) -> Callable[..., Any]:
-    return lambda params: torch.optim.SGD(params, lr=lr)
-
-
-def adamw(lr: float) -> Callable[..., Any]:
-    return lambda params: torch.optim.AdamW(params, lr=lr)
 
 
 LEVELS = [("O1", torch.float16), ("O2", torch.float16), ("O3", torch.float16)]
 LEVELS += [("O2", torch.bfloat16)]
 MODES = ["skip", "explain"]
 RATES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
-    "sgd": (mlp, sgd(1000.0), "SGD, lr=1000"),
-    "adamw": (mlp, adamw(10.0), "AdamW, lr=10"),
-    "rnn": (Recurrent, sgd(30.0), "SGD, lr=30"),
+    "sgd": (mlp, partial(SGD, lr=1000.0), "SGD, lr=1000"),
+    "adamw": (mlp, partial(AdamW, lr=10.0), "AdamW, lr=10"),
+    "rnn": (Recurrent, partial(SGD, lr=30.0), "SGD, lr=30"),
 }
 
 
@@ -109,7 +97,7 @@ def test_a_rate_far_too_high(
     fields: dict[str, Any] = {"level": level, "dtype": dtype, "on_nonfinite": mode}
     if level != "O3" and dtype is torch.float16:  # else most steps look for the scale's level
         fields["scaler"] = tritonamp.GradScaler(device.type, init_scale=16.0)
-    run = Run(device, make(), optimizer, **fields)
+    run = Diverging(device, make(), optimizer, **fields)
     for text in (run.amp.explain(), run.amp.explain(replay=True), run.amp.explain(run.loss)):
         assert "training has diverged: loss " in text
         assert ", largest weight " in text and "; FP32 " in text
@@ -123,7 +111,7 @@ def test_a_rate_far_too_high(
 
 def test_the_first_line(device: torch.device) -> None:
     torch.manual_seed(0)
-    run = Run(device, mlp(), sgd(1000.0), steps=2, level="O2")
+    run = Diverging(device, mlp(), partial(SGD, lr=1000.0), steps=2, level="O2")
     loss, _ = (record.loss for record in run.amp.history)
     assert run.amp.explain().startswith(
         f"step 2 skipped (1 of 2): divergence: training has diverged: loss {loss:.3g} -> inf or "
@@ -177,11 +165,11 @@ class Distances(nn.Module):
         return self.head(h) + ((h - h.detach()).square() + float(not self.at_zero)).sqrt().mean()
 
 
-def grow(run: Run) -> None:
+def grow(run: Diverging) -> None:
     run.model.size = 3e5
 
 
-def data(run: Run) -> None:
+def data(run: Diverging) -> None:
     run.x = run.x * 1e30  # finite in FP32
 
 
@@ -189,13 +177,13 @@ def data(run: Run) -> None:
 @pytest.mark.parametrize(
     ("make", "optimizer", "break_", "cause"),
     [
-        pytest.param(Wide, adamw(1e-3), grow, "forward fault", id="activation"),
-        pytest.param(Wide, sgd(0.5), grow, "forward fault", id="activation-sgd"),
-        pytest.param(ZeroHead, adamw(0.05), grow, "forward fault", id="from-zero"),
-        pytest.param(mlp, adamw(1e-2), data, "forward fault", id="data"),
+        pytest.param(Wide, partial(AdamW, lr=1e-3), grow, "forward fault", id="activation"),
+        pytest.param(Wide, partial(SGD, lr=0.5), grow, "forward fault", id="activation-sgd"),
+        pytest.param(ZeroHead, partial(AdamW, lr=0.05), grow, "forward fault", id="from-zero"),
+        pytest.param(mlp, partial(AdamW, lr=1e-2), data, "forward fault", id="data"),
         pytest.param(
             Distances,
-            adamw(1e-3),
+            partial(AdamW, lr=1e-3),
             lambda run: setattr(run.model, "at_zero", True),
             "backward fault",
             id="root",
@@ -207,7 +195,9 @@ def test_what_is_no_divergence(
 ) -> None:
     torch.manual_seed(0)
     scaler = tritonamp.GradScaler(device.type, init_scale=16.0)
-    run = Run(device, make(), optimizer, 12, break_, level="O2", scaler=scaler, on_nonfinite=mode)
+    run = Diverging(
+        device, make(), optimizer, 12, break_, level="O2", scaler=scaler, on_nonfinite=mode
+    )
     assert set(run.causes) - {None} == {cause}
     for text in (run.amp.explain(), run.amp.explain(replay=True), run.amp.explain(run.loss)):
         assert "diverged" not in text
@@ -217,7 +207,7 @@ def test_what_is_no_divergence(
 def test_a_scale_that_climbs_again_is_no_divergence(device: torch.device) -> None:
     torch.manual_seed(0)
     scaler = tritonamp.GradScaler(device.type, init_scale=2.0**24, growth_interval=5)
-    run = Run(device, mlp(), adamw(1e-2), 40, level="O2", scaler=scaler)
+    run = Diverging(device, mlp(), partial(AdamW, lr=1e-2), 40, level="O2", scaler=scaler)
     assert set(run.causes) == {None, "scale overflow"}
     assert "diverged" not in run.amp.explain() + run.amp.explain(replay=run.loss)
     run.amp.disable()
@@ -226,13 +216,13 @@ def test_a_scale_that_climbs_again_is_no_divergence(device: torch.device) -> Non
 def test_fp32_that_cures_it_withdraws_the_claim(device: torch.device) -> None:
     """Weights that are 400 times larger where the next are as much smaller: the same function."""
 
-    def rescale(run: Run) -> None:
+    def rescale(run: Diverging) -> None:
         with torch.no_grad():
             run.model[0].weight.mul_(2e5), run.model[0].bias.mul_(2e5)
             run.model[2].weight.mul_(5e-6)
 
     torch.manual_seed(0)
-    run = Run(device, mlp(), adamw(1e-3), 10, rescale, level="O1")
+    run = Diverging(device, mlp(), partial(AdamW, lr=1e-3), 10, rescale, level="O1")
     assert run.causes[-1] == "divergence", "by growth alone"
     text = run.amp.explain(replay=run.loss)
     assert "forward fault" in text and "diverged" not in text
@@ -257,8 +247,8 @@ class SquaredMean(nn.Module):
         return result
 
 
-class OwnLoss(Run):
-    def loss(self) -> Tensor:
+class OwnLoss(Diverging):
+    def loss(self, x: Any = None) -> Tensor:
         loss: Tensor = self.model(self.x)
         return loss
 
@@ -272,7 +262,9 @@ def test_a_batch_that_may_run_again_decides_at_once(
             first, second = run.model.inner[0], run.model.inner[2]
             first.weight.mul_(2e5), first.bias.mul_(2e5), second.weight.mul_(5e-6)
 
-    run = OwnLoss(device, SquaredMean(), adamw(1e-3), 10, rescale, level="O1", on_nonfinite=mode)
+    run = OwnLoss(
+        device, SquaredMean(), partial(AdamW, lr=1e-3), 10, rescale, level="O1", on_nonfinite=mode
+    )
     assert run.causes[-1] == cause
     run.amp.disable()
 
@@ -343,7 +335,7 @@ def test_growth_of_weights(weights: WeightSizes, taken: int, times: float) -> No
         ([1.0], None, 1.0, 1, (1.0, INF)),
         ([2.0, 1e5, 1e8], None, 5e7, 1, (2.0, INF)),  # most are bad: the first was not
         ([2.0, 1.0, 0.1, 0.1, 0.1, 0.1, 5.0], 9.0, 90.0, 6, (0.1, 9.0)),  # it had become smaller
-        ([None, None], None, 1.0, 2, (None, INF)),  # nobody has told us of the loss
+        ([None, None], None, 1.0, 2, (None, INF)),  # no loss is known
         ([], 3.0, 1.0, 0, (None, 3.0)),
     ],
 )
@@ -397,7 +389,7 @@ def test_growth_from_zero_to_a_far_minimum_is_no_divergence() -> None:
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_losses_stand_in_the_history(device: torch.device, level: str) -> None:
     torch.manual_seed(0)
-    run = Run(device, mlp(), adamw(1e-3), steps=0, level=level)
+    run = Diverging(device, mlp(), partial(AdamW, lr=1e-3), steps=0, level=level)
     x, y = torch.randn(8, 16, device=device), torch.randint(0, 4, (8,), device=device)
     expected = []
     for parts in (1, 2):  # micro-batches are one step
@@ -417,7 +409,7 @@ def test_losses_stand_in_the_history(device: torch.device, level: str) -> None:
 
 
 def test_half_losses_of_micro_batches_add_up_in_fp32(device: torch.device) -> None:
-    run = Run(device, mlp(), adamw(1e-3), steps=0, level="O0")
+    run = Diverging(device, mlp(), partial(AdamW, lr=1e-3), steps=0, level="O0")
     for _ in range(3):
         run.amp.backward((0 * run.model(torch.ones(1, 16, device=device)).sum() + 3e4).half())
     run.optimizer.step()
@@ -427,7 +419,7 @@ def test_half_losses_of_micro_batches_add_up_in_fp32(device: torch.device) -> No
 
 
 def test_a_loss_that_is_scaled_by_hand_is_not_known(device: torch.device) -> None:
-    run = Run(device, mlp(), adamw(1e-3), steps=1, level="O2")
+    run = Diverging(device, mlp(), partial(AdamW, lr=1e-3), steps=1, level="O2")
     run.amp.scaler.scale(run.loss()).backward()
     run.amp.scaler.step(run.optimizer)
     run.amp.scaler.update()

@@ -6,23 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import take_step
+from runs import Training
+from small_models import RMSNorm
 from torch import Tensor, nn
 
 import tritonamp
 
 FP16, FP32 = torch.float16, torch.float32
-
-
-class RMSNorm(nn.Module):
-    """Runs as one kernel at O1 and O2."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
 class BranchingNorm(RMSNorm):
@@ -75,7 +65,7 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-class Net(nn.Module):
+class Overflowing(nn.Module):
     """The weight of its inner module makes a result that float16 does not hold."""
 
     def __init__(self, kind: str) -> None:
@@ -96,7 +86,7 @@ X = 2 * torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
 def fp32_loss(kind: str) -> float:
-    return float(Net(kind)(X).detach())
+    return float(Overflowing(kind)(X).detach())
 
 
 LEVELS: dict[str, dict[str, Any]] = {
@@ -112,7 +102,7 @@ LEVELS: dict[str, dict[str, Any]] = {
 def test_by_hand_it_computes_in_fp32_and_then_as_before(
     handles: Any, device: torch.device, kind: str, level: str, backend: str
 ) -> None:
-    model, x = Net(kind).to(device), X.to(device)
+    model, x = Overflowing(kind).to(device), X.to(device)
     amp = handles(model, backend=backend, **LEVELS[level])
     classes, losses = [], []
     for change in (lambda _: None, amp.heal, amp.heal, amp.unheal):
@@ -131,24 +121,28 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in lines if line.startswith(("Healed", "Not healed"))]
 
 
-def train(model: nn.Module, caplog: Any, **fields: Any) -> tuple[float, tritonamp.Amp]:
+class OwnLoss(Training):
+    """The model returns its loss."""
+
+    def loss(self, x: Any = None) -> Tensor:
+        return self.model(x)
+
+
+def heal_in_training(model: nn.Module, caplog: Any, **fields: Any) -> tuple[float, tritonamp.Amp]:
     """Take eight steps that change next to nothing; return the last loss."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    amp = tritonamp.enable(model, optimizer, on_nonfinite="heal", **fields)
-    with caplog.at_level(logging.INFO, "tritonamp"):
+    run = OwnLoss(model, "SGD", lr=1e-9, on_nonfinite="heal", **fields)
+    with run, caplog.at_level(logging.INFO, "tritonamp"):
         for _ in range(8):
-            loss = model(X)
-            take_step(amp, optimizer, loss)
-    amp.disable()
-    return float(loss.detach()), amp
+            loss = float(run.step(X))
+    return loss, run.amp
 
 
 @pytest.mark.parametrize("level", [*LEVELS, "O3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_faults_training_goes_on_as_in_fp32(caplog: Any, kind: str, level: str) -> None:
     """At O3, where the module would hand half to the next, the whole model is healed."""
-    model = Net(kind)
-    loss, amp = train(model, caplog, **LEVELS.get(level, {"level": level}))
+    model = Overflowing(kind)
+    loss, amp = heal_in_training(model, caplog, **LEVELS.get(level, {"level": level}))
     assert loss == pytest.approx(fp32_loss(kind), rel=8 * torch.finfo(FP16).eps)
     faults = [record.cause for record in amp.history].count("forward fault")
     assert faults in (0, 2) and len(said(caplog)) == faults // 2
@@ -173,7 +167,7 @@ IN_VAIN = "Not healed: inner in FP32{} does not help, nor does all in FP32."
 
 
 def test_what_no_precision_cures_is_not_healed(caplog: Any) -> None:
-    _, amp = train(Beyond(), caplog, level="O2")
+    _, amp = heal_in_training(Beyond(), caplog, level="O2")
     assert amp.stats()["healed"] == [] and amp.stats()["skipped"] == 8
     assert said(caplog) == 4 * [IN_VAIN.format("")]
 
@@ -184,7 +178,7 @@ def test_faults_that_come_again_widen_it_and_then_end_it(
 ) -> None:
     """No trial says beforehand what helps: there is no memory for one."""
     monkeypatch.setattr(tritonamp.diagnosis.replays, "remedy_of", lambda *_: None)
-    _, amp = train(Net("LayerNorm") if helps else Beyond(), caplog, level="O3")
+    _, amp = heal_in_training(Overflowing("LayerNorm") if helps else Beyond(), caplog, level="O3")
     assert amp.stats()["healed"] == ["inner", ""]
     assert amp.stats()["skipped"] == (4 if helps else 8)
     assert said(caplog) == [
@@ -204,7 +198,7 @@ def test_several_modules_are_healed_together(caplog: Any) -> None:
     model = Chain(*(nn.Linear(16, 16, bias=False) for _ in range(3)), nn.LayerNorm(16))
     for link in model[:3]:
         link.weight.data.copy_(500 * torch.eye(16))
-    _, amp = train(model, caplog, level="O2")
+    _, amp = heal_in_training(model, caplog, level="O2")
     assert amp.stats()["healed"] == ["1", "2"] and amp.stats()["skipped"] == 2
     assert said(caplog) == [
         "Healed: 1, 2 compute in FP32 from now on, after 2 faults in 1; amp.unheal('1'); "

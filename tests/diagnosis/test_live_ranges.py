@@ -4,13 +4,12 @@ import copy
 import logging
 import math
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import Net, disabled_after, take_step
+from helpers import Net, take_step
+from runs import LEVELS, Training, batch, started_on_cpu
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,27 +17,16 @@ import tritonamp
 from tritonamp.diagnosis.live_ranges import RangeRecord
 
 
-class Run:
-    """A model in training."""
-
-    def __init__(self, model: nn.Module | None = None, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.model = Net() if model is None else model
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.amp = tritonamp.enable(self.model, self.optimizer, **{"level": "O2", **options})
-        self.x = torch.randn(4, 6)
-
-    def step(self, x: Tensor | None = None, model: Any = None) -> None:
-        output = (self.model if model is None else model)(self.x if x is None else x)
-        take_step(self.amp, self.optimizer, F.mse_loss(output.float(), torch.zeros(4, 3)))
+class Watched(Training):
+    def __init__(self, model: Any = Net, **fields: Any) -> None:
+        super().__init__(model, "SGD", **fields)
+        self.x = batch(0, 4, 6)
 
     def records(self) -> dict[tuple[str, str], RangeRecord]:
         return {(r.module, r.direction): r for r in self.amp.ranges()}
 
 
-@pytest.fixture
-def run() -> Iterator[Any]:
-    yield from disabled_after(Run)
+run = started_on_cpu(Watched)
 
 
 class Kept(nn.Module):
@@ -55,7 +43,7 @@ class Kept(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_what_it_shows(run: Any, level: str, dtype: torch.dtype) -> None:
     kept = Kept(nn.Linear(6, 3))
     training = run(nn.Sequential(kept), level=level, dtype=dtype)
@@ -191,7 +179,8 @@ def test_a_compiled_model_is_one_graph(run: Any, backend: str) -> None:
         each.amp.watch(every=2)
     compiled = torch.compile(training.model, backend=backend, fullgraph=True)
     for _ in range(3):
-        training.step(model=compiled)
+        training.backward(compiled(training.x).float().square().mean())
+        training.finish()
         plain.step()
     assert training.records().keys() == plain.records().keys()
     for key, record in plain.records().items():

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import LEVELS
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,7 +36,7 @@ class Function(nn.Module):
         return self.function(x, self.big)
 
 
-class Net(nn.Module):
+class Around(nn.Module):
     def __init__(self, block: nn.Module, dtype: torch.dtype = torch.float16) -> None:
         super().__init__()
         self.stem, self.block, self.head = (
@@ -280,7 +281,7 @@ def enabled(
     [pytest.param(c, d, id=f"{name}-{str(d)[6:]}") for name, c in CASES.items() for d in c.dtypes],
 )
 def test_planted_fault(case: Case, dtype: torch.dtype, level: str, device: torch.device) -> None:
-    model, x = Net(case.block, dtype), torch.randn(SAMPLES, WIDTH, device=device)
+    model, x = Around(case.block, dtype), torch.randn(SAMPLES, WIDTH, device=device)
     amp = enabled(model, level, dtype, device)
     fault = find_fault(model, lambda: model(x).square().mean(), dtype=dtype)
     amp.disable()
@@ -298,8 +299,8 @@ def test_planted_fault(case: Case, dtype: torch.dtype, level: str, device: torch
 
 
 @pytest.fixture
-def net(device: torch.device) -> Net:
-    return Net(nn.Identity()).to(device)
+def net(device: torch.device) -> Around:
+    return Around(nn.Identity()).to(device)
 
 
 def find(
@@ -313,7 +314,7 @@ def find(
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_data(net: Net, level: str, value: str, device: torch.device) -> None:
+def test_data(net: Around, level: str, value: str, device: torch.device) -> None:
     x = torch.randn(SAMPLES, WIDTH, device=device)
     x[2, 3] = x[5, 0] = float(value)
     fault = find(net, x, level)
@@ -321,7 +322,7 @@ def test_data(net: Net, level: str, value: str, device: torch.device) -> None:
     assert (fault.kind, fault.event.samples, fault.names) == ("data", (2, 5), ("input 0",))
 
 
-def test_target_outside_the_model(net: Net, device: torch.device) -> None:
+def test_target_outside_the_model(net: Around, device: torch.device) -> None:
     x, y = torch.randn(SAMPLES, WIDTH, device=device), torch.zeros(SAMPLES, 4, device=device)
     y[1] = float("nan")
     fault = find_fault(net, lambda: F.mse_loss(net(x), y))
@@ -330,7 +331,7 @@ def test_target_outside_the_model(net: Net, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("level", "module"), [("O1", "stem"), ("O2", "stem"), ("O3", "")])
-def test_input_beyond_half(net: Net, level: str, module: str, device: torch.device) -> None:
+def test_input_beyond_half(net: Around, level: str, module: str, device: torch.device) -> None:
     fault = find(net, torch.full((SAMPLES, WIDTH), 1e6, device=device), level)
     assert fault is not None
     assert (fault.kind, fault.module) == ("cast_overflow", module)
@@ -338,7 +339,7 @@ def test_input_beyond_half(net: Net, level: str, module: str, device: torch.devi
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_parameter(net: Net, level: str, device: torch.device) -> None:
+def test_parameter(net: Around, level: str, device: torch.device) -> None:
     with torch.no_grad():
         net.block = nn.Linear(WIDTH, WIDTH).to(device)
         net.block.weight[0, 0] = net.head.bias[1] = float("nan")
@@ -347,7 +348,7 @@ def test_parameter(net: Net, level: str, device: torch.device) -> None:
     assert (fault.kind, set(fault.names)) == ("parameters", {"block.weight", "head.bias"})
 
 
-def test_weight_beyond_half(net: Net, device: torch.device) -> None:
+def test_weight_beyond_half(net: Around, device: torch.device) -> None:
     with torch.no_grad():
         net.head.weight[0, 0] = 1e5
     x = torch.randn(SAMPLES, WIDTH, device=device)
@@ -371,7 +372,7 @@ def unscaled(model: nn.Module, x: Tensor) -> Tensor:
     return torch.tensor(largest)
 
 
-def test_scale_too_high(net: Net, device: torch.device) -> None:
+def test_scale_too_high(net: Around, device: torch.device) -> None:
     x = torch.randn(SAMPLES, WIDTH, device=device)
     fault = find(net, x, "O1", scale=2.0**24)
     assert fault is not None
@@ -384,7 +385,7 @@ def test_scale_too_high(net: Net, device: torch.device) -> None:
     assert len(fault.names) == 4
 
 
-def test_vanished_gradients(net: Net, device: torch.device) -> None:
+def test_vanished_gradients(net: Around, device: torch.device) -> None:
     x = torch.randn(SAMPLES, WIDTH, device=device)
     fault = find(net, x, "O1", factor=1e-9)
     assert fault is not None
@@ -396,7 +397,7 @@ def test_vanished_gradients(net: Net, device: torch.device) -> None:
     assert below.kind == "vanished_gradients"
 
 
-def test_gradient_that_arrives_broken(net: Net, device: torch.device) -> None:
+def test_gradient_that_arrives_broken(net: Around, device: torch.device) -> None:
     x = torch.randn(SAMPLES, WIDTH, device=device)
     grad = torch.full((SAMPLES, 4), float("nan"), device=device)
     fault = find_fault(net, lambda: net(x), grad_outputs=[grad])
@@ -404,7 +405,7 @@ def test_gradient_that_arrives_broken(net: Net, device: torch.device) -> None:
     assert (fault.kind, fault.phase) == ("propagated", "backward")
 
 
-def test_masked_loss_in_half_outside_the_model(net: Net, device: torch.device) -> None:
+def test_masked_loss_in_half_outside_the_model(net: Around, device: torch.device) -> None:
     amp = tritonamp.enable(net, level="O2", cast_outputs=None)
     x, mask = (
         torch.randn(SAMPLES, WIDTH, device=device),
@@ -423,7 +424,7 @@ def test_masked_loss_in_half_outside_the_model(net: Net, device: torch.device) -
 
 
 def test_several_models(device: torch.device) -> None:
-    first, second = Net(nn.Identity()).to(device), Net(Function(attend_to_large)).to(device)
+    first, second = Around(nn.Identity()).to(device), Around(Function(attend_to_large)).to(device)
     amp = tritonamp.enable([first, second], level="O2")
     x = torch.randn(SAMPLES, WIDTH, device=device)
     fault = find_fault([first, second], lambda: (first(x) + second(x)).mean())
@@ -432,7 +433,7 @@ def test_several_models(device: torch.device) -> None:
     assert fault.module == "1.block"
 
 
-def test_every_label_ignored(net: Net, device: torch.device) -> None:
+def test_every_label_ignored(net: Around, device: torch.device) -> None:
     x, y = torch.randn(SAMPLES, WIDTH, device=device), torch.full((SAMPLES,), -100, device=device)
     fault = find_fault(net, lambda: F.cross_entropy(net(x), y))
     assert fault is not None
@@ -449,7 +450,7 @@ def test_own_backward_names_its_line(device: torch.device) -> None:
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
             return grads[0] / (grads[0] * 0)
 
-    model = Net(Function(lambda x, big: Broken.apply(x))).to(device)
+    model = Around(Function(lambda x, big: Broken.apply(x))).to(device)
     x = torch.randn(SAMPLES, WIDTH, device=device)
     fault = find_fault(model, lambda: model(x).mean())
     assert fault is not None
@@ -468,7 +469,7 @@ def test_memory_that_no_op_has_written_to(device: torch.device) -> None:
         result.detach().numpy()[:] = float("nan")
         return kept + result
 
-    model, x = Net(Function(by_kernel)), torch.randn(SAMPLES, WIDTH)
+    model, x = Around(Function(by_kernel)), torch.randn(SAMPLES, WIDTH)
     amp = tritonamp.enable(model, level="O2")
     fault = find_fault(model, lambda: model(x).mean())
     amp.disable()
@@ -482,7 +483,7 @@ def test_memory_that_nothing_has_written_to(device: torch.device) -> None:
         result[:, 0], result[:, 1:] = x[:, 0], x[:, 1:] * big
         return result
 
-    model = Net(Function(assembled)).to(device)
+    model = Around(Function(assembled)).to(device)
     x = torch.randn(SAMPLES, WIDTH, device=device)
     assert find_fault(model, lambda: model(x).mean()) is None
 
@@ -490,7 +491,7 @@ def test_memory_that_nothing_has_written_to(device: torch.device) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NaN in NumPy
 def test_kernels(backend: str, device: torch.device) -> None:
-    model = Net(Function(masked_row)).to(device)
+    model = Around(Function(masked_row)).to(device)
     amp = tritonamp.enable(model, level="O2", backend=backend)
     x = torch.randn(SAMPLES, WIDTH, device=device)
     fault = find_fault(model, lambda: model(x).mean())
@@ -563,10 +564,10 @@ CLEAN = {
 }
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("block", CLEAN.values(), ids=CLEAN)
 def test_clean(block: nn.Module, level: str, device: torch.device) -> None:
-    model, x = Net(block), torch.randn(SAMPLES, WIDTH, device=device)
+    model, x = Around(block), torch.randn(SAMPLES, WIDTH, device=device)
     y = torch.randint(4, (SAMPLES,), device=device)
     amp = enabled(model, level, torch.float16, device)
     fault = find_fault(
@@ -576,13 +577,13 @@ def test_clean(block: nn.Module, level: str, device: torch.device) -> None:
     assert fault is None, fault
 
 
-def test_masked_logits_are_no_fault(net: Net, device: torch.device) -> None:
+def test_masked_logits_are_no_fault(net: Around, device: torch.device) -> None:
     x = torch.randn(SAMPLES, WIDTH, device=device)
     banned = torch.tensor([True, False, False, False], device=device)
     assert find_fault(net, lambda: net(x).masked_fill(banned, float("-inf"))) is None
 
 
-def test_loss_of_minus_inf_by_a_constant(net: Net, device: torch.device) -> None:
+def test_loss_of_minus_inf_by_a_constant(net: Around, device: torch.device) -> None:
     x = torch.randn(SAMPLES, WIDTH, device=device)
     banned = torch.tensor([True, False, False, False], device=device)
     fault = find_fault(net, lambda: net(x).masked_fill(banned, float("-inf")).mean())
@@ -590,7 +591,7 @@ def test_loss_of_minus_inf_by_a_constant(net: Net, device: torch.device) -> None
     assert (fault.kind, fault.op) == ("infinite_constant", "masked_fill")
 
 
-def test_backward_needs_a_loss(net: Net, device: torch.device) -> None:
+def test_backward_needs_a_loss(net: Around, device: torch.device) -> None:
     x = torch.randn(SAMPLES, WIDTH, device=device)
     with pytest.raises(ValueError, match=r"expected a run that returns one scalar .*, got neither"):
         find_fault(net, lambda: net(x), backward=True)

@@ -5,7 +5,6 @@ else changes.
 import copy
 import logging
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import op_of_linear, take_step
+from runs import Training, batch, started
 from torch import Tensor, nn
 
 import tritonamp
@@ -28,7 +28,7 @@ class Attention(nn.Module):
         return scores.softmax(-1) @ self.v(x)
 
 
-class Net(nn.Module):
+class Scores(nn.Module):
     """Its scores leave float16 on inputs of a few hundred."""
 
     def __init__(self) -> None:
@@ -64,14 +64,14 @@ class Flat(nn.Module):
         return self.head((scores.softmax(-1) @ self.v(x)).mean(1))
 
 
-class Run:
-    def __init__(self, device: torch.device, model: type[nn.Module] = Net, **fields: Any) -> None:
-        torch.manual_seed(0)
-        self.model = model().to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+class Large(Training):
+    """Each step is on the batch of a seed, of inputs so large that scores leave float16."""
+
+    def __init__(
+        self, device: torch.device, model: type[nn.Module] = Scores, **fields: Any
+    ) -> None:
         fields = {"scaler": tritonamp.GradScaler(device.type, init_scale=16.0), **fields}
-        self.amp = tritonamp.enable(self.model, self.optimizer, **fields)
-        self.device = device
+        super().__init__(model, device=device, lr=1e-3, **fields)
 
     def loss(self, i: int, size: float = 600.0) -> Tensor:
         torch.manual_seed(i)
@@ -83,8 +83,12 @@ class Run:
 
     def step(self, i: int, size: float = 600.0) -> float:
         loss = self.loss(i, size)
-        take_step(self.amp, self.optimizer, loss)
+        self.backward(loss)
+        self.finish()
         return loss.item()
+
+
+start = started(Large)
 
 
 NAMED = "matmul overflow, forward: attention, op "
@@ -92,7 +96,7 @@ NAMED = "matmul overflow, forward: attention, op "
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_explain_names_the_operation(
-    start: Callable[..., Run], caplog: Any, level: str, device: torch.device
+    start: Any, caplog: Any, level: str, device: torch.device
 ) -> None:
     run = start(level=level, on_nonfinite="explain")
     with caplog.at_level(logging.WARNING, "tritonamp"):
@@ -108,7 +112,7 @@ def test_explain_names_the_operation(
     assert run.amp.stats()["healed"] == []
 
 
-def test_the_replay_disturbs_nothing(start: Callable[..., Run]) -> None:
+def test_the_replay_disturbs_nothing(start: Any) -> None:
     """With and without it a run ends in the same bits."""
     ends = []
     for mode in ("skip", "explain"):
@@ -119,14 +123,14 @@ def test_the_replay_disturbs_nothing(start: Callable[..., Run]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
-class Augmenting(Net):
+class Augmenting(Scores):
     """Draws from every generator of the host in its forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * (1.0 + random.random() + np.random.rand()))
 
 
-def test_a_replay_on_request_moves_no_generator(start: Callable[..., Run]) -> None:
+def test_a_replay_on_request_moves_no_generator(start: Any) -> None:
     run = start(model=Augmenting, level="O2")
     run.step(0)
     before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
@@ -134,7 +138,7 @@ def test_a_replay_on_request_moves_no_generator(start: Callable[..., Run]) -> No
     assert (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()) == before
 
 
-def test_replay_on_request(start: Callable[..., Run]) -> None:
+def test_replay_on_request(start: Any) -> None:
     run = start(level="O2")
     assert run.amp.explain(replay=True) == "No step was skipped."
     run.step(0)
@@ -146,7 +150,7 @@ def test_replay_on_request(start: Callable[..., Run]) -> None:
     assert "The replay failed: KeyError: 'gone'" in run.amp.explain(replay=lambda: {}["gone"])
 
 
-def test_later_faults_run_again_at_powers_of_two(start: Callable[..., Run], caplog: Any) -> None:
+def test_later_faults_run_again_at_powers_of_two(start: Any, caplog: Any) -> None:
     run = start(level="O2", on_nonfinite="explain")
     with caplog.at_level(logging.INFO, "tritonamp"):
         for i in range(9):
@@ -157,9 +161,7 @@ def test_later_faults_run_again_at_powers_of_two(start: Callable[..., Run], capl
     assert last.endswith(" Fault 9: only those at powers of two run again by themselves now.")
 
 
-def test_a_fault_of_the_loss_is_not_blamed_on_the_model(
-    start: Callable[..., Run], caplog: Any
-) -> None:
+def test_a_fault_of_the_loss_is_not_blamed_on_the_model(start: Any, caplog: Any) -> None:
     run = start(level="O2", on_nonfinite="explain")
     with caplog.at_level(logging.WARNING, "tritonamp"):
         run.amp.backward(run.loss(0, size=1.0) * float("inf"))
@@ -171,12 +173,10 @@ def test_a_fault_of_the_loss_is_not_blamed_on_the_model(
 
 @pytest.mark.steps
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("model", [Net, Flat])
-def test_heal_trains_on(
-    start: Callable[..., Run], caplog: Any, level: str, model: type[nn.Module]
-) -> None:
+@pytest.mark.parametrize("model", [Scores, Flat])
+def test_heal_trains_on(start: Any, caplog: Any, level: str, model: type[nn.Module]) -> None:
     """Two skips, then FP32 where it is needed, and losses close to those of FP32 training."""
-    name = "attention" if model is Net else ""
+    name = "attention" if model is Scores else ""
     plain = start(level="O0", model=model, scaler=None, loss_scale=1.0)
     run = start(level=level, model=model, on_nonfinite="heal")
     with caplog.at_level(logging.WARNING, "tritonamp"):
@@ -195,7 +195,7 @@ def test_heal_trains_on(
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_healing_is_undone_kept_and_resumed(start: Callable[..., Run], level: str) -> None:
+def test_healing_is_undone_kept_and_resumed(start: Any, level: str) -> None:
     run = start(level=level)
     run.step(0, size=1.0)
     state = {name: value.clone() for name, value in run.model.state_dict().items()}
@@ -229,10 +229,10 @@ def test_healing_is_undone_kept_and_resumed(start: Callable[..., Run], level: st
     run.amp.disable()
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
     other.amp.disable()
-    assert type(other.model) is Net and type(other.model.attention) is Attention
+    assert type(other.model) is Scores and type(other.model.attention) is Attention
 
 
-def test_names_that_nothing_has(start: Callable[..., Run]) -> None:
+def test_names_that_nothing_has(start: Any) -> None:
     run = start(level="O2")
     with pytest.raises(
         ValueError, match=r"module: expected one of the model's, '', 'attention'.* got 'atention'"
@@ -244,7 +244,7 @@ def test_names_that_nothing_has(start: Callable[..., Run]) -> None:
         run.amp.unheal("attention")
 
 
-def test_raise_after_some_in_a_row(start: Callable[..., Run]) -> None:
+def test_raise_after_some_in_a_row(start: Any) -> None:
     run = start(level="O2", on_nonfinite="raise", raise_after=3)
     for i in range(2):
         run.step(i)
@@ -276,7 +276,7 @@ def test_two_optimizers_hear_of_one_fault_once(device: torch.device, caplog: Any
     amp.disable()
 
 
-def test_a_bundle_of_the_failing_batch(start: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_bundle_of_the_failing_batch(start: Any, tmp_path: Path) -> None:
     run = start(level="O2")
     run.step(0, size=1.0)
     with pytest.raises(RuntimeError, match="expected a failing batch, got none: no step was"):
@@ -284,7 +284,7 @@ def test_a_bundle_of_the_failing_batch(start: Callable[..., Run], tmp_path: Path
     run.step(1)
     folder = run.amp.write_bundle(tmp_path / "b")
     assert "matmul overflow, forward: attention" in (folder / "report.txt").read_text()
-    model = Net().to(run.device)
+    model = Scores().to(run.device)
     model.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
     amp = tritonamp.enable(
         model, policy=tritonamp.Policy.from_json((folder / "policy.json").read_text())
@@ -353,7 +353,7 @@ def test_many_faults_of_another_kind_do_not_end_healing(device: torch.device) ->
     amp.disable()
 
 
-def test_bad_batches_do_not_use_up_the_replays(start: Callable[..., Run]) -> None:
+def test_bad_batches_do_not_use_up_the_replays(start: Any) -> None:
     run = start(level="O2", on_nonfinite="heal")
     for i in range(10):
         run.step(i, size=float("inf"))
@@ -469,7 +469,7 @@ def test_what_is_advised_for_an_input_that_enable_casts_lets_the_batch_pass() ->
 
 
 def test_a_remedy_is_tried_once_for_each_module(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+    start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
     find = tritonamp.diagnosis.replays.remedy_of
@@ -482,9 +482,7 @@ def test_a_remedy_is_tried_once_for_each_module(
     assert len(tried) == 1 and "(tried: the batch passes)" in run.amp.explain()
 
 
-def test_a_trial_that_fails_promises_nothing(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_that_fails_promises_nothing(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(level="O2")
     run.step(0)
 
@@ -498,7 +496,7 @@ def test_a_trial_that_fails_promises_nothing(
 # Scale overflows
 
 
-def test_a_scale_overflow_needs_no_operation(start: Callable[..., Run]) -> None:
+def test_a_scale_overflow_needs_no_operation(start: Any) -> None:
     run = start(level="O2", scaler=tritonamp.GradScaler(init_scale=2.0**24))
     run.step(0, size=1.0)
     text = run.amp.explain(replay=True)
@@ -510,7 +508,7 @@ def test_a_scale_overflow_needs_no_operation(start: Callable[..., Run]) -> None:
     assert "or begins there, with scaler=tritonamp.GradScaler(init_scale=2.0**" in again
 
 
-def test_a_scale_overflow_runs_again_at_the_scale_it_had(start: Callable[..., Run]) -> None:
+def test_a_scale_overflow_runs_again_at_the_scale_it_had(start: Any) -> None:
     scaler = tritonamp.GradScaler(init_scale=2.0**24)
     run = start(level="O2", scaler=scaler, on_nonfinite="explain")
     run.step(0, size=1.0)
@@ -534,19 +532,13 @@ class Lorentzian(nn.Module):
         return 1 / (1 + x * x)
 
 
-def saturating(device: torch.device, inner: nn.Module, size: float, **fields: Any) -> Run:
-    torch.manual_seed(0)
-    run = Run.__new__(Run)
-    run.device = device
-    run.model = nn.Sequential(nn.Linear(16, 16), inner, nn.Linear(16, 4)).to(device)
-    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
-    run.amp = tritonamp.enable(run.model, run.optimizer, level="O3", **fields)
-    run.x = size * torch.randn(8, 16, device=device)
+def saturating(device: torch.device, inner: nn.Module, size: float, **fields: Any) -> Training:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), inner, nn.Linear(16, 4))
+
+    run = Training(model, level="O3", device=device, lr=1e-3, **fields)
+    run.x = size * batch(0, 8, 16, device=device)
     return run
-
-
-def one_step(run: Run) -> None:
-    take_step(run.amp, run.optimizer, run.model(run.x).float().square().mean())
 
 
 @pytest.mark.parametrize("inner", [HalfNorm, Lorentzian])
@@ -554,7 +546,7 @@ def test_overflow_that_vanished_is_found_when_asked(
     device: torch.device, inner: type[nn.Module]
 ) -> None:
     run = saturating(device, inner(), 2000.0)
-    one_step(run)
+    run.step()
     assert run.amp.explain() == "No step was skipped."
     for replay in (True, lambda: run.model(run.x).float().square().mean()):
         text = run.amp.explain(replay=replay)
@@ -566,7 +558,7 @@ def test_overflow_that_vanished_is_found_when_asked(
 
 def test_a_good_batch_is_said_to_be_good(device: torch.device) -> None:
     run = saturating(device, HalfNorm(), 1.0)
-    one_step(run)
+    run.step()
     assert "Run again, nothing overflows, nor does any overflow vanish" in run.amp.explain(True)
     run.x = None  # the batch is not kept for it
     assert "Not replayed: the batch of this forward is gone" in run.amp.explain(replay=True)
@@ -586,14 +578,14 @@ def test_one_look_in_the_first_steps_and_none_later(
     )
     run = saturating(device, Lorentzian(), 1.0, on_nonfinite=mode)
     for _ in range(4):
-        one_step(run)
+        run.step()
     assert len(ran) == looks
     assert run.amp._parts.forwards.holds_recent is False
     run.amp.disable()
     with caplog.at_level(logging.WARNING, "tritonamp"):
         run = saturating(device, Lorentzian(), 2000.0, on_nonfinite=mode)
         for _ in range(4):
-            one_step(run)
+            run.step()
     said = [text for text in caplog.messages if "silent square overflow, forward: 1" in text]
     assert len(said) == looks
     assert ("silent square overflow" in run.amp.explain()) is (looks > 0)

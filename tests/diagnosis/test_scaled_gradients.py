@@ -6,13 +6,14 @@ So is the step of an optimizer that was not handed over.
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import disabled_after, warnings_with
-from torch import Tensor, nn
+from helpers import warnings_with
+from runs import Training, started_on_cpu
+from torch import nn
 from torch.nn.utils import clip_grad_norm_ as imported_before
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
@@ -22,96 +23,88 @@ from tritonamp.diagnosis.scaled_gradients import CLIPPING, wrapped_cell
 X = torch.ones(2, 4)
 
 
-class Loop:
-    """A model, its optimizer and their handle."""
+class Summed(Training):
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(lambda: nn.Linear(4, 4), lr=1e-3, **fields)
 
-    def __init__(self, **settings: Any) -> None:
-        self.model = nn.Linear(4, 4)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.amp = tritonamp.enable(self.model, self.optimizer, **settings)
+    def loss(self, x: Any = None) -> torch.Tensor:
+        return self.model(X).sum()
 
-    def backward(self) -> None:
-        self.amp.backward(self.model(X).sum())
-
-    def masters(self) -> list[Tensor]:
+    def params(self) -> list[torch.Tensor]:
         return list(self.amp.master_params())
 
 
-@pytest.fixture
-def make() -> Iterator[Callable[..., Loop]]:
-    yield from disabled_after(Loop)
+start = started_on_cpu(Summed)
 
 
 warned = warnings_with("torch.nn.utils.")
 
 
-CALLS: dict[str, Callable[[Loop], Any]] = {
-    "attribute": lambda loop: torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0),
-    "imported before": lambda loop: imported_before(loop.model.parameters(), max_norm=1.0),
-    "one tensor": lambda loop: imported_before(loop.model.weight, 1.0),
-    "by keyword": lambda loop: imported_before(parameters=[loop.model.bias], max_norm=1.0),
-    "masters": lambda loop: imported_before(loop.masters(), 1.0),
-    "values": lambda loop: torch.nn.utils.clip_grad_value_(loop.model.parameters(), 1.0),
+CALLS: dict[str, Callable[[Summed], Any]] = {
+    "attribute": lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0),
+    "imported before": lambda run: imported_before(run.model.parameters(), max_norm=1.0),
+    "one tensor": lambda run: imported_before(run.model.weight, 1.0),
+    "by keyword": lambda run: imported_before(parameters=[run.model.bias], max_norm=1.0),
+    "masters": lambda run: imported_before(run.params(), 1.0),
+    "values": lambda run: torch.nn.utils.clip_grad_value_(run.model.parameters(), 1.0),
 }
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("call", CALLS)
 def test_the_line_is_named_and_what_to_call(
-    call: str, level: str, make: Callable[..., Loop], warned: Callable[[], list[str]]
+    call: str, level: str, start: Any, warned: Callable[[], list[str]]
 ) -> None:
-    loop, clip = make(level=level), CALLS[call]
-    loop.backward()
-    clip(loop)
+    run, clip = start(level=level), CALLS[call]
+    run.backward()
+    clip(run)
     (message,) = warned()
     name = "clip_grad_value_" if call == "values" else "clip_grad_norm_"
     line = f"{os.path.abspath(__file__)}:{inspect.getsourcelines(clip)[1]}"
     assert message.startswith(f"torch.nn.utils.{name} at {line} is given gradients that still")
     assert "amp.clip_grad_norm_(max_norm) in its place, or amp.unscale_() before it" in message
-    clip(loop)
+    clip(run)
     assert len(warned()) == 1
 
 
-def test_a_loss_that_was_scaled_by_hand(
-    make: Callable[..., Loop], warned: Callable[[], list[str]]
-) -> None:
-    loop = make(level="O1")
-    loop.amp.scaler.scale(loop.model(X).sum()).backward()
-    imported_before(loop.model.parameters(), 1.0)
+def test_a_loss_that_was_scaled_by_hand(start: Any, warned: Callable[[], list[str]]) -> None:
+    run = start(level="O1")
+    run.backward(by_scaler=True)
+    imported_before(run.model.parameters(), 1.0)
     assert len(warned()) == 1
 
 
-def after_unscale(loop: Loop) -> None:
-    loop.backward()
-    loop.amp.unscale_()
+def after_unscale(run: Summed) -> None:
+    run.backward()
+    run.amp.unscale_()
 
 
-def after_unscale_by_hand(loop: Loop) -> None:
-    loop.amp.scaler.scale(loop.model(X).sum()).backward()
-    loop.amp.scaler.unscale_(loop.optimizer)
+def after_unscale_by_hand(run: Summed) -> None:
+    run.backward(by_scaler=True)
+    run.amp.scaler.unscale_(run.optimizer)
 
 
-def after_a_step(loop: Loop) -> None:
-    loop.backward()
-    loop.optimizer.step()
+def after_a_step(run: Summed) -> None:
+    run.backward()
+    run.optimizer.step()
 
 
-def of_another_model(loop: Loop) -> None:
-    loop.backward()
+def of_another_model(run: Summed) -> None:
+    run.backward()
     other = nn.Linear(4, 4)
     other(X).sum().backward()
     imported_before(other.parameters(), 1.0)
-    loop.amp.unscale_()
+    run.amp.unscale_()
 
 
-def after_a_plain_backward(loop: Loop) -> None:
-    loop.model(X).sum().backward()
+def after_a_plain_backward(run: Summed) -> None:
+    run.model(X).sum().backward()
 
 
-def compiled(loop: Loop) -> None:
-    loop.backward()
-    torch.compile(imported_before, backend="eager")(loop.model.weight, 1.0)
-    loop.amp.unscale_()
+def compiled(run: Summed) -> None:
+    run.backward()
+    torch.compile(imported_before, backend="eager")(run.model.weight, 1.0)
+    run.amp.unscale_()
 
 
 HARMLESS = (
@@ -128,25 +121,25 @@ HARMLESS = (
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_nothing_is_said_of_other_gradients(
     level: str,
-    prepare: Callable[[Loop], None],
-    make: Callable[..., Loop],
+    prepare: Callable[[Summed], None],
+    start: Any,
     warned: Callable[[], list[str]],
 ) -> None:
-    loop = make(level=level)
-    prepare(loop)
-    imported_before(loop.model.parameters(), 1.0)
-    imported_before(loop.masters(), 1.0)
-    torch.nn.utils.clip_grad_value_(loop.model.parameters(), 1.0)
+    run = start(level=level)
+    prepare(run)
+    imported_before(run.model.parameters(), 1.0)
+    imported_before(run.params(), 1.0)
+    torch.nn.utils.clip_grad_value_(run.model.parameters(), 1.0)
     assert warned() == []
 
 
 @pytest.mark.parametrize("settings", [{"level": "O0"}, {"level": "O2", "dtype": torch.bfloat16}])
 def test_nothing_is_said_where_there_is_no_scale(
-    settings: dict[str, Any], make: Callable[..., Loop], warned: Callable[[], list[str]]
+    settings: dict[str, Any], start: Any, warned: Callable[[], list[str]]
 ) -> None:
-    loop = make(**settings)
-    loop.backward()
-    imported_before(loop.model.parameters(), 1.0)
+    run = start(**settings)
+    run.backward()
+    imported_before(run.model.parameters(), 1.0)
     assert warned() == []
 
 
@@ -174,30 +167,30 @@ def test_nothing_is_said_of_parameters_that_the_loss_did_not_use(
     assert warned() == []
 
 
-def test_ours_says_nothing(make: Callable[..., Loop], warned: Callable[[], list[str]]) -> None:
-    loop = make(level="O2")
+def test_ours_says_nothing(start: Any, warned: Callable[[], list[str]]) -> None:
+    run = start(level="O2")
     for _ in range(2):
-        loop.backward()
-        loop.amp.clip_grad_norm_(1.0)
-        loop.optimizer.step()
+        run.backward()
+        run.amp.clip_grad_norm_(1.0)
+        run.optimizer.step()
     assert warned() == []
 
 
-def test_what_is_clipped_is_what_torch_clips(make: Callable[..., Loop]) -> None:
+def test_what_is_clipped_is_what_torch_clips(start: Any) -> None:
     plain = nn.Linear(4, 4)
     plain(X).sum().backward()
     own = [p.grad.clone() for p in plain.parameters() if p.grad is not None]
     expected = imported_before(plain.parameters(), 0.5)
     clipped = [p.grad.clone() for p in plain.parameters() if p.grad is not None]
-    make(level="O1")
+    start(level="O1")
     for param, grad in zip(plain.parameters(), own, strict=True):
         param.grad = grad
     assert torch.equal(imported_before(plain.parameters(), 0.5), expected)
     assert all(map(torch.equal, [p.grad for p in plain.parameters()], clipped))  # type: ignore
 
 
-def test_torchs_warning_of_an_empty_generator_stays(make: Callable[..., Loop]) -> None:
-    make(level="O1")
+def test_torchs_warning_of_an_empty_generator_stays(start: Any) -> None:
+    start(level="O1")
     with pytest.warns(UserWarning, match="empty generator"):
         imported_before((p for p in ()), 1.0)
 
@@ -206,7 +199,7 @@ def test_the_last_disable_puts_torchs_functions_back() -> None:
     cells = [wrapped_cell(function) for function in CLIPPING]
     assert None not in cells  # else torch has changed, and nobody would be warned
     stock = [cell.cell_contents for cell in cells if cell is not None]
-    first, second = Loop(level="O1"), Loop(level="O2")
+    first, second = Summed(level="O1"), Summed(level="O2")
 
     def now() -> list[Any]:
         return [cell.cell_contents for cell in cells if cell is not None]
@@ -226,11 +219,11 @@ def stepped(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_optimizer_that_was_made_later(
-    level: str, make: Callable[..., Loop], stepped: Callable[[], list[str]]
+    level: str, start: Any, stepped: Callable[[], list[str]]
 ) -> None:
-    loop = make(level=level)
-    later = torch.optim.SGD(loop.model.parameters(), lr=1e-9)
-    loop.backward()
+    run = start(level=level)
+    later = torch.optim.SGD(run.model.parameters(), lr=1e-9)
+    run.backward()
     later.step()
     (message,) = stepped()
     assert message.startswith(f"SGD.step() at {os.path.abspath(__file__)}:")
@@ -266,17 +259,15 @@ def warnings_of_steps_at(stepped: Callable[[], list[str]]) -> Callable[[str], li
     return run
 
 
-def test_steps_on_other_gradients(
-    make: Callable[..., Loop], stepped: Callable[[], list[str]]
-) -> None:
+def test_steps_on_other_gradients(start: Any, stepped: Callable[[], list[str]]) -> None:
     """Of another model, of a level without a scale, by a scaler, of the optimizer handed over."""
-    loop, other = make(level="O1"), nn.Linear(4, 1)
+    run, other = start(level="O1"), nn.Linear(4, 1)
     elsewhere = torch.optim.SGD(other.parameters(), lr=1e-3)
-    loop.backward()
+    run.backward()
     other(X).sum().backward()
     elsewhere.step()
-    loop.optimizer.step()
-    unscaled = make(level="O0")
+    run.optimizer.step()
+    unscaled = start(level="O0")
     unscaled.backward()
     torch.optim.SGD(unscaled.model.parameters(), lr=1e-3).step()
     body, head = nn.Linear(4, 4), nn.Linear(4, 1)
@@ -289,17 +280,17 @@ def test_steps_on_other_gradients(
     assert stepped() == []
 
 
-def test_steps_are_watched_while_a_model_is_enabled(make: Callable[..., Loop]) -> None:
+def test_steps_are_watched_while_a_model_is_enabled(start: Any) -> None:
     before = list(_global_optimizer_pre_hooks)
-    loops = make(level="O1"), make(level="O2")
+    loops = start(level="O1"), start(level="O2")
     assert len(_global_optimizer_pre_hooks) == len(before) + 1
-    for loop in loops:
-        loop.amp.disable()
+    for run in loops:
+        run.amp.disable()
     assert list(_global_optimizer_pre_hooks) == before
 
 
 def test_the_watch_costs_an_enabled_step_no_wrapper(
-    make: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
+    start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's wrapper of hooks is there for the hooks of others: it takes a twentieth of a step."""
     wrapped: list[Any] = []
@@ -309,14 +300,14 @@ def test_the_watch_costs_an_enabled_step_no_wrapper(
         "profile_hook_step",
         staticmethod(lambda step: (wrapped.append(step), original(step))[1]),
     )
-    loop = make(level="O2")
+    run = start(level="O2")
     for _ in range(2):
-        loop.backward()
-        loop.optimizer.step()
+        run.backward()
+        run.optimizer.step()
     assert wrapped == []
     with register_optimizer_step_pre_hook(lambda *_: None):
-        loop.backward()
-        loop.optimizer.step()
+        run.backward()
+        run.optimizer.step()
     assert len(wrapped) == 1
 
 

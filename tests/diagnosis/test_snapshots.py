@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from runs import LEVELS
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -81,7 +82,7 @@ def crash(output: Tensor) -> Tensor:
     raise KeyError("in the user's code")
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("loss", [torch.mean, torch.Tensor.detach, crash])
 def test_no_trace(

@@ -56,7 +56,7 @@ class Noted:
         scale: float = 1024.0,
         read: bool = True,
     ) -> None:
-        """Note decisions; with ``read`` the log is told after the last of them."""
+        """Note decisions; with ``read`` the log reads after the last one."""
         for outcome in outcomes:
             self.numbers[outcome] += 1
             self.numbers[SCALE] = scale

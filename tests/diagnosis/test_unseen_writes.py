@@ -1,58 +1,51 @@
-"""Writes through ``.data`` to half weights or masters are warned of: torch counts none of them."""
+"""Writes through ``.data`` are warned of, because torch does not count them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import Net, disabled_after, take_step, warnings_with
+from helpers import Net, warnings_with
+from runs import Training, started
 from torch import Tensor, nn
 
-import tritonamp
 
+class Written(Training):
+    """Writes to its weights after each step."""
 
-class Loop:
-    """A model in training that writes to its weights after each step."""
+    def loss(self, x: Any = None) -> Tensor:
+        return (self.model(self.x) - 1).square().mean()
 
-    def __init__(self, device: torch.device, **settings: Any) -> None:
-        torch.manual_seed(0)
-        self.model = Net().to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.amp = tritonamp.enable(self.model, self.optimizer, **settings)
-        self.x = torch.randn(8, 6, device=device)
-
-    def train(self, write: Callable[["Loop"], Any], steps: int = 3) -> None:
+    def train_and(self, write: Callable[["Written"], Any], steps: int = 3) -> None:
         for _ in range(steps):
-            take_step(self.amp, self.optimizer, (self.model(self.x) - 1).square().mean())
+            self.step()
             write(self)
 
 
-@pytest.fixture
-def make() -> Iterator[Callable[..., Loop]]:
-    yield from disabled_after(Loop)
+start = started(Written)
 
 
 warned = warnings_with(".data")
 
 
-def on_each(write: Callable[[Tensor], Any], masters: bool = False) -> Callable[[Loop], None]:
-    def work(loop: Loop) -> None:
-        for param in loop.amp.master_params() if masters else loop.model.parameters():
+def on_each(write: Callable[[Tensor], Any], masters: bool = False) -> Callable[[Written], None]:
+    def work(run: Written) -> None:
+        for param in run.amp.master_params() if masters else run.model.parameters():
             write(param)
 
     return work
 
 
-def renormalise(loop: Loop) -> None:
-    weight = loop.model.first.weight
+def renormalise(run: Written) -> None:
+    weight = run.model.first.weight
     weight.data.div_(weight.data.norm(dim=1, keepdim=True))
 
 
-UNSEEN: dict[str, Callable[[Loop], Any]] = {
+UNSEEN: dict[str, Callable[[Written], Any]] = {
     "clamp_": on_each(lambda p: p.data.clamp_(-0.1, 0.1)),
-    "one row": lambda loop: loop.model.last.weight.data[1].zero_(),
-    "copy_": lambda loop: loop.model.first.weight.data.copy_(torch.zeros(16, 6)),
-    "init": lambda loop: nn.init.normal_(loop.model.first.weight.data),
+    "one row": lambda run: run.model.last.weight.data[1].zero_(),
+    "copy_": lambda run: run.model.first.weight.data.copy_(torch.zeros(16, 6)),
+    "init": lambda run: nn.init.normal_(run.model.first.weight.data),
     "renormalised": renormalise,
     "masters": on_each(lambda p: p.data.mul_(0.9), masters=True),
 }
@@ -61,20 +54,19 @@ UNSEEN: dict[str, Callable[[Loop], Any]] = {
 @pytest.mark.parametrize("write", UNSEEN)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_parameter_is_named(
-    make: Callable[..., Loop],
-    device: torch.device,
+    start: Any,
     write: str,
     dtype: torch.dtype,
     warned: Callable[[], list[str]],
 ) -> None:
-    loop = make(device, level="O2", dtype=dtype)
-    loop.train(UNSEEN[write], steps=4)
+    run = start(level="O2", dtype=dtype)
+    run.train_and(UNSEEN[write], steps=4)
     (message,) = warned()
     name = "last.weight" if write == "one row" else "first.weight"
     assert message.startswith(f"in parameter '{name}'")
 
 
-def without_data(change: Callable[[Tensor], Any], masters: bool) -> Callable[[Loop], None]:
+def without_data(change: Callable[[Tensor], Any], masters: bool) -> Callable[[Written], None]:
     return torch.no_grad()(on_each(change, masters))
 
 
@@ -85,73 +77,69 @@ ADVISED = {
 
 
 @pytest.mark.parametrize("write", ADVISED)
-def test_the_advice_is_right(
-    make: Callable[..., Loop], device: torch.device, write: str, warned: Callable[[], list[str]]
-) -> None:
+def test_the_advice_is_right(start: Any, write: str, warned: Callable[[], list[str]]) -> None:
     """Without ``.data`` the other side follows: masters at a step, the model at a forward."""
-    loop = make(device, level="O2")
-    loop.train(ADVISED[write], steps=4)
-    loop.model(loop.x)
+    run = start(level="O2")
+    run.train_and(ADVISED[write], steps=4)
+    run.model(run.x)
     step = 2 * 1e-2  # an AdamW step with lr=1e-2 moves each weight by less
     for param, (_, master) in zip(
-        loop.model.parameters(), loop.amp.named_master_params(), strict=True
+        run.model.parameters(), run.amp.named_master_params(), strict=True
     ):
         assert param.abs().max() <= 0.1 and master.abs().max() < 0.1 + step
     assert warned() == []
 
 
-def reset(loop: Loop) -> None:
-    nn.init.normal_(loop.model.first.weight)
+def reset(run: Written) -> None:
+    nn.init.normal_(run.model.first.weight)
 
 
-def load(loop: Loop) -> None:
-    loop.model.load_state_dict(Net().state_dict())
+def load(run: Written) -> None:
+    run.model.load_state_dict(Net().state_dict())
 
 
-def restore(loop: Loop) -> None:
+def restore(run: Written) -> None:
     """As for an evaluation of averaged weights, which are put back."""
-    for param in loop.model.parameters():
+    for param in run.model.parameters():
         before = param.data.clone()
         param.data.zero_()
         param.data.copy_(before)
 
 
-def nothing(loop: Loop) -> None:
+def nothing(run: Written) -> None:
     pass
 
 
 @pytest.mark.parametrize("write", [nothing, reset, load, restore], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
 def test_other_writes(
-    make: Callable[..., Loop],
-    device: torch.device,
-    write: Callable[[Loop], Any],
+    start: Any,
+    write: Callable[[Written], Any],
     state: str,
     warned: Callable[[], list[str]],
 ) -> None:
-    make(device, level="O2", state=state).train(write, steps=4)
+    start(level="O2", state=state).train_and(write, steps=4)
     assert warned() == []
 
 
 def test_masters_that_are_written_before_the_step(
-    make: Callable[..., Loop], device: torch.device, warned: Callable[[], list[str]]
+    start: Any, warned: Callable[[], list[str]]
 ) -> None:
-    loop = make(device, level="O2")
+    run = start(level="O2")
     for _ in range(3):
-        loop.amp.backward((loop.model(loop.x) - 1).square().mean())
+        run.backward()
         with torch.no_grad():
-            for master in loop.amp.master_params():
+            for master in run.amp.master_params():
                 master.mul_(0.9)
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
+        run.finish()
     assert warned() == []
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O3"])
 def test_levels_without_masters_keep_what_is_written(
-    make: Callable[..., Loop], device: torch.device, level: str, warned: Callable[[], list[str]]
+    start: Any, level: str, warned: Callable[[], list[str]]
 ) -> None:
-    loop = make(device, level=level)
-    loop.train(UNSEEN["clamp_"], steps=4)
-    assert all(p.abs().max() <= 0.1 for p in loop.model.parameters())
+    run = start(level=level)
+    run.train_and(UNSEEN["clamp_"], steps=4)
+    assert all(p.abs().max() <= 0.1 for p in run.model.parameters())
     assert warned() == []

@@ -48,7 +48,7 @@ def event(
         (event("mul", source="data"), "data"),
         (event("mm", "backward", exact=1e5), "gradient_overflow"),
         (event("div", "backward", nan=True, exact=math.nan), "backward_nan"),
-        (event("somebodys_op"), "unknown"),
+        (event("unknown_op"), "unknown"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -190,7 +190,7 @@ def test_true_gradients_may_be_replaced(
         torch.testing.assert_close(trained[1][name], value, rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.parametrize("cleared_by", ["optimizer", "model", "nobody"])
+@pytest.mark.parametrize("cleared_by", ["optimizer", "model", "no call"])
 @pytest.mark.parametrize("own", [None, torch.float32])
 def test_half_parameters_have_their_own_gradients_again(
     device: torch.device, cleared_by: str, own: torch.dtype | None

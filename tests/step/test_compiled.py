@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import Net, same
+from runs import Training
 from torch import Tensor, nn
 
 import tritonamp
@@ -28,20 +29,18 @@ OVERFLOWS = 4  # the step whose loss is finite, and too large to be scaled
 TOO_LARGE = 2.0**120
 
 
-class Run:
-    """An enabled model, and what it is trained with."""
+class CompiledSteps(Training):
+    """A classifier, its schedule and the average of its weights."""
 
     def __init__(
         self, level: str, dtype: torch.dtype, optimizer: str, dropout: float = 0.0
     ) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(Net(), nn.Softmax(-1), nn.Dropout(dropout))
-        self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=0.01)
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        def model() -> nn.Module:
+            return nn.Sequential(Net(), nn.Softmax(-1), nn.Dropout(dropout))
+
         self.scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        self.amp = tritonamp.enable(
-            self.model, self.optimizer, level=level, dtype=dtype, scaler=self.scaler
-        )
+        super().__init__(model, optimizer, level, dtype=dtype, scaler=self.scaler)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.ema = self.amp.ema(0.5)
 
     def loss(self, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
@@ -55,12 +54,6 @@ class Run:
             factor = torch.tensor(TOO_LARGE if number == OVERFLOWS else 1.0)
             yield torch.randn(8, 6), torch.randint(0, 3, (8,)), factor
 
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.amp.disable()
-
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled_before() -> None:
@@ -71,7 +64,7 @@ def _nothing_compiled_before() -> None:
 # ways to take a step
 
 
-def plain(run: Run, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+def plain(run: CompiledSteps, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
     run.optimizer.zero_grad()
     loss = run.loss(x, y, factor)
     run.amp.backward(loss)
@@ -79,7 +72,7 @@ def plain(run: Run, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
     return loss
 
 
-def with_all_there_is(run: Run, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+def with_all_there_is(run: CompiledSteps, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
     loss = run.loss(x, y, factor)
     run.amp.backward(loss)
     run.amp.clip_grad_norm_(0.1)
@@ -90,7 +83,7 @@ def with_all_there_is(run: Run, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
     return loss
 
 
-def of_two_losses(run: Run, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+def of_two_losses(run: CompiledSteps, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
     """As adversarial networks take it: what comes after the first step is compiled, too."""
     first = plain(run, x, y, factor)
     loss = run.loss(x, y, factor) + first.detach()
@@ -100,7 +93,7 @@ def of_two_losses(run: Run, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
     return loss
 
 
-def in_a_block(run: Run, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+def in_a_block(run: CompiledSteps, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
     loss = run.loss(x, y, factor)
     with run.amp.scale_loss(loss, run.optimizer) as scaled:
         scaled.backward()
@@ -110,7 +103,7 @@ def in_a_block(run: Run, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
     return loss
 
 
-def as_in_torch(run: Run, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+def as_in_torch(run: CompiledSteps, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
     run.optimizer.zero_grad()
     loss = run.loss(x, y, factor)
     run.scaler.scale(loss).backward()
@@ -120,11 +113,11 @@ def as_in_torch(run: Run, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
     return loss
 
 
-Step = Callable[[Run, Tensor, Tensor, Tensor], Tensor]
+Step = Callable[[CompiledSteps, Tensor, Tensor, Tensor], Tensor]
 
 
 class Case(NamedTuple):
-    """A way to take a step, where, and what torch.compile makes of it."""
+    """A way to take a step, its settings, and the graphs that torch.compile makes."""
 
     step: Step
     level: str
@@ -158,14 +151,12 @@ def trained(
     """Return all numbers that a run leaves, its history, and what ``after`` says of each step."""
     dropout = 0.1 if case.backend == "eager" else 0.0  # which others round otherwise
     numbers, said = [], []
-    with Run(case.level, case.dtype, case.optimizer, dropout) as run:
+    with CompiledSteps(case.level, case.dtype, case.optimizer, dropout) as run:
         for batch in run.batches():
             numbers += [step(run, *batch).detach(), torch.tensor(run.scaler.get_scale())]
             said.append(after())
-        state = [v for s in run.optimizer.state.values() for v in s.values()]
-        numbers += [v for v in state if isinstance(v, Tensor)]
-        numbers += [*run.amp.master_params(), *run.model.parameters()]
-        numbers += [torch.tensor(run.schedule.get_last_lr()), *run.ema.state_dict().values()]
+        numbers += [*run.everything(), torch.tensor(run.schedule.get_last_lr())]
+        numbers += run.ema.state_dict().values()
         numbers = [t.detach().clone() for t in numbers]
         return numbers, ([repr(r) for r in run.amp.history], run.amp.explain()), said
 
@@ -184,11 +175,11 @@ def test_a_whole_step(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.level)
 def test_forward_and_loss_are_one_graph(case: Case) -> None:
-    def step(run: Run, *batch: Tensor) -> Tensor:
+    def step(run: CompiledSteps, *batch: Tensor) -> Tensor:
         run.loss = functools.partial(compiled, run)  # type: ignore[method-assign]
         return plain(run, *batch)
 
-    compiled = torch.compile(Run.loss, backend=case.backend, fullgraph=True)
+    compiled = torch.compile(CompiledSteps.loss, backend=case.backend, fullgraph=True)
     numbers, history, made = trained(case, step, counts)
     expected, expected_history, _ = trained(case, plain)
     torch.testing.assert_close(numbers, expected, rtol=0, atol=0)
@@ -220,7 +211,7 @@ def trained_by_apex(level: str, compiled: Callable[[Any], Any]) -> tuple[list[Te
         return loss
 
     run, numbers, made = compiled(step), [], []
-    for batch in Run.batches():
+    for batch in CompiledSteps.batches():
         numbers.append(run(*batch).detach())
         made.append(counts())
     return [*numbers, *(p.detach().clone() for p in apex.master_params(optimizer))], made
@@ -288,7 +279,7 @@ def weights_of_broken(compiled: Callable[..., Any]) -> list[Tensor]:
 
 
 def test_a_broken_forward_asks_cpp_nothing_in_graphs() -> None:
-    """``push``, which rounds what somebody wrote to masters, is a frame of its own then."""
+    """``push``, which rounds values that were written to masters, is a frame of its own then."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     _facts.use_native()
@@ -299,7 +290,7 @@ def test_a_broken_forward_asks_cpp_nothing_in_graphs() -> None:
 
 
 def test_a_whole_step_is_no_single_graph() -> None:
-    with Run("O2", FP16, "AdamW") as run:
+    with CompiledSteps("O2", FP16, "AdamW") as run:
         compiled = torch.compile(plain, backend="eager", fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="function that returns the loss"):
             compiled(run, *next(run.batches()))

@@ -10,61 +10,35 @@ import pytest
 import torch
 from covering import more
 from gpuless.real_cuda import AnyCuda
-from helpers import take_step
+from helpers import same_bits, take_step
+from runs import LEVELS, Training
+from small_models import TiedAndFrozen
 from torch import Tensor, nn
 
 import tritonamp
 
-LEVELS = ["O0", "O1", "O2", "O3"]
 DECAY = 0.75
 U = 2.0**-24
 
 
-class Net(nn.Module):
-    """With a frozen layer, a tied weight, buffers of several dtypes, one that no state holds."""
+class Masked(TiedAndFrozen):
+    """A buffer that is no number, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 12)
-        self.norm = nn.BatchNorm1d(12)
-        self.frozen = nn.Linear(12, 6).requires_grad_(False)
-        self.tied = nn.Linear(6, 12)
-        self.tied.weight = self.first.weight
-        self.last = nn.Linear(12, 3)
         self.register_buffer("mask", torch.tensor([True, False, True]))
-        self.register_buffer("third", torch.full((6,), 1 / 3))
-        self.register_buffer("passing", torch.zeros(2), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.frozen(self.norm(self.first(x))) + self.third)
-        return self.last(torch.relu(self.tied(y)))
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
+class Averaged(Training):
+    parts = (*Training.parts, "ema")
 
-
-class Run:
-    """A model in training, its average, and the same average by torch's lerp in FP64."""
-
-    def __init__(
-        self, device: Any, level: str = "O2", decay: float = DECAY, **options: Any
-    ) -> None:
-        torch.manual_seed(0)
-        self.model = Net().to(device)
-        self.optimizer = torch.optim.AdamW(trained(self.model), lr=0.05)
-        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, **options)
-        if self.amp.policy.loss_scale == "dynamic":
-            self.amp.load_state_dict({**self.amp.scaler.state_dict(), "scale": 8.0})
+    def __init__(self, device: Any, level: str = "O2", decay: float = DECAY, **fields: Any) -> None:
+        super().__init__(Masked, "AdamW", level, device, lr=0.05, **fields)
+        self.lower_scale()
         self.ema = self.amp.ema(decay)
-        self.x = torch.randn(8, 6, device=device)
-
-    def step(self, skip: bool = False) -> None:
-        loss = self.model(self.x).float().square().mean()
-        take_step(self.amp, self.optimizer, loss * math.inf if skip else loss)
 
     def values(self) -> list[Tensor]:
-        return [p.detach().double().cpu() for p in self.amp.master_params()]
+        return [p.double().cpu() for p in self.masters()]
 
     def averages(self) -> list[Tensor]:
         """In the order of the optimizer's parameters."""
@@ -77,10 +51,6 @@ class Run:
         return {name: x.clone() for name, x in self.ema.state_dict().items()}
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 @pytest.mark.parametrize("backend", ["eager", "auto"])
 @pytest.mark.parametrize("decay", [0.0, 0.25, 0.75, 0.999])
 @pytest.mark.parametrize("level", LEVELS)
@@ -88,7 +58,7 @@ def test_the_average_of_what_the_optimizer_steps_on(
     device: torch.device, level: str, decay: float, backend: str
 ) -> None:
     """As FP64 has it: an update rounds by less than 8 u of numbers below 2."""
-    run = Run(device, level, decay, backend=backend)
+    run = Averaged(device, level, decay, backend=backend)
     expected = [p.double() for p in run.averages()]
     assert all(map(torch.equal, expected, run.values())) or level == "O3"  # which begins in FP32
     for _ in range(4):
@@ -103,7 +73,7 @@ def test_the_average_of_what_the_optimizer_steps_on(
 
 
 def test_it_moves_where_an_average_of_half_values_would_not(device: torch.device) -> None:
-    run = Run(device, decay=0.9999)
+    run = Averaged(device, decay=0.9999)
     before = run.saved()["last.weight"]
     run.step()
     run.ema.update()
@@ -116,22 +86,16 @@ def test_it_moves_where_an_average_of_half_values_would_not(device: torch.device
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_it_skips_with_the_step(device: torch.device, level: str, by_scaler: bool) -> None:
     """Averages and buffers, whose running means a bad batch has spoiled."""
-    run = Run(device, level)
+    run = Averaged(device, level)
     run.step()
     run.ema.update()
     before = run.saved()
     run.x[0] = math.inf
-    if by_scaler:
-        run.amp.scaler.scale(run.model(run.x).float().square().mean()).backward()
-        run.amp.scaler.step(run.optimizer)
-        run.amp.scaler.update()
-        run.optimizer.zero_grad()
-    else:
-        run.step()
+    run.step(by_scaler=by_scaler)
     assert not run.model.norm.running_mean.isfinite().all()
     for _ in range(2):
         run.ema.update()
-        assert same(run.saved(), before)
+        assert same_bits(run.saved(), before)
     run.model.norm.reset_running_stats()
     run.x[0] = 1.0
     run.step()
@@ -143,8 +107,8 @@ def test_it_skips_with_the_step(device: torch.device, level: str, by_scaler: boo
 
 def test_what_its_state_holds(device: torch.device) -> None:
     """Averages and buffers by all their names, in FP32 where they are half."""
-    run = Run(device, "O3")
-    plain = {name: x for name, x in Net().state_dict().items() if not name.startswith("frozen")}
+    run = Averaged(device, "O3")
+    plain = {name: x for name, x in Masked().state_dict().items() if not name.startswith("frozen")}
     state = run.ema.state_dict()
     assert state.keys() == plain.keys()
     assert all(state[name].dtype is x.dtype for name, x in plain.items())
@@ -166,7 +130,7 @@ def test_copy_to_a_plain_model(
     device: torch.device, level: str, disabled: bool, dtype: torch.dtype
 ) -> None:
     """Rounded once, with buffers as at the last update, and what is not trained."""
-    run = Run(device, level)
+    run = Averaged(device, level)
     frozen = run.model.state_dict()["frozen.weight"].clone()
     for _ in range(3):
         run.step()
@@ -176,7 +140,7 @@ def test_copy_to_a_plain_model(
     expected = run.saved()
     if disabled:
         run.amp.disable()
-    target = Net().to(device, dtype)
+    target = Masked().to(device, dtype)
     run.ema.copy_to(target)
     state = target.state_dict()
     assert state["first.weight"].dtype is dtype
@@ -189,11 +153,11 @@ def test_copy_to_a_plain_model(
 @pytest.mark.parametrize("level", LEVELS)
 def test_copy_to_an_enabled_model(device: torch.device, level: str) -> None:
     """Its masters take the averages unrounded; also the model's own."""
-    run = Run(device)
+    run = Averaged(device)
     for _ in range(3):
         run.step()
         run.ema.update()
-    averages, other = run.averages(), Run(device, level)
+    averages, other = run.averages(), Averaged(device, level)
     for target in (other, run):
         run.ema.copy_to(target.model)
         values = target.model.state_dict()
@@ -243,7 +207,7 @@ def test_each_parameter_follows_its_own_optimizer(device: torch.device) -> None:
 
 def test_a_group_that_is_added(device: torch.device) -> None:
     """Its averages begin where it does."""
-    run = Run(device)
+    run = Averaged(device)
     run.step()
     run.ema.update()
     assert "frozen.weight" not in run.ema.state_dict()
@@ -265,23 +229,22 @@ def test_a_group_that_is_added(device: torch.device) -> None:
 def test_a_resume_goes_on_with_the_same_bits(
     device: torch.device, tmp_path: Path, level: str, skip: bool
 ) -> None:
-    run = Run(device, level)
+    run = Averaged(device, level)
     for number in range(3):
-        run.step(skip=skip and number == 2)
+        run.step(bad=skip and number == 2)
         run.ema.update()
     path = tmp_path / "run.pt"
-    objects = lambda r: {"model": r.model, "optimizer": r.optimizer, "amp": r.amp, "ema": r.ema}  # noqa: E731
-    tritonamp.save(path, **objects(run))
-    new = Run(device, level)
+    tritonamp.save(path, **run.objects())
+    new = Averaged(device, level)
     new.step()
-    tritonamp.load(path, **objects(new))
-    assert same(new.saved(), run.saved())
+    tritonamp.load(path, **new.objects())
+    assert same_bits(new.saved(), run.saved())
     for r in (run, new):
         for _ in range(2):
             r.step()
             r.ema.update()
-    assert same(new.saved(), run.saved())
-    plain = Net()
+    assert same_bits(new.saved(), run.saved())
+    plain = Masked()
     plain.load_state_dict(tritonamp.load(path)["ema"], strict=False)
 
 
@@ -298,11 +261,11 @@ def test_the_state_loads_into_a_plain_model_that_is_trained_as_a_whole(
 @pytest.mark.parametrize("level", ["O2", *more(["O1"])])
 def test_a_cuda_graph_captures_it(gpu: AnyCuda, level: str) -> None:
     """Replays, of which one is skipped, leave what eager steps leave; eager steps may follow."""
-    eager, captured = Run("cuda", level), Run("cuda", level)
+    eager, captured = Averaged("cuda", level), Averaged("cuda", level)
     factors = [torch.ones((), device="cuda") for _ in range(2)]
 
-    def step(run: Run, factor: Tensor) -> None:
-        take_step(run.amp, run.optimizer, run.model(run.x).float().square().mean() * factor)
+    def step(run: Averaged, factor: Tensor) -> None:
+        take_step(run.amp, run.optimizer, run.loss() * factor)
         run.ema.update()
 
     for run, factor in zip((eager, captured), factors, strict=True):
@@ -314,24 +277,24 @@ def test_a_cuda_graph_captures_it(gpu: AnyCuda, level: str) -> None:
             factor.fill_(value)
         step(eager, factors[0])
         graph.replay()
-    assert same(captured.saved(), eager.saved())
+    assert same_bits(captured.saved(), eager.saved())
     for run, factor in zip((eager, captured), factors, strict=True):
         step(run, factor)
-    assert same(captured.saved(), eager.saved())
+    assert same_bits(captured.saved(), eager.saved())
     before = captured.saved()
     factors[1].fill_(math.inf)
     graph.replay()
     captured.ema.update()  # outside, about the replay's step
-    assert same(captured.saved(), before)
+    assert same_bits(captured.saved(), before)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_nothing_waits(gpu: AnyCuda, level: str) -> None:
-    run = Run("cuda", level)
+    run = Averaged("cuda", level)
     run.step()
     run.ema.update()
     for skip in (False, True):
-        run.step(skip)
+        run.step(bad=skip)
         with gpu.watch() as records:
             run.ema.update()
         assert records == []
@@ -342,7 +305,7 @@ def test_nothing_waits(gpu: AnyCuda, level: str) -> None:
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, 2, math.nan, True, "0.9", None])
 def test_decay_is_checked(decay: Any) -> None:
-    run = Run("cpu")
+    run = Averaged("cpu")
     with pytest.raises(ValueError, match=r"decay: expected a number in \[0, 1\), got "):
         run.amp.ema(decay)
     with pytest.raises(ValueError, match="decay: expected"):
@@ -352,7 +315,7 @@ def test_decay_is_checked(decay: Any) -> None:
 
 
 def test_errors() -> None:
-    run = Run("cpu")
+    run = Averaged("cpu")
     state, before = run.saved(), run.saved()
     del state["last.bias"]
     state["last.weight"] = torch.zeros(1)
@@ -363,17 +326,17 @@ def test_errors() -> None:
     )
     with pytest.raises(ValueError, match=message):
         run.ema.load_state_dict(state)
-    assert same(run.saved(), before)
+    assert same_bits(run.saved(), before)
     with pytest.raises(ValueError, match=r"ema.copy_to: expected the same architecture, got miss"):
         run.ema.copy_to(nn.Linear(3, 4))
     with pytest.raises(ValueError, match=r"got one on the meta device: call model.to_empty"):
-        run.ema.copy_to(Net().to("meta"))
+        run.ema.copy_to(Masked().to("meta"))
     run.amp.disable()
     calls: list[Callable[[], Any]] = [run.ema.update, lambda: run.amp.ema(0.5)]
     for call in calls:
         with pytest.raises(RuntimeError, match=r"this model was disabled; call tritonamp.enable"):
             call()
-    amp = tritonamp.enable(Net(), level="O2")
+    amp = tritonamp.enable(Masked(), level="O2")
     with pytest.raises(RuntimeError, match="enabled without an optimizer"):
         amp.ema(0.5).update()
     amp.disable()

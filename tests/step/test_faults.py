@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import same, snapshot
+from helpers import same
+from runs import Training
 from torch import Tensor, nn
 
 import tritonamp
@@ -16,42 +17,38 @@ from tritonamp.testing import KINDS, Fault, FaultInjector, InjectedError
 # ten thousand in all
 STEPS = {
     ("O1", "AdamW"): 1500,
-    ("O1", "SGD"): 4500,
+    ("O1", "SGD momentum"): 4500,
     ("O2", "AdamW"): 1200,
-    ("O2", "SGD"): 2800,
+    ("O2", "SGD momentum"): 2800,
 }
 LOWEST, HIGHEST, INTERVAL = 2.0**5, 2.0**14, 12  # of the loss scale
-OPTIMIZERS = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
-    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
-}
+RATES = {"AdamW": 1e-3, "SGD momentum": 1e-2}
 
 
-class Run:
-    """A small model in training; GELU lets no inf or NaN vanish."""
+class Faulty(Training):
+    """GELU lets no inf or NaN vanish."""
 
     def __init__(
         self, device: torch.device, level: str, optimizer: str, growth_interval: int
     ) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.GELU(), nn.Linear(8, 2)).to(
-            device
-        )
-        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        def model() -> nn.Module:
+            return nn.Sequential(nn.Linear(4, 8, bias=False), nn.GELU(), nn.Linear(8, 2))
+
         bounds = {"init_scale": 2.0**10, "min_scale": LOWEST, "max_scale": HIGHEST}
         self.scaler = tritonamp.GradScaler(device.type, growth_interval=growth_interval, **bounds)
-        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, scaler=self.scaler)
+        rate = RATES[optimizer]
+        super().__init__(model, optimizer, level, device, lr=rate, scaler=self.scaler)
 
     def loss(self, x: Tensor) -> Tensor:
         return (self.model(x) - x[:, :2]).square().mean()
 
-    def bits(self) -> list[Tensor]:
-        """Everything that a step may change, and the loss scale."""
+    def stored(self) -> list[Tensor]:
+        """Return stored tensors and the loss scale."""
         scale = torch.tensor([self.scaler.get_scale(), self.scaler._get_growth_tracker()])
-        return [*snapshot(self.model, self.optimizer), scale]
+        return [*super().stored(), scale]
 
     def gradients(self) -> Tensor:
-        """All of them in one piece, a copy."""
+        """Return a flat copy of all gradients."""
         return torch.cat(
             [p.grad.flatten().float() for p in self.model.parameters() if p.grad is not None]
         )
@@ -101,9 +98,9 @@ class Expected:
 def test_thousands_of_steps_with_faults_of_all_kinds(
     device: torch.device, level: str, optimizer: str
 ) -> None:
-    run = Run(device, level, optimizer, INTERVAL)
+    run = Faulty(device, level, optimizer, INTERVAL)
     # sees the good steps only, at the same scales
-    clean = Run(device, level, optimizer, growth_interval=10**6)
+    clean = Faulty(device, level, optimizer, growth_interval=10**6)
     clean.scaler.scale_tensor(device)  # there is something to set from the beginning
     injector = FaultInjector(run.model, run.optimizer, rate=0.25, seed=len(level + optimizer))
     expected, raised = Expected(2.0**10), 0
@@ -113,7 +110,7 @@ def test_thousands_of_steps_with_faults_of_all_kinds(
         scale, happened, gradients = expected.scale, len(injector.injected), None
         try:
             with injector.step() as due:
-                before = run.bits() if due is not None else []
+                before = run.stored() if due is not None else []
                 run.amp.backward(injector.loss(run.loss(x)))
                 gradients = run.gradients()
                 run.optimizer.step()
@@ -124,11 +121,11 @@ def test_thousands_of_steps_with_faults_of_all_kinds(
         cause = None if gradients is None else expected.decide(fault, gradients)
         if gradients is None:
             assert fault is not None and fault.raises
-            assert same(run.bits(), before), fault
+            assert same(run.stored(), before), fault
         elif cause is not None:
             assert fault is not None and cause in fault.causes
-            assert same(run.bits()[:-1], before[:-1]), fault
-            assert run.bits()[-1].tolist() == [expected.scale, expected.clean]
+            assert same(run.stored()[:-1], before[:-1]), fault
+            assert run.stored()[-1].tolist() == [expected.scale, expected.clean]
         else:
             clean.scaler.update(scale)
             clean.amp.backward(clean.loss(x))
@@ -138,8 +135,8 @@ def test_thousands_of_steps_with_faults_of_all_kinds(
             clean.optimizer.zero_grad()
     history = [Decided(r.step, r.cause, r.scale) for r in run.amp.history]
     assert history == expected.records[-len(history) :]
-    assert same(run.bits()[:-1], clean.bits()[:-1])
-    assert all(bool(t.isfinite().all()) for t in run.bits())
+    assert same(run.stored()[:-1], clean.stored()[:-1])
+    assert all(bool(t.isfinite().all()) for t in run.stored())
     causes = [record.cause for record in expected.records]
     of_scale = sum(
         cause in ("scale overflow", "backward fault", "scale exhausted") for cause in causes

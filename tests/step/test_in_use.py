@@ -11,6 +11,7 @@ import pytest
 import torch
 from covering import more
 from helpers import of_kernels, same
+from runs import Training, grouped
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -60,48 +61,23 @@ def batches(n: int, device: torch.device, bad: tuple[int, ...] = ()) -> list[Ten
     return xs
 
 
-class Run:
-    """An enabled model, its optimizer, and a training loop."""
-
+class InUse(Training):
     def __init__(
         self,
         device: torch.device,
         backend: str,
-        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        optimizer: str = "AdamW",
         layers: int = 1,
-        **options: Any,
+        level: str = "O2",
+        **fields: Any,
     ) -> None:
-        self.model = net(layers=layers).to(device)
-        first, *others = self.model.parameters()
-        self.optimizer = optimizer(
-            [{"params": [first], "lr": 2e-2, "weight_decay": 0.1}, {"params": others}], lr=1e-2
-        )
-        self.amp = tritonamp.enable(
-            self.model, self.optimizer, backend=backend, **({"level": "O2"} | options)
-        )
-
-    def step(self, x: Tensor, max_norm: float | None = None) -> Tensor | None:
-        self.optimizer.zero_grad()
-        self.amp.backward(self.model(x).square().mean())
-        norm = None if max_norm is None else self.amp.clip_grad_norm_(max_norm)
-        self.optimizer.step()
-        return norm
-
-    def tensors(self) -> list[Tensor]:
-        """All that a step writes."""
-        state = [
-            t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)
-        ]
-        return [*self.amp.master_params(), *self.model.parameters(), *state]
-
-    def copies(self) -> list[Tensor]:
-        return [t.detach().clone() for t in self.tensors()]
+        make = grouped(optimizer, lr=2e-2, weight_decay=0.1)
+        fields["backend"] = backend
+        super().__init__(lambda: net(layers=layers), make, level, device, **fields)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize(
-    "name", ["torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD", "tritonamp.optim.AdamW"]
-)
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "our AdamW"])
 @each_half
 def test_both_backends_train_alike(
     device: torch.device, level: str, name: str, half: torch.dtype
@@ -109,17 +85,17 @@ def test_both_backends_train_alike(
     """Per step p may differ by 3 FP32 ulps, of the moments and of the update; the half copies are
     p, rounded.
     """
-    if level == "O3" and name == "torch.optim.SGD":
+    if level == "O3" and name == "SGD":
         pytest.skip("torch's own step on half parameters")
-    optimizer = eval(name)
     runs = [
-        Run(device, b, optimizer, level=level, dtype=half, loss_scale=1024.0)
+        InUse(device, b, name, level=level, dtype=half, loss_scale=1024.0)
         for b in ("eager", "triton")
     ]
     xs = batches(5, device, bad=(2,))
     for x in xs:
-        norms = [run.step(x, 0.5) for run in runs]
-        assert norms[0] is not None and norms[1] is not None
+        for run in runs:
+            run.step(x, max_norm=0.5)
+        norms = [run.norm for run in runs]
         torch.testing.assert_close(norms[1], norms[0], rtol=2**-20, atol=0, equal_nan=True)
         if half is torch.bfloat16 or level == "O3":
             break  # a half parameter that rounds the other way makes the next gradient another one
@@ -141,7 +117,7 @@ def test_a_handful_of_launches_whatever_the_number_of_tensors(
 ) -> None:
     """Half and FP32 gradients: one launch each for statistics and update."""
     for layers in (1, 9):
-        run = Run(device, "triton", layers=layers)
+        run = InUse(device, "triton", layers=layers)
         for x in batches(2, device):
             launched.clear()
             run.step(x, max_norm=1.0)
@@ -156,7 +132,7 @@ def test_a_handful_of_launches_whatever_the_number_of_tensors(
 
 
 def test_a_schedule_compiles_nothing_new(device: torch.device, launched: list[Any]) -> None:
-    run = Run(device, "triton")
+    run = InUse(device, "triton")
     schedule = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5)
     xs, seen = batches(4, device), []
     for x in xs:
@@ -169,12 +145,12 @@ def test_a_schedule_compiles_nothing_new(device: torch.device, launched: list[An
 
 
 def test_a_skipped_step_changes_no_bit(device: torch.device) -> None:
-    run = Run(device, "triton")
+    run = InUse(device, "triton")
     good, bad, _ = batches(3, device, bad=(1,))
     run.step(good)
-    before = run.copies()
+    before = run.everything()
     run.step(bad)
-    assert same(run.copies(), before)
+    assert same(run.everything(), before)
     assert run.amp.stats()["forward_faults"] == 1
     run.amp.disable()
 
@@ -182,17 +158,17 @@ def test_a_skipped_step_changes_no_bit(device: torch.device) -> None:
 @pytest.mark.parametrize("powers", [(2.0**4, 2.0**12)])
 def test_the_scale_leaves_no_trace(device: torch.device, powers: tuple[float, float]) -> None:
     """Unless a scaled gradient leaves the normal range of its format; bfloat16's is wide."""
-    runs = [Run(device, "triton", dtype=torch.bfloat16, loss_scale=scale) for scale in powers]
+    runs = [InUse(device, "triton", dtype=torch.bfloat16, loss_scale=scale) for scale in powers]
     for x in batches(3, device):
         for run in runs:
             run.step(x)
-    assert same(runs[0].copies(), runs[1].copies())
+    assert same(runs[0].everything(), runs[1].everything())
     for run in runs:
         run.amp.disable()
 
 
 def test_parameters_without_a_gradient_stay(device: torch.device) -> None:
-    run = Run(device, "triton")
+    run = InUse(device, "triton")
     xs = batches(3, device)
     run.step(xs[0])
     frozen = [run.model[0].weight, run.model[-1].bias]
@@ -216,7 +192,7 @@ def test_parameters_without_a_gradient_stay(device: torch.device) -> None:
 def test_tables_are_sent_only_when_memory_moves(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(device, "triton")
+    run = InUse(device, "triton")
     xs = batches(4, device)
     for x in xs[:2]:
         run.step(x)
@@ -230,7 +206,7 @@ def test_tables_are_sent_only_when_memory_moves(
     run.step(xs[2])
     assert built == []
     state = run.optimizer.state[next(run.amp.master_params())]
-    state["exp_avg"] = state["exp_avg"].clone()  # somebody's own offloading
+    state["exp_avg"] = state["exp_avg"].clone()  # as code does that offloads by itself
     moved = state["exp_avg"].clone()
     run.step(xs[3])
     assert not torch.equal(state["exp_avg"], moved), "the step works on what the state holds now"
@@ -239,7 +215,7 @@ def test_tables_are_sent_only_when_memory_moves(
 
 @pytest.mark.parametrize("name", ["exp_avg", *more(["exp_avg_sq", "step"])])
 def test_a_replaced_state_counts(device: torch.device, name: str) -> None:
-    run, by_hand = Run(device, "triton"), Run(device, "triton")
+    run, by_hand = InUse(device, "triton"), InUse(device, "triton")
     xs = batches(3, device)
     for x in xs[:2]:
         run.step(x)
@@ -249,7 +225,7 @@ def test_a_replaced_state_counts(device: torch.device, name: str) -> None:
         by_hand.optimizer.state[other][name].add_(1)
     run.step(xs[2])
     by_hand.step(xs[2])
-    assert same(run.copies(), by_hand.copies())
+    assert same(run.everything(), by_hand.everything())
     for each in (run, by_hand):
         each.amp.disable()
 
@@ -280,7 +256,7 @@ def test_sgd_has_buffers_where_it_has_momentum(device: torch.device, momentum: f
 
 def test_state_moved_through_data_is_found(device: torch.device) -> None:
     """The snippet that people use to move an optimizer to another device."""
-    runs = [Run(device, "triton") for _ in range(2)]
+    runs = [InUse(device, "triton") for _ in range(2)]
     xs = batches(3, device)
     for x in xs[:2]:
         for run in runs:
@@ -290,7 +266,7 @@ def test_state_moved_through_data_is_found(device: torch.device) -> None:
             value.data = value.data.clone()
     for run in runs:
         run.step(xs[2])
-    assert same(runs[0].copies(), runs[1].copies())
+    assert same(runs[0].everything(), runs[1].everything())
     for run in runs:
         run.amp.disable()
 
@@ -319,7 +295,7 @@ def test_two_optimizers_step_or_skip_together(device: torch.device) -> None:
 def test_the_skip_is_reported_a_step_later(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(device, "triton")
+    run = InUse(device, "triton")
     good, bad, again = batches(3, device, bad=(1,))
     with caplog.at_level(logging.INFO, "tritonamp"):
         run.step(good)
@@ -335,27 +311,27 @@ def test_the_skip_is_reported_a_step_later(
 def test_an_overflow_names_its_parameters(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(device, "triton")
+    run = InUse(device, "triton")
     xs = batches(2, device)
     run.optimizer.zero_grad()
-    run.amp.backward(run.model(xs[0]).square().mean())
+    run.backward(run.loss(xs[0]))
     grad = run.model[1].weight.grad
     assert grad is not None
     grad[3, 5] = float("inf")
     with caplog.at_level(logging.INFO, "tritonamp"):
-        run.optimizer.step()
+        run.finish()
         run.step(xs[1])
     assert "the gradients of 1 parameter(s) were not: 1.weight (inf)" in caplog.text
     assert run.amp.stats()["scale"] == 2.0**15
     run.amp.disable()
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_weight_beyond_its_format_is_named(
-    device: torch.device, backend: str, optimizer: Any
+    device: torch.device, backend: str, optimizer: str
 ) -> None:
-    run = Run(device, backend, optimizer)
+    run = InUse(device, backend, optimizer)
     run.step(*batches(1, device))
     assert run.amp.stats()["overflowed_parameters"] == []
     with torch.no_grad():
@@ -377,7 +353,7 @@ def test_a_kernel_that_does_not_compile_gives_way(
 
     monkeypatch.setattr(_implementations, "failures", {})
     monkeypatch.setitem(hardware._answers, device, True)
-    runs = [Run(device, "eager"), Run(device, "auto")]
+    runs = [InUse(device, "eager"), InUse(device, "auto")]
     (x,) = batches(1, device)
     monkeypatch.setattr(adamw.ADAMW, "triton_function", fails)
     runs[0].step(x)
@@ -386,7 +362,7 @@ def test_a_kernel_that_does_not_compile_gives_way(
         match="adamw runs in eager torch from now on: adamw_kernel cannot be compiled",
     ):
         runs[1].step(x)
-    assert same(runs[0].copies(), runs[1].copies())
+    assert same(runs[0].everything(), runs[1].everything())
     assert "adamw" in runs[1].amp.stats()["kernel_failures"]
     for run in runs:
         run.amp.disable()
@@ -461,7 +437,7 @@ def test_a_captured_step_goes_on_with_other_rates_and_scales(
     device = torch.device("cpu")
     xs, rates = batches(9, device, bad=(5,)), [1e-2 * 0.7**i for i in range(9)]
     scaler = {"growth_interval": 2, "init_scale": 2.0**10}
-    runs = [Run(device, "triton", scaler=tritonamp.GradScaler("cpu", **scaler)) for _ in range(2)]
+    runs = [InUse(device, "triton", scaler=tritonamp.GradScaler("cpu", **scaler)) for _ in range(2)]
     for run in runs:
         for group in run.optimizer.param_groups:
             group["lr"] = torch.tensor(rates[0])
@@ -472,16 +448,16 @@ def test_a_captured_step_goes_on_with_other_rates_and_scales(
         for run in runs:
             for group in run.optimizer.param_groups:
                 group["lr"].fill_(rate)
-        eager.step(x, max_norm)
+        eager.step(x, max_norm=max_norm)
         static.copy_(x)
         if i < 3:
-            captured.step(static, max_norm)
+            captured.step(static, max_norm=max_norm)
         elif i == 3:
             with tape:
-                captured.step(static, max_norm)
+                captured.step(static, max_norm=max_norm)
         else:
             tape.replay()
-        assert same(captured.copies(), eager.copies()), i
+        assert same(captured.everything(), eager.everything()), i
     stats = [run.amp.stats() for run in runs]
     # a replay has no batch to show
     assert [s.pop("last_skip_reason") for s in stats] == [
@@ -495,14 +471,14 @@ def test_a_captured_step_goes_on_with_other_rates_and_scales(
 
 
 def test_no_step_waits_for_the_device(cuda: torch.device) -> None:
-    run = Run(cuda, "triton")
+    run = InUse(cuda, "triton")
     xs = batches(6, cuda)
     for x in xs[:3]:
-        run.step(x, 1.0)
+        run.step(x, max_norm=1.0)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for x in xs[3:]:
-            run.step(x, 1.0)
+            run.step(x, max_norm=1.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     run.amp.disable()
@@ -510,7 +486,7 @@ def test_no_step_waits_for_the_device(cuda: torch.device) -> None:
 
 @pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_updates_that_do_nothing_are_told_by_group(
+def test_updates_that_do_nothing_are_counted_by_group(
     device: torch.device, backend: str, state: str
 ) -> None:
     torch.manual_seed(0)

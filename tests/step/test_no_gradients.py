@@ -6,55 +6,38 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Net, same, snapshot, take_step
-from torch import Tensor, nn
+from helpers import Net, same, snapshot
+from runs import LEVELS, Training, batch, named, started
+from torch import nn
 
 import tritonamp
 from tritonamp.apex import amp as apex_amp
 from tritonamp.apex.amp import _amp_state
 from tritonamp.apex.fp16_utils import FP16_Optimizer
 
-MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-4, eps=1e-3),  # steps by itself
-}
+MAKERS = named("AdamW", "SGD momentum", "RMSprop")  # which steps by itself
 FOREIGN = "no amp.backward\\(loss\\) fed this optimizer"  # gradients of a plain loss.backward()
 
 
-def loss_of(model: nn.Module, device: torch.device, factor: float = 1.0) -> Tensor:
-    return model(torch.ones(4, 6, device=device)).square().mean() * factor
+class WithoutGradients(Training):
+    """A run of which calls are made that must change nothing."""
+
+    def assert_nothing(self, call: Callable[[], Any]) -> None:
+        before, stats, steps = snapshot(self.optimizer), self.amp.stats(), len(self.amp.history)
+        call()
+        assert same(before, snapshot(self.optimizer)) and self.amp.stats() == stats
+        assert len(self.amp.history) == steps
 
 
-class Run:
-    """An enabled model, and what no-ops must not move."""
-
-    def __init__(self, device: torch.device, level: str = "O2", optimizer: str = "AdamW") -> None:
-        torch.manual_seed(0)
-        self.device, self.model = device, Net().to(device)
-        self.optimizer = MAKERS[optimizer](self.model.parameters())
-        self.amp = tritonamp.enable(self.model, self.optimizer, level=level)
-
-    def step(self, factor: float = 1.0) -> None:
-        take_step(self.amp, self.optimizer, loss_of(self.model, self.device, factor))
-
-    def all(self) -> tuple[list[Tensor], dict[str, Any], int]:
-        return snapshot(self.optimizer), self.amp.stats(), len(self.amp.history)
-
-
-def assert_nothing(run: Run, call: Callable[[], Any]) -> None:
-    before, stats, steps = run.all()
-    call()
-    after, stats_after, steps_after = run.all()
-    assert same(before, after) and (stats, steps) == (stats_after, steps_after)
+start = started(WithoutGradients)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "RMSprop"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("by_scaler", [False, True], ids=["step", "scaler.step"])
-def test_enabled(start: Callable[..., Run], level: str, optimizer: str, by_scaler: bool) -> None:
+def test_enabled(start: Any, level: str, optimizer: str, by_scaler: bool) -> None:
     """Before the first backward and after, after a step, a skip, and a model that was cleared."""
-    run = start(level, optimizer)
+    run = start(level=level, optimizer=optimizer)
     scaler = run.amp.scaler
 
     def no_op() -> None:
@@ -65,30 +48,30 @@ def test_enabled(start: Callable[..., Run], level: str, optimizer: str, by_scale
         else:
             run.optimizer.step()
 
-    assert_nothing(run, no_op)
+    run.assert_nothing(no_op)
     run.step()
-    assert_nothing(run, no_op)
-    run.step(float("nan"))
-    assert_nothing(run, no_op)
-    loss_of(run.model, run.device)  # a forward alone
-    assert_nothing(run, no_op)
+    run.assert_nothing(no_op)
+    run.step(factor=float("nan"))
+    run.assert_nothing(no_op)
+    run.loss()  # a forward alone
+    run.assert_nothing(no_op)
     run.step()
     assert run.amp.stats() == {**run.amp.stats(), "steps": 2, "skipped": 1}
 
 
 @pytest.mark.parametrize("between", ["", "clip_grad_norm_", "unscale_"])
 @pytest.mark.parametrize("clear", ["model", "optimizer"])
-def test_cleared_gradients(start: Callable[..., Run], between: str, clear: str) -> None:
+def test_cleared_gradients(start: Any, between: str, clear: str) -> None:
     """A loss whose gradients are gone decides nothing, unless it was decided on before."""
     run = start()
     run.step()
-    run.amp.backward(loss_of(run.model, run.device))
+    run.backward()
     getattr(run, clear).zero_grad()
     if between == "clip_grad_norm_":
         assert float(run.amp.clip_grad_norm_(1.0)) == 0.0
     elif between:
         assert run.amp.unscale_() == []
-    assert_nothing(run, run.optimizer.step)
+    run.assert_nothing(run.optimizer.step)
     assert run.amp.stats()["steps"] == 1
     run.step()
     assert run.amp.stats()["steps"] == 2
@@ -97,12 +80,14 @@ def test_cleared_gradients(start: Callable[..., Run], between: str, clear: str) 
 def test_a_loss_that_reaches_one_of_two_optimizers(device: torch.device) -> None:
     """One decision, one step: the schedule of the other one stays, too."""
     models = [Net().to(device), Net().to(device)]
-    optimizers = [MAKERS["AdamW"](m.parameters()) for m in models]
+    optimizers = [MAKERS["AdamW"](m.parameters(), lr=1e-2) for m in models]
     with tritonamp.enable(models, optimizers, level="O2") as amp:
         schedulers = [torch.optim.lr_scheduler.StepLR(o, 1) for o in optimizers]
         still = snapshot(optimizers[1])
         for _ in range(3):
-            amp.backward(loss_of(models[0], device))  # feeds both, for all that amp knows
+            amp.backward(
+                models[0](batch(0, device=device)).square().mean()
+            )  # feeds both, for all that amp knows
             for optimizer in reversed(optimizers):
                 optimizer.step()
                 optimizer.zero_grad()
@@ -112,7 +97,7 @@ def test_a_loss_that_reaches_one_of_two_optimizers(device: torch.device) -> None
         assert [s.last_epoch for s in schedulers] == [3, 0]
 
 
-def test_schedulers_do_not_warn(start: Callable[..., Run]) -> None:
+def test_schedulers_do_not_warn(start: Any) -> None:
     """torch's scheduler sees that ``step`` was called; ``step_schedulers`` that none was taken."""
     run = start()
     scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, gamma=0.5)
@@ -126,10 +111,10 @@ def test_schedulers_do_not_warn(start: Callable[..., Run]) -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_plain_gradients_stay_an_error(start: Callable[..., Run], level: str) -> None:
-    run = start(level)
+def test_plain_gradients_stay_an_error(start: Any, level: str) -> None:
+    run = start(level=level)
     run.optimizer.step()
-    loss_of(run.model, run.device).backward()
+    run.loss().backward()
     with pytest.raises(RuntimeError, match=FOREIGN):
         run.optimizer.step()
     with pytest.raises(RuntimeError, match=FOREIGN):
@@ -138,8 +123,8 @@ def test_plain_gradients_stay_an_error(start: Callable[..., Run], level: str) ->
 
 SCALED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **MAKERS,
-    "fused AdamW": lambda params: torch.optim.AdamW(params, fused=True),
-    "our AdamW": lambda params: tritonamp.optim.AdamW(params),
+    **named("our AdamW"),
+    "fused AdamW": lambda params, lr: torch.optim.AdamW(params, lr, fused=True),
 }
 
 
@@ -147,12 +132,12 @@ SCALED: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("unscale", [False, True])
 def test_scaler_alone(device: torch.device, optimizer: str, unscale: bool) -> None:
     model = nn.Linear(6, 3).to(device)
-    opt = SCALED[optimizer](model.parameters())
+    opt = SCALED[optimizer](model.parameters(), lr=1e-2)
     scaler = tritonamp.GradScaler(device.type, growth_interval=2)
 
     def loop(with_gradients: bool) -> None:
         if with_gradients:
-            scaler.scale(loss_of(model, device)).backward()
+            scaler.scale(model(batch(0, device=device)).square().mean()).backward()
         if unscale:
             scaler.unscale_(opt)
         scaler.step(opt)
@@ -179,7 +164,7 @@ def test_what_unscaling_has_found_counts_though_gradients_are_cleared(
     model = nn.Linear(6, 3).to(device)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = tritonamp.GradScaler(device.type)
-    scaler.scale(loss_of(model, device)).backward()
+    scaler.scale(model(batch(0, device=device)).square().mean()).backward()
     model.weight.grad[0, 0] = float("inf")
     scaler.unscale_(opt)
     opt.zero_grad()
@@ -188,14 +173,14 @@ def test_what_unscaling_has_found_counts_though_gradients_are_cleared(
     assert scaler.get_scale() == 2.0**15
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "our AdamW", "fused AdamW"])
+@pytest.mark.parametrize("optimizer", ["SGD momentum", "our AdamW", "fused AdamW"])
 @pytest.mark.parametrize("value", [1.0, float("inf")])
 def test_gradients_that_come_after_unscaling(
     device: torch.device, optimizer: str, value: float
 ) -> None:
     """They are taken for true ones, and looked at."""
     model = nn.Linear(6, 3).to(device)
-    opt = SCALED[optimizer](model.parameters())
+    opt = SCALED[optimizer](model.parameters(), lr=1e-2)
     scaler = tritonamp.GradScaler(device.type)
     scaler.scale(torch.ones((), device=device, requires_grad=True)).backward()
     scaler.unscale_(opt)
@@ -208,10 +193,10 @@ def test_gradients_that_come_after_unscaling(
     assert scaler.get_scale() == (2.0**16 if value == 1.0 else 2.0**15)
 
 
-@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("opt_level", LEVELS)
 def test_apex(device: torch.device, opt_level: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = Net().to(device)
-    optimizer = MAKERS["SGD"](model.parameters())
+    optimizer = MAKERS["SGD momentum"](model.parameters(), lr=1e-2)
     try:
         model, optimizer = apex_amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
 
@@ -221,13 +206,15 @@ def test_apex(device: torch.device, opt_level: str, capsys: pytest.CaptureFixtur
             assert same(before, snapshot(optimizer)) and apex_amp.state_dict() == scale
 
         no_op()
-        with apex_amp.scale_loss(loss_of(model, device), optimizer) as scaled:
+        with apex_amp.scale_loss(
+            model(batch(0, device=device)).square().mean(), optimizer
+        ) as scaled:
             scaled.backward()
         optimizer.step()
         optimizer.zero_grad()
         no_op()
         if opt_level == "O2":
-            loss_of(model, device).backward()
+            model(batch(0, device=device)).square().mean().backward()
             with pytest.raises(RuntimeError, match=FOREIGN):
                 optimizer.step()
     finally:

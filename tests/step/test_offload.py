@@ -15,7 +15,9 @@ from covering import more
 from gpuless.fake_cuda import FakeCuda
 from gpuless.real_cuda import AnyCuda
 from gpuless.streams import Clocks
-from helpers import Resumable, disabled_after, on_cpu, same_bits, storage_bytes
+from helpers import disabled_after, on_cpu, same_bits, storage_bytes
+from runs import OPTIMIZERS, Training, batch
+from small_models import TiedAndFrozen
 from torch import Tensor, nn
 
 import tritonamp
@@ -23,38 +25,16 @@ from tritonamp.kernels import _multi_tensor
 from tritonamp.step import offload
 from tritonamp.step.offload import Offload
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.02),
-    "amsgrad": lambda params: torch.optim.AdamW(params, lr=0.02, amsgrad=True),
-    "our Adam": lambda params: tritonamp.optim.Adam(params, lr=0.02),
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "dampened SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.1),
-    "plain SGD": lambda params: torch.optim.SGD(params, lr=0.1),
-    "Lion": lambda params: tritonamp.optim.Lion(params, lr=0.003),
+KINDS = {
+    **OPTIMIZERS,
+    "dampened SGD": partial(torch.optim.SGD, momentum=0.9, dampening=0.1),
 }
 SKIPS = 2, 7
 STEPS = 20
 
 
-class Net(nn.Module):
-    """With tied weights, a norm, a frozen half layer, and sizes that fill no block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 12)
-        self.norm = nn.LayerNorm(12)
-        self.tied = nn.Linear(6, 12, bias=False)
-        self.tied.weight = self.first.weight
-        self.frozen = nn.Linear(12, 6).requires_grad_(False)
-        self.last = nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.frozen(torch.relu(self.norm(self.first(x))))
-        return self.last(torch.relu(self.tied(y))).float()
-
-
-class Run(Resumable):
-    """A model in training, with or without offload."""
+class Offloaded(Training):
+    """Trained in two groups on four batches, with or without offload."""
 
     def __init__(
         self,
@@ -64,56 +44,41 @@ class Run(Resumable):
         level: str = "O2",
         **fields: Any,
     ) -> None:
-        torch.manual_seed(0)
-        self.model = Net()
-        self.model.frozen.half()
-        self.model = self.model.to(device)
-        self.model.tied.weight = self.model.first.weight  # the GPU in software unties them
-        generator = torch.Generator().manual_seed(1)
-        self.batches = torch.randn(4, 8, 6, generator=generator).to(device)
-        params = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = OPTIMIZERS[kind](
-            [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.1}]
-        )
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        def grouped(params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+            groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.1}]
+            return KINDS[kind](groups, lr=lr)
+
         if offloads:
             fields["offload"] = "state"
-        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, **fields)
+        model = lambda: TiedAndFrozen().partly_half("frozen")  # noqa: E731
+        super().__init__(model, grouped, level, device, lr=0.02, **fields)
+        self.batches = batch(1, 4, 8, 6, device=device)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.taken = 0
 
-    def loss(self) -> Tensor:
-        return self.model(self.batches[self.taken % 4]).square().mean()
+    def loss(self, x: Tensor | None = None) -> Tensor:
+        return super().loss(self.batches[self.taken % 4])
 
-    def step(self, bad: bool = False, clip: bool = True) -> None:
-        self.amp.backward(self.loss() * (math.inf if bad else 1.0))
-        self.finish(clip)
-
-    def finish(self, clip: bool = True) -> None:
-        if clip:
-            self.amp.clip_grad_norm_(0.5)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def finish(self, max_norm: float | None = None, by_scaler: bool = False) -> None:
+        super().finish(max_norm, by_scaler)
         self.taken += 1
 
-    def steps(self, number: int) -> "Run":
+    def steps(self, number: int) -> "Offloaded":
         for _ in range(number):
-            self.step(bad=self.taken in SKIPS, clip=self.taken % 2 == 0)
+            self.step(bad=self.taken in SKIPS, max_norm=None if self.taken % 2 else 0.5)
             self.schedule.step()
         return self
 
     def bits(self) -> dict[str, Any]:
-        """Return copies of all bits that training goes on from, on the CPU."""
         found = {
-            **self.states(),
             "as it is kept": self.optimizer.state_dict(packed=True),
-            "half": dict(self.model.named_parameters()),
             "masters": dict(self.amp.named_master_params()),
             "in order": list(self.amp.master_params()),
         }
-        return on_cpu(found)
+        return {**super().bits(), **on_cpu(found)}
 
 
-def disabled(run: Run) -> Any:
+def disabled(run: Offloaded) -> Any:
     return on_cpu([run.model.state_dict(), run.optimizer.state_dict()])
 
 
@@ -124,12 +89,12 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def runs(cuda: torch.device) -> Iterator[Callable[..., Run]]:
+def runs(cuda: torch.device) -> Iterator[Callable[..., Offloaded]]:
     """Make runs, which are disabled at the end."""
-    yield from disabled_after(partial(Run, cuda))
+    yield from disabled_after(partial(Offloaded, cuda))
 
 
-def pair(runs: Callable[..., Run], *args: Any, **fields: Any) -> tuple[Run, Run]:
+def pair(runs: Callable[..., Offloaded], *args: Any, **fields: Any) -> tuple[Offloaded, Offloaded]:
     return runs(False, *args, **fields), runs(True, *args, **fields)
 
 
@@ -142,7 +107,7 @@ def pair(runs: Callable[..., Run], *args: Any, **fields: Any) -> tuple[Run, Run]
         ("AdamW", {}),
         ("AdamW", {"state": "bf16", "backend": "eager"}),
         ("AdamW", {"state": "8bit"}),
-        ("SGD", {"backend": "eager"}),
+        ("SGD momentum", {"backend": "eager"}),
         ("Lion", {"dtype": torch.bfloat16, "backend": "eager"}),
         *more(
             [
@@ -157,11 +122,11 @@ def pair(runs: Callable[..., Run], *args: Any, **fields: Any) -> tuple[Run, Run]
                 ("amsgrad", {}),
                 ("our Adam", {"state": "8bit", "backend": "eager"}),
                 ("our Adam", {}),
-                ("SGD", {}),
+                ("SGD momentum", {}),
                 ("dampened SGD", {"backend": "eager"}),
-                ("SGD", {"state": "bf16"}),
-                ("plain SGD", {"level": "O1"}),
-                ("plain SGD", {}),
+                ("SGD momentum", {"state": "bf16"}),
+                ("SGD", {"level": "O1"}),
+                ("SGD", {}),
                 ("Lion", {"state": "bf16"}),
                 ("Lion", {"state": "8bit"}),
             ]
@@ -171,7 +136,9 @@ def pair(runs: Callable[..., Run], *args: Any, **fields: Any) -> tuple[Run, Run]
 )
 @pytest.mark.steps
 @pytest.mark.long
-def test_the_bits_are_the_same(runs: Callable[..., Run], kind: str, fields: dict[str, Any]) -> None:
+def test_the_bits_are_the_same(
+    runs: Callable[..., Offloaded], kind: str, fields: dict[str, Any]
+) -> None:
     """Of twenty steps, two of which are skipped, every other one clipped."""
     plain, offloaded = pair(runs, kind, **fields)
     for _ in range(2):
@@ -186,7 +153,7 @@ def test_the_bits_are_the_same(runs: Callable[..., Run], kind: str, fields: dict
         assert all(x.is_cuda for k, x in state.items() if k != "step" and isinstance(x, Tensor))
 
 
-BESIDE: dict[str, Callable[[Run], Any]] = {
+ELSE: dict[str, Callable[[Offloaded], Any]] = {
     "a write to a master": lambda run: write(next(run.amp.master_params())),
     "a write to a half parameter": lambda run: write(run.model.first.weight),
     "another memory": lambda run: setattr(
@@ -202,10 +169,10 @@ BESIDE: dict[str, Callable[[Run], Any]] = {
     "sleep": lambda run: (run.amp.sleep(), run.amp.wake()),
     "sleep of weights": lambda run: (run.amp.sleep(weights=True), run.amp.wake()),
     "channels last": lambda run: channels_last(run),
-    "accumulation": lambda run: run.amp.backward(run.loss()),
+    "accumulation": lambda run: run.backward(),
     "two losses": lambda run: run.amp.backward(run.loss(), loss_id=1),
-    "unscale_": lambda run: (run.amp.backward(run.loss()), halve(run), run.finish(clip=False)),
-    "a veto": lambda run: (run.amp.backward(run.loss()), run.amp.veto(True), run.finish()),
+    "unscale_": lambda run: (run.backward(), halve(run), run.finish()),
+    "a veto": lambda run: (run.backward(), run.amp.veto(True), run.finish(0.5)),
     "unfrozen": lambda run: unfreeze(run),
     "a group that is added": lambda run: add_group(run),
     "a parameter without gradient": lambda run: (
@@ -228,19 +195,20 @@ def write(tensor: Tensor) -> None:
     tensor.add_(0.375)
 
 
-def load_file(run: Run) -> None:
+def load_file(run: Offloaded) -> None:
     state = on_cpu(run.model.state_dict())
     run.step()
     run.model.load_state_dict(state)
 
 
-def flip(run: Run) -> None:
+def flip(run: Offloaded) -> None:
     state = run.optimizer.state[run.optimizer.param_groups[0]["params"][0]]
     moment = next(x for key, x in state.items() if key in HOST)
-    moment.copy_(moment.flip(0))
+    some = moment[:64]  # of one byte: codes, without their exponents
+    some.copy_(some.flip(0))
 
 
-def halve(run: Run) -> None:
+def halve(run: Offloaded) -> None:
     run.amp.unscale_()
     for master in run.amp.master_params():
         assert master.grad is not None
@@ -251,28 +219,28 @@ def halve(run: Run) -> None:
     nn.utils.clip_grad_norm_(list(run.amp.master_params()), 0.01)
 
 
-def channels_last(run: Run) -> None:
+def channels_last(run: Offloaded) -> None:
     weight = run.model.first.weight
     weight.data = weight.data.t().contiguous().t()
 
 
-def unfreeze(run: Run) -> None:
+def unfreeze(run: Offloaded) -> None:
     run.model.frozen.requires_grad_(True)
     run.optimizer.add_param_group({"params": [run.model.frozen.bias]})
 
 
-def add_group(run: Run) -> None:
+def add_group(run: Offloaded) -> None:
     run.optimizer.add_param_group({"params": list(run.model.frozen.parameters()), "lr": 0.01})
     run.model.frozen.requires_grad_(True)
 
 
 @pytest.mark.parametrize("state", ["fp32", *more(["8bit"])])
-@pytest.mark.parametrize("what", BESIDE)
-def test_whatever_a_loop_does_beside(runs: Callable[..., Run], what: str, state: str) -> None:
+@pytest.mark.parametrize("what", ELSE)
+def test_whatever_else_a_loop_does(runs: Callable[..., Offloaded], what: str, state: str) -> None:
     plain, offloaded = pair(runs, state=state, backend="eager")
     for run in (plain, offloaded):
         run.step()
-        BESIDE[what](run)
+        ELSE[what](run)
         run.step()
         run.step(bad=True)
         run.step()
@@ -280,7 +248,7 @@ def test_whatever_a_loop_does_beside(runs: Callable[..., Run], what: str, state:
 
 
 def test_a_model_that_has_moved(cuda: torch.device) -> None:
-    run = Run(cuda, backend="eager")
+    run = Offloaded(cuda, backend="eager")
     value = run.amp._parts.fp32_values._lent[run.model.first.weight]
     value.half = run.model.first.weight.cpu()
     with pytest.raises(RuntimeError, match="is on cpu, its value of offload='state' is for one on"):
@@ -289,7 +257,7 @@ def test_a_model_that_has_moved(cuda: torch.device) -> None:
     run.amp.disable()
 
 
-def test_moments_in_another_order(runs: Callable[..., Run]) -> None:
+def test_moments_in_another_order(runs: Callable[..., Offloaded]) -> None:
     """Of an FP32 parameter, whose moments of one byte are in its order of memory."""
     plain, offloaded = pair(runs, level="O1", state="8bit", backend="eager")
     for run in (plain, offloaded):
@@ -305,7 +273,7 @@ def test_moments_in_another_order(runs: Callable[..., Run]) -> None:
 HOST = "exp_avg", "exp_avg_sq", "moments", "momentum_buffer"
 
 
-def host_tensors(run: Run) -> list[Tensor]:
+def host_tensors(run: Offloaded) -> list[Tensor]:
     """Masters (or their lower bits) and moments."""
     kept = [x for s in run.optimizer.state.values() for k, x in s.items() if k in HOST]
     lent = run.amp._parts.fp32_values._lent.values()
@@ -327,8 +295,8 @@ def in_8bit(half: int, wide: int) -> int:
         ("AdamW", "fp32", lambda half, wide: 12 * half + 8 * wide),
         ("AdamW", "bf16", lambda half, wide: 8 * half + 4 * wide),
         ("AdamW", "8bit", in_8bit),
-        ("SGD", "fp32", lambda half, wide: 8 * half + 4 * wide),
-        ("plain SGD", "fp32", lambda half, wide: 4 * half),
+        ("SGD momentum", "fp32", lambda half, wide: 8 * half + 4 * wide),
+        ("SGD", "fp32", lambda half, wide: 4 * half),
     ],
 )
 def test_bytes_over_the_bus(
@@ -354,7 +322,7 @@ def test_bytes_over_the_bus(
 
         monkeypatch.setattr(fake_cuda, name, counted)
 
-    def of_a_step(run: Run, bad: bool) -> dict[str, int]:
+    def of_a_step(run: Offloaded, bad: bool) -> dict[str, int]:
         run.amp.backward(run.loss() * (math.inf if bad else 1.0))
         moved.update(send=0, fetch=0)
         run.optimizer.step()
@@ -363,7 +331,9 @@ def test_bytes_over_the_bus(
         return found
 
     nbytes = expected(72 + 12 + 36 + 3, 24)
-    runs = [Run("cuda", on, kind, state=state, backend="eager").steps(4) for on in (False, True)]
+    runs = [
+        Offloaded("cuda", on, kind, state=state, backend="eager").steps(4) for on in (False, True)
+    ]
     assert sum(x.nbytes for x in host_tensors(runs[1])) == nbytes
     for bad in (False, True):
         plain, offloaded = (of_a_step(run, bad) for run in runs)
@@ -375,9 +345,9 @@ def test_bytes_over_the_bus(
 @pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
 def test_memory_of_the_device(cuda: torch.device, state: str) -> None:
     """Between steps: half parameters, gradients, and two buffers of the largest part."""
-    run = Run(cuda, state=state, backend="eager")
+    run = Offloaded(cuda, state=state, backend="eager")
     run.steps(2)
-    run.amp.backward(run.loss())
+    run.backward()
     buffers = run.amp._parts.stepper.offload._buffers
     sizes = [buffer.nbytes for buffer in buffers]
     assert len(sizes) == 2
@@ -390,7 +360,7 @@ def test_memory_of_the_device(cuda: torch.device, state: str) -> None:
     run.amp.sleep()
     assert not buffers
     run.amp.wake()
-    run.finish()
+    run.finish(0.5)
     run.amp.disable()
 
 
@@ -402,7 +372,7 @@ SMALL = 1 << 10
 def test_parts(cuda: torch.device, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     """Of any size, down to a parameter in each: the same bits, buffers no larger than needed."""
     monkeypatch.setattr(offload, "PART", part)
-    plain, offloaded = Run(cuda, False, backend="eager"), Run(cuda, backend="eager")
+    plain, offloaded = Offloaded(cuda, False, backend="eager"), Offloaded(cuda, backend="eager")
     for run in (plain, offloaded):
         run.steps(4)
     buffer = offloaded.amp._parts.stepper.offload._buffers[0].nbytes
@@ -468,7 +438,7 @@ def order(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Order:
 def test_streams_wait_for_one_another(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the GPU in software raises; also where the next step has other parts."""
     monkeypatch.setattr(offload, "PART", 1)
-    run = Run("cuda", backend="eager", kind="plain SGD")
+    run = Offloaded("cuda", backend="eager", kind="SGD")
     for frozen in ([], ["first"], ["last"], []):
         for name, module in run.model.named_children():
             module.requires_grad_(name not in ["frozen", *frozen])
@@ -482,7 +452,9 @@ def test_streams_wait_for_one_another(order: Order, monkeypatch: pytest.MonkeyPa
 def test_parts_overlap(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part arrives while the one before steps, and leaves while the next one steps."""
     monkeypatch.setattr(offload, "PART", 1)
-    run = Run("cuda", level="O3", backend="eager", kind="SGD")  # each part is one moment
+    run = Offloaded(
+        "cuda", level="O3", backend="eager", kind="SGD momentum"
+    )  # each part is one moment
     run.step()
     for k in range(4):
         assert order.comes_after(f"step {k}", f"arrive {k}")
@@ -497,8 +469,8 @@ def test_parts_overlap(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
     run.amp.disable()
 
 
-def test_the_host_waits_for_nobody(gpu: AnyCuda) -> None:
-    run = Run("cuda")
+def test_the_host_does_not_wait(gpu: AnyCuda) -> None:
+    run = Offloaded("cuda")
     for _ in range(3):
         run.step()
     with gpu.watch("wait", "pageable") as records:
@@ -512,7 +484,7 @@ def test_the_host_waits_for_nobody(gpu: AnyCuda) -> None:
 
 def test_host_memory_is_read_after_copies(cuda: torch.device) -> None:
     """Whoever asks for ``optimizer.state`` gets what the last step has written."""
-    plain, offloaded = Run("cuda", False, backend="eager"), Run("cuda", backend="eager")
+    plain, offloaded = Offloaded("cuda", False, backend="eager"), Offloaded("cuda", backend="eager")
     found = []
     for run in (plain, offloaded):
         run.step()
@@ -526,7 +498,7 @@ def test_host_memory_is_read_after_copies(cuda: torch.device) -> None:
 
 @pytest.mark.parametrize("state", ["fp32", *more(["8bit"])])
 def test_plans_are_found_again(
-    runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, plans: None, state: str
+    runs: Callable[..., Offloaded], monkeypatch: pytest.MonkeyPatch, plans: None, state: str
 ) -> None:
     """However many parts there are."""
     monkeypatch.setattr(offload, "PART", 1)
@@ -551,16 +523,14 @@ def test_plans_are_found_again(
 
 @pytest.mark.parametrize("state", ["fp32", "bf16", *more(["8bit"])])
 @pytest.mark.parametrize("saves", [False, True])
-def test_resume(runs: Callable[..., Run], tmp_path: Path, state: str, saves: bool) -> None:
+def test_resume(runs: Callable[..., Offloaded], tmp_path: Path, state: str, saves: bool) -> None:
     """From either kind of run into the other, with the same bits as one that went on."""
     plain, offloaded = pair(runs, state=state, backend="eager")
     first = (plain, offloaded)[saves]
     first.steps(4)
-    parts = {"model": first.model, "optimizer": first.optimizer, "amp": first.amp}
-    tritonamp.save(tmp_path / "checkpoint", **parts)
+    tritonamp.save(tmp_path / "checkpoint", **first.objects())
     resumed = runs(not saves, state=state, backend="eager")
-    parts = {"model": resumed.model, "optimizer": resumed.optimizer, "amp": resumed.amp}
-    tritonamp.load(tmp_path / "checkpoint", **parts)
+    tritonamp.load(tmp_path / "checkpoint", **resumed.objects())
     resumed.taken = 4
     states = first.states()
     again = runs(True, state=state, backend="eager").load(states)
@@ -577,7 +547,7 @@ def test_a_state_that_is_loaded_goes_to_host_memory(
     cuda: torch.device, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Not by way of the device, and in memory of its own."""
-    first, second = (Run(cuda, kind=kind, backend="eager") for _ in range(2))
+    first, second = (Offloaded(cuda, kind=kind, backend="eager") for _ in range(2))
     first.step()
     states = first.optimizer.state_dict()
     before, meanwhile, keep = storage_bytes("cuda"), list[int](), Offload.pin
@@ -619,7 +589,7 @@ def test_masters_of_our_optimizers_files(cuda: torch.device) -> None:
         amp.disable()
 
 
-def test_copies_are_plain(runs: Callable[..., Run]) -> None:
+def test_copies_are_plain(runs: Callable[..., Offloaded]) -> None:
     plain, offloaded = pair(runs, backend="eager")
     found = []
     for run in (plain, offloaded):
@@ -631,20 +601,20 @@ def test_copies_are_plain(runs: Callable[..., Run]) -> None:
     assert same_bits(*found)
 
 
-def test_averages(runs: Callable[..., Run]) -> None:
+def test_averages(runs: Callable[..., Offloaded]) -> None:
     plain, offloaded = pair(runs, backend="eager")
     found = []
     for run in (plain, offloaded):
         average = run.amp.ema(0.75)
         for bad in (False, True, False):
-            run.step(bad)
+            run.step(bad=bad)
             average.update()
         found.append(on_cpu(average.state_dict()))
     assert same_bits(*found)
     assert same_bits(plain.bits(), offloaded.bits())
 
 
-def test_lost_updates_and_overflows(runs: Callable[..., Run]) -> None:
+def test_lost_updates_and_overflows(runs: Callable[..., Offloaded]) -> None:
     plain, offloaded = pair(runs, track_lost_updates=True)
     for run in (plain, offloaded):
         for group in run.optimizer.param_groups:
@@ -665,7 +635,7 @@ def test_lost_updates_and_overflows(runs: Callable[..., Run]) -> None:
 
 
 def test_refused(device: torch.device) -> None:
-    model = Net().to(device)
+    model = TiedAndFrozen().to(device)
     params = list(model.parameters())
     refused: list[tuple[torch.optim.Optimizer, str]] = [
         (torch.optim.Adagrad(params), "steps in parts, .* got a Adagrad, which runs its own step"),
@@ -689,7 +659,7 @@ def test_refused(device: torch.device) -> None:
 
 
 def test_a_model_without_optimizer(device: torch.device) -> None:
-    model = Net().to(device)
+    model = TiedAndFrozen().to(device)
     amp = tritonamp.enable(model, level="O2", offload="state")
     with torch.no_grad():
         model(torch.ones(2, 6, device=device))
@@ -697,25 +667,25 @@ def test_a_model_without_optimizer(device: torch.device) -> None:
 
 
 def test_graphs(gpu: AnyCuda) -> None:
-    run = Run("cuda", backend="eager")
+    run = Offloaded("cuda", backend="eager")
     run.step()
-    run.amp.backward(run.loss())
+    run.backward()
     message = r"step\(\) outside of a CUDA graph, got a capture"
     with pytest.raises(RuntimeError, match=message), gpu.capture():
         run.optimizer.step()
-    run.finish(clip=False)
+    run.finish()
     run.amp.disable()
 
 
 def test_sparse_gradients(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own step would work on host memory."""
-    run = Run(cuda, kind="SGD", backend="eager")
+    run = Offloaded(cuda, kind="SGD momentum", backend="eager")
     monkeypatch.setattr(type(run.amp._parts.weights[run.optimizer]), "any_sparse", lambda w: True)
-    run.amp.backward(run.loss())
+    run.backward()
     with pytest.raises(RuntimeError, match="dense gradients, got sparse ones"):
         run.optimizer.step()
     monkeypatch.undo()
-    run.finish(clip=False)
+    run.finish()
     run.amp.disable()
 
 

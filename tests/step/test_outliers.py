@@ -1,12 +1,12 @@
 """``skip_outliers``: steps far above the last ones are skipped, and a run that changes goes on."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, same, snapshot, take_step
+from helpers import same, snapshot, take_step
+from runs import Training, started
 
 import tritonamp
 from tritonamp.demo.data import batches, digits
@@ -20,29 +20,28 @@ FIELDS = {
 }
 
 
-class Run:
-    def __init__(self, device: torch.device, **fields: Any) -> None:
-        torch.manual_seed(0)
-        self.model = Net().to(device)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+class Noisy(Training):
+    """Each step has a batch of its own, some of them times another factor."""
+
+    def __init__(self, **fields: Any) -> None:
         scales = fields.get("level", "O2") != "O0" and "dtype" not in fields
         fields = {"skip_outliers": 6.0, **({"init_scale": 256.0} if scales else {}), **fields}
-        self.amp = tritonamp.enable(self.model, self.optimizer, **{"level": "O2", **fields})
+        super().__init__(optimizer="SGD", lr=1e-3, **fields)
         self.random = torch.Generator().manual_seed(1)
-        self.device = device
 
-    def steps(self, n: int, times: float = 1.0, **how: Any) -> None:
+    def loss(self, x: Any = None) -> torch.Tensor:
+        return super().loss(torch.randn(4, 6, generator=self.random).to(self.device))
+
+    def steps(self, n: int, times: float = 1.0) -> None:
         for _ in range(n):
-            x = torch.randn(4, 6, generator=self.random).to(self.device)
-            take_step(self.amp, self.optimizer, self.model(x).square().mean() * times)
+            self.step(factor=times)
 
-    @property
-    def causes(self) -> list[str | None]:
-        return [record.cause for record in self.amp.history]
+
+start = started(Noisy)
 
 
 @pytest.mark.parametrize("level", FIELDS)
-def test_an_outlier_is_skipped_with_its_numbers(start: Callable[..., Run], level: str) -> None:
+def test_an_outlier_is_skipped_with_its_numbers(start: Any, level: str) -> None:
     run = start(**FIELDS[level])
     run.steps(70)
     before, scaler = snapshot(run.model, run.optimizer), run.amp.scaler.state_dict()
@@ -59,21 +58,21 @@ def test_an_outlier_is_skipped_with_its_numbers(start: Callable[..., Run], level
     assert "the gradient norm is" in text and "6 standard deviations of" in text
 
 
-def test_it_warms_up(start: Callable[..., Run]) -> None:
+def test_it_warms_up(start: Any) -> None:
     run = start()
     run.steps(62)
     run.steps(1, times=50.0)
     assert run.causes == [None] * 63
 
 
-def test_a_run_that_changes_its_level_goes_on(start: Callable[..., Run]) -> None:
+def test_a_run_that_changes_its_level_goes_on(start: Any) -> None:
     run = start()
     run.steps(70)
     run.steps(130, times=50.0)
     assert run.causes == [None] * 70 + ["outlier"] * 4 + [None] * 126
 
 
-def test_other_skips_are_not_kept(start: Callable[..., Run]) -> None:
+def test_other_skips_are_not_kept(start: Any) -> None:
     run, undisturbed = start(), start()
     for one in (run, undisturbed):
         one.steps(65)
@@ -84,12 +83,11 @@ def test_other_skips_are_not_kept(start: Callable[..., Run]) -> None:
     assert undisturbed.amp.state_dict()["outliers"]["0"] == window
 
 
-def test_losses_with_ids_have_windows_of_their_own(start: Callable[..., Run]) -> None:
+def test_losses_with_ids_have_windows_of_their_own(start: Any) -> None:
     run = start()
     for _ in range(70):
         for loss_id in (0, 1):
-            x = torch.randn(4, 6, generator=run.random).to(run.device)
-            loss = run.model(x).square().mean() * (1.0 if loss_id == 0 else 100.0)
+            loss = run.loss() * (1.0 if loss_id == 0 else 100.0)
             run.amp.backward(loss, loss_id=loss_id)
             run.optimizer.step()
             run.optimizer.zero_grad()
@@ -97,7 +95,7 @@ def test_losses_with_ids_have_windows_of_their_own(start: Callable[..., Run]) ->
     assert set(run.amp.state_dict()["outliers"]) == {"0", "1"}
 
 
-def test_a_resume_carries_the_window(start: Callable[..., Run]) -> None:
+def test_a_resume_carries_the_window(start: Any) -> None:
     run, resumed = start(), start()
     run.steps(70)
     resumed.model.load_state_dict(run.model.state_dict())
@@ -112,9 +110,7 @@ def test_a_resume_carries_the_window(start: Callable[..., Run]) -> None:
 
 
 @pytest.mark.parametrize(("window", "got"), [([0.0] * 3, "3"), (1.0, "float"), ([], "0")])
-def test_a_window_of_another_length_is_refused(
-    start: Callable[..., Run], window: Any, got: str
-) -> None:
+def test_a_window_of_another_length_is_refused(start: Any, window: Any, got: str) -> None:
     run = start()
     run.steps(2)
     before = run.amp.state_dict()
@@ -123,23 +119,21 @@ def test_a_window_of_another_length_is_refused(
     assert run.amp.state_dict() == before
 
 
-def test_micro_batches_are_one_value(start: Callable[..., Run]) -> None:
+def test_micro_batches_are_one_value(start: Any) -> None:
     run = start()
     for step in range(66):
         for _ in range(2):
-            x = torch.randn(4, 6, generator=run.random).to(run.device)
-            run.amp.backward(run.model(x).square().mean() / 2 * (50.0 if step == 65 else 1.0))
+            run.amp.backward(run.loss() / 2 * (50.0 if step == 65 else 1.0))
         run.optimizer.step()
         run.optimizer.zero_grad()
     assert run.causes == [None] * 65 + ["outlier"]
 
 
-def test_by_hand_the_norm_decides_and_the_scale_stays(start: Callable[..., Run]) -> None:
+def test_by_hand_the_norm_decides_and_the_scale_stays(start: Any) -> None:
     run = start()
     scaler = run.amp.scaler
     for step in range(70):
-        x = torch.randn(4, 6, generator=run.random).to(run.device)
-        scaler.scale(run.model(x).square().mean() * (50.0 if step == 69 else 1.0)).backward()
+        scaler.scale(run.loss() * (50.0 if step == 69 else 1.0)).backward()
         scaler.step(run.optimizer)
         scaler.update()
         run.optimizer.zero_grad()

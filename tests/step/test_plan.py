@@ -12,6 +12,7 @@ import pytest
 import torch
 from covering import more
 from helpers import of_kernels
+from runs import OPTIMIZERS, Training, batch
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -25,13 +26,7 @@ from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._update_lists import UpdateLists
 
 pytestmark = of_kernels
-KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": torch.optim.AdamW,
-    "AdamW amsgrad": lambda groups, lr: torch.optim.AdamW(groups, lr=lr, amsgrad=True),
-    "SGD": torch.optim.SGD,
-    "SGD momentum": lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9),
-    "Lion": tritonamp.optim.Lion,
-}
+KINDS = "AdamW", "amsgrad", "SGD", "SGD momentum", "Lion"
 
 
 def net(device: torch.device) -> nn.Module:
@@ -41,47 +36,31 @@ def net(device: torch.device) -> nn.Module:
     return nn.Sequential(*layers, *norms).to(device)
 
 
-class Run:
-    """A model that is trained, enabled with one optimizer over two groups."""
+class Planned(Training):
+    """One optimizer over two groups, and a batch for each step."""
 
     def __init__(self, device: torch.device, kind: str, level: str = "O2") -> None:
-        self.model = net(device)
-        conv, linear, *norms = self.model.parameters()
-        groups = [
-            {"params": [conv, norms[0]], "lr": 2e-2},
-            {"params": [linear, norms[1]]},
-        ]
-        self.optimizer = KINDS[kind](groups, lr=1e-2)
-        self.amp = tritonamp.enable(
-            self.model, self.optimizer, level=level, backend="triton", loss_scale=64.0
-        )
-        self.xs = iter(torch.randn(16, 3, 2, 4, 4, device=device).unbind())
+        def in_groups(params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+            conv, linear, *norms = params
+            groups = [{"params": [conv, norms[0]], "lr": 2e-2}, {"params": [linear, norms[1]]}]
+            return OPTIMIZERS[kind](groups, lr=lr)
 
-    def backward(self, scale: float = 1.0) -> None:
-        self.optimizer.zero_grad()
-        self.amp.backward(scale * self.model(next(self.xs)).square().mean())
+        fields = {"backend": "triton", "loss_scale": 64.0}
+        super().__init__(lambda: net(device), in_groups, level, device, **fields)
+        self.xs = iter(batch(1, 16, 3, 2, 4, 4, device=device).unbind())
 
-    def step(self, change: Callable[["Run"], None] = lambda run: None) -> None:
-        self.backward()
+    def next_step(self, change: Callable[["Planned"], None] = lambda run: None) -> None:
+        self.backward(self.loss(next(self.xs)))
         change(self)
-        self.amp.clip_grad_norm_(1.0)
-        self.optimizer.step()
+        self.finish(1.0)
 
     @property
     def params(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
 
-    @property
-    def states(self) -> list[dict[str, Any]]:
-        return list(self.optimizer.state.values())
-
     def moments(self) -> list[tuple[dict[str, Any], str]]:
-        return [(s, k) for s in self.states for k in s if isinstance(s[k], Tensor) and k != "step"]
-
-    def tensors(self) -> list[Tensor]:
-        """All that steps write."""
-        state = [t for s in self.states for t in s.values() if isinstance(t, Tensor)]
-        return [*self.amp.master_params(), *self.params, *state]
+        states = self.optimizer.state.values()
+        return [(s, k) for s in states for k in s if isinstance(s[k], Tensor) and k != "step"]
 
 
 @pytest.fixture
@@ -106,45 +85,45 @@ def name_of(value: Any) -> str:
 # what a step again takes in its stride
 
 
-def nothing(run: Run) -> None:
+def nothing(run: Planned) -> None:
     pass
 
 
-def gradients_elsewhere(run: Run) -> None:
+def gradients_elsewhere(run: Planned) -> None:
     for p in run.params:
         assert p.grad is not None
         p.grad = p.grad.clone()
 
 
-def one_gradient_elsewhere(run: Run) -> None:
+def one_gradient_elsewhere(run: Planned) -> None:
     first = run.params[0]
     assert first.grad is not None
     first.grad.data = first.grad.clone()
 
 
-def other_rates(run: Run) -> None:
+def other_rates(run: Planned) -> None:
     for group in run.optimizer.param_groups:
         group["lr"] *= 0.5
         group["weight_decay"] = 0.1
 
 
-def gradients_written(run: Run) -> None:
+def gradients_written(run: Planned) -> None:
     for p in run.params:
         assert p.grad is not None
         p.grad.mul_(2)
 
 
-def overflow(run: Run) -> None:
+def overflow(run: Planned) -> None:
     run.params[0].grad[0] = float("inf")  # type: ignore[index]
 
 
-def parameters_written(run: Run) -> None:
-    """By somebody else: masters follow."""
+def parameters_written(run: Planned) -> None:
+    """By other code: masters follow."""
     with torch.no_grad():
         run.params[0].mul_(0.5)
 
 
-def state_looked_up(run: Run) -> None:
+def state_looked_up(run: Planned) -> None:
     """Of half parameters, which have none: torch's dict makes an empty one."""
     for p in run.params:
         run.optimizer.state[p]
@@ -164,100 +143,100 @@ TAKEN = (
 # what it sends pointers for, or builds another plan for
 
 
-def gradient_missing(run: Run) -> None:
+def gradient_missing(run: Planned) -> None:
     run.params[1].grad = None
 
 
-def gradient_laid_otherwise(run: Run) -> None:
+def gradient_laid_otherwise(run: Planned) -> None:
     first = run.params[0]
     assert first.grad is not None
     first.grad = first.grad.to(memory_format=torch.channels_last)
 
 
-def gradient_laid_otherwise_in_place(run: Run) -> None:
+def gradient_laid_otherwise_in_place(run: Planned) -> None:
     weight = run.params[1]
     assert weight.grad is not None
     weight.grad.as_strided_((4, 16), (1, 4))
 
 
-def gradient_not_aligned(run: Run) -> None:
+def gradient_not_aligned(run: Planned) -> None:
     weight = run.params[1]
     assert weight.grad is not None
     room = weight.grad.new_zeros(1 + weight.numel())
     weight.grad = room[1:].view_as(weight).copy_(weight.grad)
 
 
-def state_elsewhere(run: Run) -> None:
+def state_elsewhere(run: Planned) -> None:
     for state, key in run.moments():
         state[key].data = state[key].clone()
 
 
-def state_replaced(run: Run) -> None:
+def state_replaced(run: Planned) -> None:
     for state, key in run.moments()[-1:]:
         state[key] = 0.5 * state[key]
 
 
-def state_laid_otherwise(run: Run) -> None:
+def state_laid_otherwise(run: Planned) -> None:
     linear = run.optimizer.state[run.optimizer.param_groups[1]["params"][0]]
     *_, key = linear
     linear[key] = linear[key].as_strided((4, 16), (1, 4))
 
 
-def state_exchanged(run: Run) -> None:
+def state_exchanged(run: Planned) -> None:
     (a, key), (b, _) = run.moments()[0], run.moments()[-1]
     a[key], b[key] = b[key].new_zeros(a[key].shape), a[key].new_zeros(b[key].shape)
 
 
-def state_removed(run: Run) -> None:
+def state_removed(run: Planned) -> None:
     run.optimizer.state.clear()
 
 
-def state_of_one_removed(run: Run) -> None:
+def state_of_one_removed(run: Planned) -> None:
     master = run.optimizer.param_groups[1]["params"][0]
     del run.optimizer.state[master]
 
 
-def state_loaded(run: Run) -> None:
+def state_loaded(run: Planned) -> None:
     run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
 
 
-def masters_elsewhere(run: Run) -> None:
+def masters_elsewhere(run: Planned) -> None:
     for master in run.amp.master_params():
         master.data = master.clone()
 
 
-def halves_elsewhere(run: Run) -> None:
+def halves_elsewhere(run: Planned) -> None:
     for p in run.params:
         if p.dtype is torch.float16:
             p.data = p.data.clone()
 
 
-def group_without_one(run: Run) -> None:
+def group_without_one(run: Planned) -> None:
     run.optimizer.param_groups[1]["params"].pop()
 
 
-def groups_exchanged(run: Run) -> None:
+def groups_exchanged(run: Planned) -> None:
     groups = run.optimizer.param_groups
     groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
 
 
-def more_state(run: Run) -> None:
+def more_state(run: Planned) -> None:
     for group in run.optimizer.param_groups:
         group["amsgrad"] = True
 
 
-def less_state(run: Run) -> None:
+def less_state(run: Planned) -> None:
     for group in run.optimizer.param_groups:
         group["momentum"] = 0.0
 
 
-def boundary_moved(run: Run) -> None:
+def boundary_moved(run: Planned) -> None:
     """From one group to the next, in the same order."""
     first, second = run.optimizer.param_groups
     second["params"].insert(0, first["params"].pop())
 
 
-def alike_exchanged(run: Run) -> None:
+def alike_exchanged(run: Planned) -> None:
     (*_, one), (*_, other) = (group["params"] for group in run.optimizer.param_groups)
     for group, norm in zip(run.optimizer.param_groups, (other, one), strict=True):
         group["params"][-1] = norm
@@ -288,17 +267,13 @@ LIE_OTHERWISE = (
 
 
 def trained(
-    device: torch.device, kind: str, change: Callable[[Run], None], level: str = "O2"
+    device: torch.device, kind: str, change: Callable[[Planned], None], level: str = "O2"
 ) -> list[Tensor]:
     """All that is written in four steps, in the third of which something changes."""
-    torch.manual_seed(1)
-    run = Run(device, kind, level)
-    try:
+    with Planned(device, kind, level) as run:
         for i in range(4):
-            run.step(change if i == 2 else nothing)
-        return [t.detach().clone() for t in run.tensors()]
-    finally:
-        run.amp.disable()
+            run.next_step(change if i == 2 else nothing)
+        return run.everything()
 
 
 def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +313,7 @@ ORDINARY = [
 
 @pytest.mark.parametrize(("kind", "change"), [*ORDINARY[:2], *more(ORDINARY[2:])], ids=name_of)
 def test_made_again(
-    kind: str, change: Callable[[Run], None], device: torch.device, compared: Compared
+    kind: str, change: Callable[[Planned], None], device: torch.device, compared: Compared
 ) -> None:
     made = compared(lambda: trained(device, kind, change))
     assert made == [False, True, True, True]
@@ -354,7 +329,7 @@ UNUSUAL = [
 
 @pytest.mark.parametrize(("kind", "change"), [*UNUSUAL[:3], *more(UNUSUAL[3:])], ids=name_of)
 def test_seen(
-    kind: str, change: Callable[[Run], None], device: torch.device, compared: Compared
+    kind: str, change: Callable[[Planned], None], device: torch.device, compared: Compared
 ) -> None:
     made = compared(lambda: trained(device, kind, change))
     assert made[:3] == [False, True, False]
@@ -398,31 +373,25 @@ def test_optimizers_without_enable(name: str, device: torch.device, compared: Co
 
 
 def test_nothing_is_kept_of_state_that_was_replaced(device: torch.device) -> None:
-    run = Run(device, "AdamW")
-    try:
+    with Planned(device, "AdamW") as run:
         for _ in range(4):
-            run.step()
-        state = run.states[0]
+            run.next_step()
+        state = next(iter(run.optimizer.state.values()))
         kept = weakref.ref(state["exp_avg"])
         state["exp_avg"] = torch.zeros_like(state["exp_avg"])
         assert kept() is None
-    finally:
-        run.amp.disable()
 
 
 def test_versions_count_steps_again(device: torch.device, again: list[bool]) -> None:
     """Autograd sees that a step has written to what it has saved."""
-    run = Run(device, "AdamW")
-    try:
+    with Planned(device, "AdamW") as run:
         for _ in range(3):
-            run.step()
+            run.next_step()
         saved = run.model(next(run.xs)).sum()
-        run.step()
+        run.next_step()
         assert again[-1]
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             saved.backward()
-    finally:
-        run.amp.disable()
 
 
 REGISTERS: dict[str, Callable[[torch.optim.Optimizer, Any], Any]] = {
@@ -438,7 +407,7 @@ REGISTERS: dict[str, Callable[[torch.optim.Optimizer, Any], Any]] = {
 def test_a_hook_sees_each_step_from_the_next_on(
     kind: str, device: torch.device, again: list[bool]
 ) -> None:
-    run, seen = Run(device, "AdamW"), []
+    run, seen = Planned(device, "AdamW"), []
 
     def master() -> list[float]:
         return run.optimizer.param_groups[0]["params"][0].flatten().tolist()
@@ -448,29 +417,29 @@ def test_a_hook_sees_each_step_from_the_next_on(
         seen.append(master())
 
     with run.amp:
-        run.step()
-        run.step()
+        run.next_step()
+        run.next_step()
         before = [master()]
         handle = REGISTERS[kind](run.optimizer, hook)
         try:
             for _ in range(2):
-                run.step()
+                run.next_step()
                 before.append(master())
         finally:
             handle.remove()
-        run.step()
+        run.next_step()
     assert before[0] != before[1] != before[2]
     assert seen == (before[:2] if kind.endswith("pre") else before[1:])
     assert again == [False, True, True, True, True]
 
 
 def test_torchs_profiler_sees_each_step(device: torch.device, again: list[bool]) -> None:
-    run = Run(device, "AdamW")
+    run = Planned(device, "AdamW")
     with run.amp:
-        run.step()
+        run.next_step()
         with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-            run.step()
-            run.step()
+            run.next_step()
+            run.next_step()
     names = [event.name for event in profiler.events()]
     assert names.count("Optimizer.step#AdamW.step") == 2
     assert again == [False, True, True]
@@ -479,7 +448,7 @@ def test_torchs_profiler_sees_each_step(device: torch.device, again: list[bool])
 def test_cpp_answers_where_kernels_run(device: torch.device) -> None:
     if _native.build("_facts").module is None or _native.PLAIN_STEPS:
         pytest.skip("no C++ here")
-    run = Run(device, "AdamW")
-    run.step()
+    run = Planned(device, "AdamW")
+    run.next_step()
     run.amp.disable()
     assert _facts._native is _native.build("_facts").module

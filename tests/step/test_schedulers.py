@@ -11,7 +11,7 @@ import torch
 from covering import more
 from gpuless.real_cuda import AnyCuda
 from helpers import Net, take_step
-from torch import Tensor
+from runs import Training, named
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ExponentialLR,
@@ -25,11 +25,7 @@ from torch.optim.lr_scheduler import (
 import tritonamp
 
 LEVELS = ["O1", "O2"]
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.5),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),  # steps by itself
-}
+OPTIMIZERS = named("AdamW", "SGD momentum", "Adagrad")  # which steps by itself
 SKIPS = {
     "none": [],
     "the first ones": [0, 1, 2],
@@ -53,53 +49,21 @@ class Counting:
         self.steps += 1
 
 
-class Run:
-    """A model whose steps are skipped where a test wants it."""
+class Scheduled(Training):
+    parts = (*Training.parts, "scheduler")
 
-    def __init__(
-        self, device: Any, level: str = "O2", optimizer: str = "AdamW", **options: Any
-    ) -> None:
-        torch.manual_seed(0)
-        self.model = Net().to(device)
-        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
-        self.scheduler = LambdaLR(self.optimizer, lambda n: 1.0 + n)
-        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, **options)
-        if self.amp.policy.loss_scale == "dynamic":  # low enough to be of no concern
-            self.amp.load_state_dict({**self.amp.scaler.state_dict(), "scale": 8.0})
-        self.x = torch.randn(4, 6, device=device)
+    def __init__(self, device: Any, level: str = "O2", kind: str = "AdamW", **fields: Any) -> None:
+        def scheduled(params: Any, **rest: Any) -> torch.optim.Optimizer:
+            optimizer = OPTIMIZERS[kind](params, **rest)
+            self.scheduler = LambdaLR(optimizer, lambda n: 1.0 + n)
+            return optimizer
 
-    def backward(self, skip: bool = False) -> None:
-        loss = self.model(self.x).float().square().mean()
-        self.amp.backward(loss * math.inf if skip else loss)
-
-    def step(self, skip: bool = False) -> None:
-        self.backward(skip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def step_by_scaler(self, skip: bool = False) -> None:
-        loss = self.model(self.x).float().square().mean()
-        scaler = self.amp.scaler
-        scaler.scale(loss * math.inf if skip else loss).backward()
-        scaler.step(self.optimizer)
-        scaler.update()
-        self.optimizer.zero_grad()
+        super().__init__(Net, scheduled, level, device, **fields)
+        self.lower_scale()
 
     def call(self) -> int:
         self.amp.step_schedulers(self.scheduler)
         return self.scheduler.last_epoch
-
-    def states(self) -> list[Any]:
-        owners: list[Any] = [self.model, self.optimizer, self.amp, self.scheduler]
-        return [owner.state_dict() for owner in owners]
-
-    def load(self, states: list[Any]) -> None:
-        owners: list[Any] = [self.model, self.optimizer, self.amp, self.scheduler]
-        for owner, state in zip(owners, states, strict=True):
-            owner.load_state_dict(state)
-
-    def parameters(self) -> list[Tensor]:
-        return [p.detach().cpu().clone() for p in self.amp.master_params()]
 
 
 @pytest.mark.parametrize("by_scaler", [False, True])
@@ -110,9 +74,9 @@ def test_one_step_for_each_that_was_taken(
     device: torch.device, level: str, optimizer: str, skips: list[int], by_scaler: bool
 ) -> None:
     """At most one ahead in between; on the CPU, where outcomes are known at once, never."""
-    run, taken = Run(device, level, optimizer), 0
+    run, taken = Scheduled(device, level, optimizer), 0
     for call in range(CALLS):
-        (run.step_by_scaler if by_scaler else run.step)(skip=call in skips)
+        run.step(by_scaler=by_scaler, bad=call in skips)
         taken += call not in skips
         assert taken <= run.call() <= taken + (device.type == "cuda" and call in skips)
     run.step()
@@ -123,12 +87,12 @@ def test_one_step_for_each_that_was_taken(
 @pytest.mark.parametrize("lag", [3, *more([0, 1, 7, 40, 1000])])
 def test_whenever_outcomes_arrive(gpu: AnyCuda, lag: int) -> None:
     """Never behind, ahead by no more than the skips that are not known."""
-    run, generator = Run("cuda", backend="eager"), random.Random(lag)
+    run, generator = Scheduled("cuda", backend="eager"), random.Random(lag)
     gpu.event_lag = lag
     taken = skipped = 0
     for _ in range(30):
         skip = generator.random() < 0.3
-        run.step(skip)
+        run.step(bad=skip)
         taken, skipped = taken + (not skip), skipped + skip
         assert taken <= run.call() <= taken + skipped
     gpu.event_lag = 0
@@ -141,12 +105,12 @@ def test_whenever_outcomes_arrive(gpu: AnyCuda, lag: int) -> None:
 
 
 def test_nothing_waits(gpu: AnyCuda) -> None:
-    run = Run("cuda")
+    run = Scheduled("cuda")
     run.step()
     run.call()  # takes pinned memory
     gpu.event_lag = 3
     for skip in (False, True, False, False):
-        run.step(skip)
+        run.step(bad=skip)
         with gpu.watch() as records:
             run.call()
         assert records == []
@@ -159,19 +123,20 @@ def test_ranks_and_determinism_ask_for_outcomes_at_the_same_call(
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     found = []
     for lag in (0, 5):
-        run = Run("cuda")
+        run = Scheduled("cuda")
         gpu.event_lag = lag
-        found.append([(run.step(skip), run.call())[1] for skip in (True, True, False, False, True)])
+        skips = True, True, False, False, True
+        found.append([(run.step(bad=skip), run.call())[1] for skip in skips])
     assert found == [[1, 1, 1, 2, 3]] * 2
 
 
 def test_a_cuda_graph(gpu: AnyCuda) -> None:
     """Calls follow its replays, whose outcomes the device counts."""
-    run = Run("cuda")
+    run = Scheduled("cuda")
     factor = torch.ones((), device="cuda")
 
     def step() -> None:
-        take_step(run.amp, run.optimizer, run.model(run.x).float().square().mean() * factor)
+        take_step(run.amp, run.optimizer, run.loss() * factor)
 
     def call() -> int:
         torch.cuda.synchronize()  # the outcomes of all calls before have arrived
@@ -196,7 +161,7 @@ def test_a_cuda_graph(gpu: AnyCuda) -> None:
 
 
 def test_what_a_cuda_graph_refuses(gpu: AnyCuda) -> None:
-    run = Run("cuda")
+    run = Scheduled("cuda")
     run.step()
     with gpu.capture():
         run.step()
@@ -213,22 +178,21 @@ def test_what_a_cuda_graph_refuses(gpu: AnyCuda) -> None:
 
 def test_accumulation_counts_steps(device: torch.device) -> None:
     """As often as it is called: a scheduler steps with its optimizer."""
-    run = Run(device)
+    run = Scheduled(device)
     for step in range(3):
         for _ in range(4):
             run.backward()
             assert run.call() == step
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        run.finish()
         assert run.call() == run.call() == step + 1
 
 
 def test_once_in_an_epoch(device: torch.device) -> None:
     """A call is for one step of the scheduler, if any step was taken since the call before."""
-    run, epoch = Run(device), Counting()
+    run, epoch = Scheduled(device), Counting()
     for skips in ([0], [4], [0, 1, 2, 3, 4], [2]):
         for number in range(5):
-            run.step(skip=number in skips)
+            run.step(bad=number in skips)
             run.call()
         run.amp.step_schedulers(epoch)
     run.step()
@@ -239,9 +203,9 @@ def test_once_in_an_epoch(device: torch.device) -> None:
 
 
 def test_several_schedulers_in_one_call_or_in_several(device: torch.device) -> None:
-    run, others = Run(device), [Counting(), Counting()]
+    run, others = Scheduled(device), [Counting(), Counting()]
     for skip in (True, False, True, True, False, False):
-        run.step(skip)
+        run.step(bad=skip)
         run.amp.step_schedulers(run.scheduler, others[0])
         run.amp.step_schedulers(others[1])
     assert [run.scheduler.last_epoch, *(other.steps for other in others)] == [3, 3, 3]
@@ -269,13 +233,12 @@ def test_two_losses_and_optimizers(device: torch.device) -> None:
 
 def test_one_optimizer_that_two_scaled_losses_feed(device: torch.device) -> None:
     """Its step is skipped where either loss is bad."""
-    run = Run(device)
+    run = Scheduled(device)
     for skips in [(True, False), (False, True), (True, True), (False, False), (False, False)]:
         for i, skip in enumerate(skips):
-            loss = run.model(run.x).float().square().mean() / 8
+            loss = run.loss() / 8
             run.amp.backward(loss * math.inf if skip else loss, loss_id=i)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        run.finish()
         last = run.call()
     assert last == 2
 
@@ -287,24 +250,24 @@ def test_a_resume_goes_on_with_the_same_bits(
     device: torch.device, skips: list[int], between: bool
 ) -> None:
     """Saved at any call, whatever is outstanding, into new objects and into used ones."""
-    used = Run(device)
+    used = Scheduled(device)
     for saved_at in (0, 3, 6):
-        run = Run(device)
+        run = Scheduled(device)
         for call in range(saved_at + 1):
-            run.step(call in skips)
+            run.step(bad=call in skips)
             if call < saved_at or not between:
                 run.call()
-        states = copy.deepcopy(run.states())
-        new = Run(device)
+        states = run.states()
+        new = Scheduled(device)
         for other in (new, used):
             other.load(copy.deepcopy(states))
         ends = []
         for other in (run, new, used):
             lasts = [other.call()] if between else []
             for call in range(saved_at + 1, CALLS + 2):
-                other.step(call in skips)
+                other.step(bad=call in skips)
                 lasts.append(other.call())
-            ends.append((lasts, other.parameters()))
+            ends.append((lasts, other.masters()))
         for lasts, parameters in ends[1:]:
             assert lasts == ends[0][0]
             assert all(map(torch.equal, parameters, ends[0][1]))
@@ -313,14 +276,14 @@ def test_a_resume_goes_on_with_the_same_bits(
 
 def test_what_is_outstanding_survives_a_second_save(cuda: torch.device) -> None:
     """Also of a scheduler that was not called in between, by kind."""
-    run, other = Run("cuda"), Counting()
+    run, other = Scheduled("cuda"), Counting()
     for skip in (False, True):
-        run.step(skip)
+        run.step(bad=skip)
         run.amp.step_schedulers(run.scheduler, other)
     assert (run.scheduler.last_epoch, other.steps) == (2, 2)
     states = run.states()
     for _ in range(2):
-        run = Run("cuda")
+        run = Scheduled("cuda")
         run.load(states)
         states = run.states()
     run.step()
@@ -330,13 +293,13 @@ def test_what_is_outstanding_survives_a_second_save(cuda: torch.device) -> None:
 
 def test_states_without_schedulers_load(device: torch.device) -> None:
     """Those of before, and a GradScaler's: nothing is outstanding then."""
-    run = Run(device)
-    run.step(skip=True)
+    run = Scheduled(device)
+    run.step(bad=True)
     run.call()
     state = run.amp.state_dict()
     del state["schedulers"]
     for old in (state, run.amp.scaler.state_dict()):
-        run = Run(device)
+        run = Scheduled(device)
         run.amp.load_state_dict(old)
         assert run.call() == 0
         run.step()
@@ -376,7 +339,7 @@ def test_torchs_schedulers_do_not_warn(
 
 
 def test_a_step_that_failed_was_none(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(device)
+    run = Scheduled(device)
     run.step()
     assert run.call() == 1
     handle = run.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
@@ -396,7 +359,7 @@ def test_a_step_that_failed_was_none(device: torch.device, monkeypatch: pytest.M
 
 
 def test_errors(device: torch.device) -> None:
-    run = Run(device)
+    run = Scheduled(device)
     run.step()
     plateau = ReduceLROnPlateau(run.optimizer)
     foreign = LambdaLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), lambda _: 1.0)

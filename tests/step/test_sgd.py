@@ -2,10 +2,13 @@
 
 import copy
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from helpers import same_bits
+from runs import Training, batch
 from torch import Tensor, nn
 
 import tritonamp
@@ -19,39 +22,35 @@ SETTINGS: dict[str, dict[str, Any]] = {
 each_setting = pytest.mark.parametrize("setting", SETTINGS)
 
 
-def net(device: torch.device) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+class OfSgd(Training):
+    """Trains with an SGD of a test's setting, in FP32 by torch if it is not enabled."""
 
+    def __init__(self, device: torch.device, **setting: Any) -> None:
+        model = lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))  # noqa: E731
+        sgd = partial(torch.optim.SGD, **{"lr": 0.1, **setting})
+        super().__init__(model, sgd, None, device, lr=None)
 
-def loss_of(model: nn.Module, seed: int) -> Tensor:
-    device = next(model.parameters()).device
-    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)).to(device)
-    return model(x).float().square().sum()
+    def enabled(self, level: str = "O0") -> Any:
+        """Return a block in which the model is enabled."""
+        backend = "eager" if level == "O0" else "auto"
+        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, backend=backend)
+        return self.amp
 
+    def loss(self, x: Any = 0) -> Tensor:
+        x = batch(x, 5, 6, device=self.device)
+        return self.model(x).float().square().sum()
 
-def plain(device: torch.device, steps: Any, **setting: Any) -> tuple[nn.Module, Any]:
-    model = net(device)
-    optimizer = torch.optim.SGD(model.parameters(), **setting)
-    for seed in steps:
-        optimizer.zero_grad()
-        loss_of(model, seed).backward()
-        optimizer.step()
-    return model, optimizer
+    def steps(self, *seeds: int | None) -> "OfSgd":
+        """Take a step on the batch of each seed; None: one that is skipped."""
+        for seed in seeds:
+            self.step(seed or 0, bad=seed is None)
+        return self
 
-
-def same(a: Any, b: Any) -> bool:
-    """The bits of parameters and momentum, and the same keys of state."""
-    pairs = zip(a[0].parameters(), b[0].parameters(), strict=True)
-    states = [optimizer.state_dict()["state"] for _, optimizer in (a, b)]
-    buffers = [[s["momentum_buffer"] for s in state.values() if s] for state in states]
-    momentum = len(buffers[0]) == len(buffers[1])
-    return (
-        momentum
-        and all(map(torch.equal, *buffers))
-        and all(torch.equal(x, y) for x, y in pairs)
-        and [k for k, s in states[0].items() if s] == [k for k, s in states[1].items() if s]
-    )
+    def found(self) -> dict[str, Any]:
+        """The bits of parameters and momentum, and the keys of state."""
+        state = self.optimizer.state_dict()["state"]
+        momentum = {k: s["momentum_buffer"] for k, s in state.items() if s}
+        return {"parameters": list(self.model.parameters()), "momentum": momentum}
 
 
 @each_setting
@@ -61,39 +60,28 @@ def test_torchs_bits_with_skips_in_between(
 ) -> None:
     """The first step, too, is skipped; then torch's own optimizer goes on, and ours again."""
     options = {"lr": lr, "foreach": False, **SETTINGS[setting]}
-    expected = plain(device, range(6), **options)
-    model = net(device)
-    optimizer = torch.optim.SGD(model.parameters(), **options)
+    expected = OfSgd(device, **options).steps(*range(6))
+    run = OfSgd(device, **options)
     for steps in ([None, 0, 1, None, 2], [None, 3]):
-        with tritonamp.enable(model, optimizer, level="O0", backend="eager") as amp:
-            for seed in steps:
-                optimizer.zero_grad()
-                amp.backward(loss_of(model, seed or 0) * (float("nan") if seed is None else 1.0))
-                optimizer.step()
-    for seed in (4, 5):
-        optimizer.zero_grad()
-        loss_of(model, seed).backward()
-        optimizer.step()
-    assert same((model, optimizer), expected)
+        with run.enabled():
+            run.steps(*steps)
+    run.amp = None
+    run.steps(4, 5)
+    assert same_bits(run.found(), expected.found())
 
 
 @each_setting
 def test_a_skipped_first_step_leaves_torch_a_first_step(setting: str, device: torch.device) -> None:
-    model = net(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **SETTINGS[setting])
-    with tritonamp.enable(model, optimizer, level="O2") as amp:
-        amp.backward(loss_of(model, 0) * float("nan"))
-        optimizer.step()
-        optimizer.zero_grad()
-        state = copy.deepcopy(optimizer.state_dict())
-    expected = plain(device, range(2), lr=0.1, **SETTINGS[setting])
-    other = torch.optim.SGD(model.parameters(), lr=0.1, **SETTINGS[setting])
-    other.load_state_dict(state)
-    for seed in range(2):
-        other.zero_grad()
-        loss_of(model, seed).backward()
-        other.step()
-    assert same((model, other), expected)
+    options = SETTINGS[setting]
+    run = OfSgd(device, **options)
+    with run.enabled("O2"):
+        run.steps(None)
+        state = copy.deepcopy(run.optimizer.state_dict())
+    other = OfSgd(device, **options)
+    other.optimizer.load_state_dict(state)
+    other.model.load_state_dict(run.model.state_dict())
+    other.steps(0, 1)
+    assert same_bits(other.found(), OfSgd(device, **options).steps(0, 1).found())
 
 
 @each_setting
@@ -101,18 +89,16 @@ def test_a_skipped_first_step_leaves_torch_a_first_step(setting: str, device: to
 def test_ours_alone_has_torchs_bits(setting: str, dtype: torch.dtype, device: torch.device) -> None:
     if device.type != "cpu":
         pytest.skip("the kernel contracts multiplications and additions in another way")
-    runs = []
-    for kind in (torch.optim.SGD, tritonamp.optim.SGD):
-        model = net(device).to(dtype)
-        kinds = {"foreach": False} if kind is torch.optim.SGD else {}
-        optimizer = kind(model.parameters(), lr=0.1, **SETTINGS[setting], **kinds)
+    runs = [OfSgd(device, **SETTINGS[setting], foreach=False) for _ in range(2)]
+    params = runs[1].model.to(dtype).parameters()
+    runs[1].optimizer = tritonamp.optim.SGD(params, lr=0.1, **SETTINGS[setting])
+    runs[0].model.to(dtype)
+    for run in runs:
         for seed in range(4):
-            for k, p in enumerate(model.parameters()):
-                generator = torch.Generator().manual_seed(10 * seed + k)
-                p.grad = torch.randn(p.shape, generator=generator).to(p)
-            optimizer.step()
-        runs.append((model, optimizer))
-    assert same(*runs)
+            for k, p in enumerate(run.model.parameters()):
+                p.grad = batch(10 * seed + k, *p.shape, dtype=dtype)
+            run.optimizer.step()
+    assert same_bits(*(run.found() for run in runs))
 
 
 def test_complex_parameters_and_dampening(device: torch.device) -> None:
@@ -130,25 +116,15 @@ def test_complex_parameters_and_dampening(device: torch.device) -> None:
 
 
 def test_negative_zeros_in_torchs_buffers_are_momentum(device: torch.device) -> None:
-    runs = []
-    for enables in (False, True):
-        model = net(device)
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=0.1, momentum=0.9, dampening=0.5, foreach=False
-        )
-        for p in model.parameters():
+    runs = [OfSgd(device, momentum=0.9, dampening=0.5, foreach=False) for _ in range(2)]
+    for run in runs:
+        for p in run.model.parameters():
             p.grad = torch.full_like(p, -0.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if enables:
-            with tritonamp.enable(model, optimizer, level="O0", backend="eager") as amp:
-                amp.backward(loss_of(model, 0))
-                optimizer.step()
-        else:
-            loss_of(model, 0).backward()
-            optimizer.step()
-        runs.append((model, optimizer))
-    assert same(*runs)
+        run.finish()
+    with runs[1].enabled():
+        for run in runs:
+            run.step()
+    assert same_bits(*(run.found() for run in runs))
 
 
 class Words(nn.Module):
@@ -190,28 +166,17 @@ def test_sparse_gradients(momentum: float, dampening: float, device: torch.devic
 
 
 def test_no_state_without_momentum(device: torch.device) -> None:
-    model = net(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tritonamp.enable(model, optimizer, level="O2") as amp:
-        amp.backward(loss_of(model, 0))
-        optimizer.step()
-    assert optimizer.state_dict()["state"] == {}
+    run = OfSgd(device)
+    with run.enabled("O2"):
+        run.step()
+    assert run.optimizer.state_dict()["state"] == {}
 
 
 def test_dampening_that_begins_later_dampens(device: torch.device) -> None:
     """A first step is one without state, not the first one with dampening."""
-    runs = []
-    for enables in (False, True):
-        model = net(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-        amp = tritonamp.enable(model, optimizer, level="O0", backend="eager") if enables else None
-        for step, dampening in enumerate((0.0, 0.5, 0.5)):
-            optimizer.param_groups[0]["dampening"] = dampening
-            optimizer.zero_grad()
-            loss = loss_of(model, step)
-            loss.backward() if amp is None else amp.backward(loss)
-            optimizer.step()
-        if amp is not None:
-            amp.disable()
-        runs.append((model, optimizer))
-    assert same(*runs)
+    runs = [OfSgd(device, momentum=0.9, foreach=False) for _ in range(2)]
+    with runs[1].enabled():
+        for run, (step, dampening) in itertools.product(runs, enumerate((0.0, 0.5, 0.5))):
+            run.optimizer.param_groups[0]["dampening"] = dampening
+            run.steps(step)
+    assert same_bits(*(run.found() for run in runs))

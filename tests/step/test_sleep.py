@@ -12,91 +12,43 @@ import pytest
 import torch
 from covering import more
 from gpuless.real_cuda import AnyCuda
-from helpers import on_cpu, same_bits, storage_bytes
+from helpers import same_bits, storage_bytes
+from runs import OPTIMIZERS, Training, named
+from small_models import TiedAndFrozen
 from torch import Tensor, nn
 
 import tritonamp
 from tritonamp.step import host_memory, sleep
 from tritonamp.step.host_memory import HostMemory
 
-ADAMW, SGD, LION = torch.optim.AdamW, torch.optim.SGD, tritonamp.optim.Lion
-KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": lambda params: ADAMW(params, lr=0.05),
-    "8bit": lambda params: ADAMW(params, lr=0.05),
-    "SGD": lambda params: SGD(params, lr=0.05, momentum=0.9),
-    "Muon": lambda params: tritonamp.optim.Muon(params, lr=0.05),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),  # steps by itself
-}
+KINDS = {**named("AdamW", "SGD momentum", "Muon", "Adagrad"), "8bit": OPTIMIZERS["AdamW"]}
 MATRIX = 12 * 6
 SMALL = 1 << 10
 """Bytes that stay for these few parameters: records, decisions, the batch."""
 
 
-class Net(nn.Module):
-    """With tied weights, a frozen half layer, and a buffer."""
+class Sleeper(Training):
+    """Trained by two optimizers, with an average of its weights."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 12, bias=False)
-        self.norm = nn.BatchNorm1d(12)
-        self.frozen = nn.Linear(12, 6).requires_grad_(False)
-        self.tied = nn.Linear(6, 12, bias=False)
-        self.tied.weight = self.first.weight
-        self.last = nn.Linear(12, 3, bias=False)
+    parts = (*Training.parts, "ema")
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.tied(torch.relu(self.frozen(self.norm(self.first(x)))))
-        return self.last(torch.relu(y)).float()
+    def __init__(self, device: Any, level: str = "O2", kind: str = "AdamW", **fields: Any) -> None:
+        def in_two(params: list[nn.Parameter], lr: float) -> list[torch.optim.Optimizer]:
+            first, *norm, last = params
+            return [KINDS[kind]([first, last], lr=0.05), torch.optim.AdamW(norm, lr=lr)]
 
-
-class Run:
-    """A model in training, by two optimizers, with an average of its weights."""
-
-    def __init__(self, device: Any, level: str = "O2", kind: str = "AdamW", **options: Any) -> None:
-        torch.manual_seed(0)
-        self.model = Net()
-        self.model.frozen.half()
-        self.model.first.half()  # as a checkpoint may have it
-        self.model = self.model.to(device)
-        self.x = torch.randn(8, 6, device=device)
-        norm = list(self.model.norm.parameters())
-        matrices = [self.model.first.weight, self.model.last.weight]
-        self.optimizers = [KINDS[kind](matrices), ADAMW(norm, lr=0.01)]
-        options |= {"state": "8bit"} if kind == "8bit" else {}
+        fields |= {"state": "8bit"} if kind == "8bit" else {}
         scaler = tritonamp.GradScaler(init_scale=8.0, growth_interval=3) if level != "O3" else None
-        self.amp = tritonamp.enable(
-            self.model, self.optimizers, level=level, scaler=scaler, **options
-        )
+        model = lambda: TiedAndFrozen(bias=False).partly_half("frozen", "first")  # noqa: E731
+        super().__init__(model, in_two, level, device, scaler=scaler, **fields)
         self.ema = self.amp.ema(0.75)
 
-    def loss(self, bad: bool = False) -> Tensor:
-        return self.model(self.x).square().mean() * (math.inf if bad else 1.0)
-
-    def finish(self, clip: bool = True) -> None:
-        if clip:
-            self.amp.clip_grad_norm_(0.5)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    def finish(self, max_norm: float | None = 0.5, by_scaler: bool = False) -> None:
+        super().finish(max_norm, by_scaler)
         self.ema.update()
 
-    def step(self, bad: bool = False) -> None:
-        self.amp.backward(self.loss(bad))
-        self.finish()
 
-    def state(self) -> dict[str, Any]:
-        """Return copies of all bits that training goes on from."""
-        states = {
-            "model": self.model.state_dict(),
-            "half": dict(self.model.named_parameters()),
-            "ema": self.ema.state_dict(),
-            "amp": self.amp.state_dict(),
-            **{f"optimizer {i}": o.state_dict() for i, o in enumerate(self.optimizers)},
-        }
-        return on_cpu(states)
-
-
-def sleeps(run: Run, weights: bool) -> None:
+def sleeps(run: Sleeper, weights: bool) -> None:
     """Sleep, let others write over the memory, wake."""
     run.amp.sleep(weights=weights)
     others = [torch.full((MATRIX,), math.nan, device=run.x.device) for _ in range(8)]
@@ -109,44 +61,44 @@ def sleeps(run: Run, weights: bool) -> None:
     ("level", "kind"),
     [
         *[("O2", kind) for kind in ("AdamW", "Muon", "8bit")],
-        ("O1", "SGD"),
-        *more([("O2", "Adagrad"), ("O3", "SGD")]),
+        ("O1", "SGD momentum"),
+        *more([("O2", "Adagrad"), ("O3", "SGD momentum")]),
     ],
 )
 def test_training_goes_on_with_the_same_bits(
     cuda: torch.device, level: str, kind: str, weights: bool
 ) -> None:
     """Asleep after clean steps, after a skip, and between a backward and its step."""
-    never, slept = (Run(cuda, level, kind) for _ in range(2))
+    never, slept = (Sleeper(cuda, level, kind) for _ in range(2))
     for run in (never, slept):
         for i, bad in enumerate([False, level != "O3", False, False, False]):
-            run.step(bad)
+            run.step(max_norm=0.5, bad=bad)
             if run is slept and i < 4:
                 sleeps(run, weights)
-        run.amp.backward(run.loss())
+        run.backward()
         if run is slept:
             sleeps(run, weights)
         run.finish()
-        run.amp.backward(run.loss())
+        run.backward()
         run.amp.unscale_()
         if run is slept:
             sleeps(run, weights)
-        run.finish(clip=False)
-    assert same_bits(never.state(), slept.state())
+        run.finish(None)
+    assert same_bits(never.bits(), slept.bits())
     for run in (never, slept):
         run.amp.disable()
 
 
 def test_gradients_of_micro_batches(cuda: torch.device) -> None:
     """In FP32; of two losses with scales of their own, one of which has unscaled early."""
-    never, slept = (Run(cuda, grad_dtype=torch.float32) for _ in range(2))
+    never, slept = (Sleeper(cuda, grad_dtype=torch.float32) for _ in range(2))
     for run in (never, slept):
         for loss_id in (0, 0, 1):
             run.amp.backward(run.loss(), loss_id=loss_id)
             if run is slept:
                 sleeps(run, False)
         run.finish()
-    assert same_bits(never.state(), slept.state())
+    assert same_bits(never.bits(), slept.bits())
     for run in (never, slept):
         run.amp.disable()
 
@@ -154,7 +106,7 @@ def test_gradients_of_micro_batches(cuda: torch.device) -> None:
 @pytest.mark.parametrize("weights", [False, True])
 def test_a_backward_through_what_was_saved_before(cuda: torch.device, weights: bool) -> None:
     """Autograd counts no write: the weights that it has saved are there again."""
-    never, slept = (Run(cuda) for _ in range(2))
+    never, slept = (Sleeper(cuda) for _ in range(2))
     for run in (never, slept):
         run.step()
         loss = run.loss()
@@ -162,7 +114,7 @@ def test_a_backward_through_what_was_saved_before(cuda: torch.device, weights: b
             sleeps(run, weights)
         run.amp.backward(loss)
         run.finish()
-    assert same_bits(never.state(), slept.state())
+    assert same_bits(never.bits(), slept.bits())
     for run in (never, slept):
         run.amp.disable()
 
@@ -176,9 +128,9 @@ def on_device(tensors: Any) -> int:
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_memory_leaves_the_device(cuda: torch.device, weights: bool) -> None:
-    run = Run(cuda)
+    run = Sleeper(cuda)
     run.step()
-    run.amp.backward(run.loss())
+    run.backward()
     params, masters = list(run.model.parameters()), list(run.amp.master_params())[:2]
     moving = [*masters, *run.ema.state_dict().values()]
     moving += [p.grad for p in params if p.grad is not None]
@@ -204,7 +156,7 @@ def test_memory_leaves_the_device(cuda: torch.device, weights: bool) -> None:
 
 @pytest.mark.parametrize("hidden", ["set aside by another loss", "behind shown ones"])
 def test_hidden_gradients_leave_the_device(cuda: torch.device, hidden: str) -> None:
-    run = Run(cuda)
+    run = Sleeper(cuda)
     run.amp.backward(run.loss(), loss_id=0)
     grads = [p.grad for p in run.model.parameters() if p.grad is not None]
     run.amp.unscale_()
@@ -219,7 +171,7 @@ def test_hidden_gradients_leave_the_device(cuda: torch.device, hidden: str) -> N
 
 
 def test_views_of_the_users(cuda: torch.device) -> None:
-    run = Run(cuda)
+    run = Sleeper(cuda)
     run.step()
     master = next(run.amp.master_params())
     view, version, before = master.detach()[2:4], master._version, master.detach().clone()
@@ -234,13 +186,13 @@ def test_views_of_the_users(cuda: torch.device) -> None:
 
 def test_asleep_in_inference_mode(cuda: torch.device) -> None:
     """A sampler may call ``sleep`` there, and the trainer ``wake`` outside."""
-    never, slept = Run(cuda), Run(cuda)
+    never, slept = Sleeper(cuda), Sleeper(cuda)
     with torch.inference_mode():
         slept.amp.sleep(weights=True)
     slept.amp.wake()
     for run in (never, slept):
         run.step()
-    assert same_bits(never.state(), slept.state())
+    assert same_bits(never.bits(), slept.bits())
     for run in (never, slept):
         run.amp.disable()
 
@@ -257,7 +209,7 @@ def test_what_wrappers_are_made_of() -> None:
 # while it is asleep
 
 
-TRAINING: dict[str, Callable[[Run], Any]] = {
+TRAINING: dict[str, Callable[[Sleeper], Any]] = {
     "backward": lambda run: run.amp.backward(run.x.sum()),
     "scale_loss": lambda run: run.amp.scale_loss(run.x.sum()),
     "unscale_": lambda run: run.amp.unscale_(),
@@ -267,7 +219,7 @@ TRAINING: dict[str, Callable[[Run], Any]] = {
     "ema.update": lambda run: run.ema.update(),
     "ema.state_dict": lambda run: run.ema.state_dict(),
     "ema.load_state_dict": lambda run: run.ema.load_state_dict({}),
-    "ema.copy_to": lambda run: run.ema.copy_to(copy.deepcopy(Net())),
+    "ema.copy_to": lambda run: run.ema.copy_to(copy.deepcopy(TiedAndFrozen(bias=False))),
     "masters": lambda run: list(run.amp.master_params()),
     "named masters": lambda run: list(run.amp.named_master_params()),
     "stats": lambda run: run.amp.stats(),
@@ -276,28 +228,28 @@ TRAINING: dict[str, Callable[[Run], Any]] = {
     "amp.load_state_dict": lambda run: run.amp.load_state_dict({}),
     "disable": lambda run: run.amp.disable(),
     "sleep": lambda run: run.amp.sleep(),
-    "step": lambda run: run.optimizers[0].step(),
-    "zero_grad": lambda run: run.optimizers[0].zero_grad(),
-    "optimizer.state_dict": lambda run: run.optimizers[0].state_dict(),
-    "optimizer.load_state_dict": lambda run: run.optimizers[0].load_state_dict({}),
-    "add_param_group": lambda run: run.optimizers[0].add_param_group({"params": []}),
-    "copy of the optimizer": lambda run: copy.deepcopy(run.optimizers[0]),
-    "scaler.step": lambda run: run.amp.scaler.step(run.optimizers[0]),
-    "scaler.unscale_": lambda run: run.amp.scaler.unscale_(run.optimizers[0]),
+    "step": lambda run: run.optimizer.step(),
+    "zero_grad": lambda run: run.optimizer.zero_grad(),
+    "optimizer.state_dict": lambda run: run.optimizer.state_dict(),
+    "optimizer.load_state_dict": lambda run: run.optimizer.load_state_dict({}),
+    "add_param_group": lambda run: run.optimizer.add_param_group({"params": []}),
+    "copy of the optimizer": lambda run: copy.deepcopy(run.optimizer),
+    "scaler.step": lambda run: run.amp.scaler.step(run.optimizer),
+    "scaler.unscale_": lambda run: run.amp.scaler.unscale_(run.optimizer),
     "model.state_dict": lambda run: run.model.state_dict(),
     "model.cpu": lambda run: run.model.cpu(),
-    "save": lambda run: tritonamp.save(Path("never"), optimizer=run.optimizers[0]),
+    "save": lambda run: tritonamp.save(Path("never"), optimizer=run.optimizer),
 }
-WEIGHTS: dict[str, Callable[[Run], Any]] = {
+WEIGHTS: dict[str, Callable[[Sleeper], Any]] = {
     "forward": lambda run: run.model(run.x),
     "autocast": lambda run: run.amp.autocast().__enter__(),
-    "load": lambda run: run.model.load_state_dict(Net().state_dict()),
+    "load": lambda run: run.model.load_state_dict(TiedAndFrozen(bias=False).state_dict()),
     "copy": lambda run: copy.deepcopy(run.model),
     "pickle": lambda run: pickle.dumps(run.model),
 }
 
 
-def is_refused(call: Callable[[Run], Any], run: Run) -> bool:
+def is_refused(call: Callable[[Sleeper], Any], run: Sleeper) -> bool:
     try:
         call(run)
     except RuntimeError as error:
@@ -307,10 +259,10 @@ def is_refused(call: Callable[[Run], Any], run: Run) -> bool:
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_nothing_trains_while_it_is_asleep(device: torch.device, weights: bool) -> None:
-    never, slept = (Run(device) for _ in range(2))
+    never, slept = (Sleeper(device) for _ in range(2))
     for run in (never, slept):
         run.step()
-        run.amp.backward(run.loss())
+        run.backward()
     moved = slept.amp.sleep(weights=weights)
     assert (moved > 0) == (device.type == "cuda")
     calls = TRAINING | WEIGHTS if weights else TRAINING
@@ -318,13 +270,13 @@ def test_nothing_trains_while_it_is_asleep(device: torch.device, weights: bool) 
     slept.amp.wake()
     for run in (never, slept):
         run.finish()
-    assert same_bits(never.state(), slept.state())
+    assert same_bits(never.bits(), slept.bits())
     for run in (never, slept):
         run.amp.disable()
 
 
 def test_the_model_runs_forwards(device: torch.device) -> None:
-    run = Run(device, state_dict_dtype=torch.float16)
+    run = Sleeper(device, state_dict_dtype=torch.float16)
     run.step()
     run.model.eval()
     with torch.no_grad():
@@ -339,14 +291,14 @@ def test_the_model_runs_forwards(device: torch.device) -> None:
 
 
 def test_the_end_of_a_with_block(device: torch.device) -> None:
-    run = Run(device)
+    run = Sleeper(device)
     with run.amp:
         run.amp.sleep(weights=True)
     assert run.model.last.weight.dtype is torch.float32
 
 
 def test_wrong_calls(device: torch.device) -> None:
-    run = Run(device)
+    run = Sleeper(device)
     with pytest.raises(RuntimeError, match=r"amp.wake\(\): .* after amp.sleep\(\), got one while"):
         run.amp.wake()
     with pytest.raises(ValueError, match="weights: expected a bool, got 1"):
@@ -367,21 +319,21 @@ def test_wrong_calls(device: torch.device) -> None:
 def test_graphs(gpu: AnyCuda) -> None:
     """A graph has captured addresses; who has captured no step sleeps."""
 
-    def update(run: Run) -> None:
+    def update(run: Sleeper) -> None:
         run.ema.update()
 
-    def scale(run: Run) -> None:
+    def scale(run: Sleeper) -> None:
         run.amp.scaler.scale(run.loss())
 
-    def forward(run: Run) -> None:
+    def forward(run: Sleeper) -> None:
         run.model(run.x)
 
-    refused = (Run.step, "optimizer.step"), (update, "ema.update"), (scale, "amp.scaler.scale")
+    refused = (Sleeper.step, "optimizer.step"), (update, "ema.update"), (scale, "amp.scaler.scale")
     for captured, name in (*refused, (forward, "")):
-        run = Run("cuda")
+        run = Sleeper("cuda")
         run.step()
         run.amp.scaler.scale(run.loss()).backward()
-        run.finish(clip=False)
+        run.finish(None)
         with gpu.capture():
             captured(run)
         if name:
@@ -395,7 +347,7 @@ def test_graphs(gpu: AnyCuda) -> None:
 
 def test_no_room(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the host: all is awake. On the device: all is asleep, and wakes later."""
-    never, run = Run(cuda), Run(cuda)
+    never, run = Sleeper(cuda), Sleeper(cuda)
     never.step()
     run.step()
     with monkeypatch.context() as patched:
@@ -417,7 +369,7 @@ def test_no_room(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
             run.amp.wake()
     assert storage_bytes("cuda") == before
     run.amp.wake()
-    assert same_bits(never.state(), run.state())
+    assert same_bits(never.bits(), run.bits())
     for each in (never, run):
         each.amp.disable()
 
@@ -446,13 +398,13 @@ def test_host_memory(device: torch.device, block: int, monkeypatch: pytest.Monke
 
 
 def test_packed_masters_leave_the_device(cuda: torch.device) -> None:
-    """With what somebody has written into FP32 tensors of theirs, which are given up."""
-    run = Run(cuda, kind="8bit")
+    """With values that were written into lent FP32 tensors, which are given up."""
+    run = Sleeper(cuda, kind="8bit")
     run.step()
     masters = list(run.amp.master_params())
     with torch.no_grad():
         masters[0].zero_()
-    run.amp.backward(run.loss())
+    run.backward()
     shapes = [p.numel() for p in (run.model.first.weight, run.model.last.weight)]
     remainders = sum(2 * -(-n // 128) * 128 for n in shapes)
     grads = on_device(p.grad for p in run.model.parameters() if p.grad is not None)

@@ -1,7 +1,8 @@
-"""Steps on state="bf16" and "8bit": training, resuming, memory, and whatever a loop does beside."""
+"""Steps on state="bf16" and "8bit": training, resuming, memory, and other calls of a loop."""
 
 import copy
 import gc
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -10,78 +11,41 @@ from typing import Any
 import pytest
 import torch
 from gpuless.real_cuda import AnyCuda
-from helpers import Net, Resumable, same, snapshot, storage_bytes, take_step
+from helpers import Net, same, snapshot, storage_bytes, take_step
+from runs import STATES, Classifying, labelled, started
 from torch import Tensor, nn
 
 import tritonamp
 
 HALF, BF16 = torch.float16, torch.bfloat16
-STATES = ["fp32", "bf16", "8bit"]
 SMALL = ["bf16", "8bit"]
-ADAMS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
-    "Adam": lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.01),
-    "our AdamW": lambda params: tritonamp.optim.AdamW(params, lr=1e-2),
-}
-OTHERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "Lion": lambda params: tritonamp.optim.Lion(params, lr=3e-3),
-}
+ADAMS = "AdamW", "Adam", "our AdamW"
+RATES = {"SGD momentum": 0.1, "Lion": 3e-3}
 
 each_state = pytest.mark.parametrize("state", STATES)
 each_small = pytest.mark.parametrize("state", SMALL)
 each_half = pytest.mark.parametrize("half", [HALF, BF16], ids=str)
 
 
-def batch(device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(32, 6, generator=generator), torch.randint(0, 3, (32,), generator=generator)
-    return x.to(device), y.to(device)
-
-
-class Run(Resumable):
-    """A model that is enabled, and what trains it."""
-
+class Small(Classifying):
     def __init__(
         self,
-        handles: Callable[..., Any],
-        device: torch.device,
         state: str,
         half: torch.dtype = HALF,
         level: str = "O2",
         optimizer: str = "AdamW",
+        *,
+        device: Any,
         seed: int = 0,
         **fields: Any,
     ) -> None:
         torch.manual_seed(seed)
-        self.device = device
-        self.model = Net().to(device)
-        self.optimizer = (ADAMS | OTHERS)[optimizer](self.model.parameters())
-        self.amp = handles(
-            self.model, self.optimizer, level=level, dtype=half, state=state, **fields
-        )
-
-    def loss(self, seed: int = 0, spoil: bool = False) -> Tensor:
-        x, y = batch(self.device, seed)
-        loss = nn.functional.cross_entropy(self.model(x).float(), y)
-        return loss * float("nan") if spoil else loss
-
-    def steps(self, *seeds: int) -> "Run":
-        for seed in seeds:
-            take_step(self.amp, self.optimizer, self.loss(seed))
-        return self
-
-    def masters(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self.amp.master_params()]
-
-    def everything(self) -> list[Tensor]:
-        """Bits of half parameters, masters, and of the state as it is kept."""
-        return snapshot(self.model, self.optimizer) + self.masters()
+        lr = RATES.get(optimizer, 1e-2)
+        fields |= {"dtype": half, "state": state}
+        super().__init__(Net(), optimizer, level, device, lr=lr, **fields)
 
 
-@pytest.fixture
-def run(handles: Callable[..., Any], device: torch.device) -> Callable[..., Run]:
-    return lambda *args, **fields: Run(handles, device, *args, **fields)
+run = started(Small)
 
 
 # training
@@ -91,12 +55,12 @@ def run(handles: Callable[..., Any], device: torch.device) -> Callable[..., Run]
 @each_small
 @each_half
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("optimizer", [*ADAMS, *OTHERS])
+@pytest.mark.parametrize("optimizer", [*ADAMS, *RATES])
 def test_it_trains_like_fp32_state(
-    run: Callable[..., Run], state: str, half: torch.dtype, level: str, optimizer: str
+    run: Any, state: str, half: torch.dtype, level: str, optimizer: str
 ) -> None:
     """In 30 steps the loss falls by as much, to a tenth of the fall."""
-    if state == "8bit" and optimizer == "SGD":
+    if state == "8bit" and optimizer == "SGD momentum":
         pytest.skip("refused")
     losses = {}
     for kind in ("fp32", state):
@@ -112,7 +76,7 @@ def test_it_trains_like_fp32_state(
 
 @each_state
 @each_half
-def test_the_state_has_its_format(run: Callable[..., Run], state: str, half: torch.dtype) -> None:
+def test_the_state_has_its_format(run: Any, state: str, half: torch.dtype) -> None:
     trained = run(state, half).steps(0)
     kinds = {
         "fp32": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
@@ -188,7 +152,7 @@ def test_ties_between_bfloat16_numbers_are_loaded(handles: Callable[..., Any], b
 @pytest.mark.parametrize("way", ["state dicts", "file"])
 @pytest.mark.parametrize(("half", "level"), [(HALF, "O2"), (BF16, "O2"), (HALF, "O1")])
 def test_a_resumed_run_has_the_same_bits(
-    run: Callable[..., Run],
+    run: Any,
     state: str,
     half: torch.dtype,
     level: str,
@@ -199,9 +163,8 @@ def test_a_resumed_run_has_the_same_bits(
     first = run(state, half, level).steps(0, 1, 2)
     resumed = run(state, half, level, seed=1)
     if way == "file":
-        parts = ("model", "optimizer", "amp")
-        tritonamp.save(tmp_path / "x", **{name: getattr(first, name) for name in parts})
-        tritonamp.load(tmp_path / "x", **{name: getattr(resumed, name) for name in parts})
+        tritonamp.save(tmp_path / "x", **first.objects())
+        tritonamp.load(tmp_path / "x", **resumed.objects())
     else:
         resumed.load(first.states())
     assert same(resumed.masters(), first.masters())
@@ -212,9 +175,7 @@ def test_a_resumed_run_has_the_same_bits(
 @pytest.mark.parametrize("saved", STATES)
 @pytest.mark.parametrize("loading", STATES)
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_each_format_loads_into_each(
-    run: Callable[..., Run], saved: str, loading: str, steps_before: int
-) -> None:
+def test_each_format_loads_into_each(run: Any, saved: str, loading: str, steps_before: int) -> None:
     """FP32 in the file. Masters come exactly, to 2^-39; moments to an eighth, or 2^-8."""
     first = run(saved).steps(0, 1, 2)
     states = first.states()
@@ -245,10 +206,10 @@ def test_each_format_loads_into_each(
 
 @each_small
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_skip_changes_no_bit(run: Callable[..., Run], state: str, level: str) -> None:
+def test_a_skip_changes_no_bit(run: Any, state: str, level: str) -> None:
     trained = run(state, level=level).steps(0, 1)
     before = trained.everything()
-    take_step(trained.amp, trained.optimizer, trained.loss(2, spoil=True))
+    trained.step(2, bad=True)
     assert trained.amp.stats()["skipped"] == 1
     assert same(trained.everything(), before)
     trained.steps(3)
@@ -256,9 +217,7 @@ def test_a_skip_changes_no_bit(run: Callable[..., Run], state: str, level: str) 
 
 
 @each_small
-def test_plans_make_no_difference(
-    run: Callable[..., Run], state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_make_no_difference(run: Any, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tritonamp.kernels import _facts, _multi_tensor
 
     found = []
@@ -271,7 +230,7 @@ def test_plans_make_no_difference(
 
 @each_small
 @pytest.mark.parametrize("how", ["amp", "torch"])
-def test_clipping(run: Callable[..., Run], state: str, how: str) -> None:
+def test_clipping(run: Any, state: str, how: str) -> None:
     """As with FP32 state: the norm, and where the parameters go in one step, to a thousandth."""
     moved, norms = [], []
     for kind in ("fp32", state):
@@ -298,7 +257,7 @@ def test_clipping(run: Callable[..., Run], state: str, how: str) -> None:
 
 @each_small
 @pytest.mark.parametrize("unscales", [False, True])
-def test_two_losses_add_up(run: Callable[..., Run], state: str, unscales: bool) -> None:
+def test_two_losses_add_up(run: Any, state: str, unscales: bool) -> None:
     """Also where true gradients of the first are set aside; as one backward of the sum."""
     found = []
     for together in (False, True):
@@ -320,7 +279,7 @@ def test_two_losses_add_up(run: Callable[..., Run], state: str, unscales: bool) 
 
 @each_small
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_forgets(run: Callable[..., Run], state: str, set_to_none: bool) -> None:
+def test_zero_grad_forgets(run: Any, state: str, set_to_none: bool) -> None:
     found = []
     for spoils in (False, True):
         trained = run(state)
@@ -333,22 +292,21 @@ def test_zero_grad_forgets(run: Callable[..., Run], state: str, set_to_none: boo
 
 
 @each_small
-def test_a_torch_amp_loop_has_the_same_bits(run: Callable[..., Run], state: str) -> None:
+def test_a_torch_amp_loop_has_the_same_bits(run: Any, state: str) -> None:
     ours, theirs = run(state), run(state)
     for seed in range(5):
-        take_step(ours.amp, ours.optimizer, ours.loss(seed, spoil=seed == 3))
+        ours.step(seed, bad=seed == 3)
         theirs.optimizer.zero_grad()
         with theirs.amp.autocast():
-            loss = theirs.loss(seed, spoil=seed == 3)
-        theirs.amp.scaler.scale(loss).backward()
-        theirs.amp.scaler.step(theirs.optimizer)
-        theirs.amp.scaler.update()
+            loss = theirs.loss(seed) * (math.inf if seed == 3 else 1.0)
+        theirs.backward(loss, by_scaler=True)
+        theirs.finish(by_scaler=True)
         assert same(ours.everything(), theirs.everything())
     assert ours.amp.stats()["skipped"] == 1
 
 
 @each_small
-def test_averages_are_of_fp32_values(run: Callable[..., Run], state: str) -> None:
+def test_averages_are_of_fp32_values(run: Any, state: str) -> None:
     trained = run(state, BF16)
     ema = trained.amp.ema(0.5)
     expected = trained.masters()
@@ -374,12 +332,12 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 @each_small
-def test_a_group_may_be_added(run: Callable[..., Run], state: str, device: torch.device) -> None:
+def test_a_group_may_be_added(run: Any, state: str, device: torch.device) -> None:
     trained = run(state).steps(0)
     added = nn.Linear(3, 3).to(device)
     before = [p.detach().clone() for p in added.parameters()]
     trained.optimizer.add_param_group({"params": list(added.parameters()), "lr": 0.1})
-    x, _ = batch(device)
+    x, _ = labelled(0, device)
     loss = added(trained.model(x).float()).square().mean()
     take_step(trained.amp, trained.optimizer, loss)
     assert not same(before, [p.detach() for p in added.parameters()])
@@ -396,7 +354,7 @@ def test_frozen_then_unfrozen(
     model.first.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     amp = handles(model, optimizer, level="O2", state=state)
-    x, y = batch(device)
+    x, y = labelled(0, device)
     before = model.first.weight.detach().clone()
     for _ in range(2):
         take_step(amp, optimizer, nn.functional.cross_entropy(model(x).float(), y))
@@ -448,7 +406,7 @@ def test_tied_weights(handles: Callable[..., Any], device: torch.device, state: 
 
 
 @each_small
-def test_healed_and_unhealed(run: Callable[..., Run], state: str) -> None:
+def test_healed_and_unhealed(run: Any, state: str) -> None:
     """A module whose values go to FP32 and back loses nothing, and trains meanwhile."""
     trained = run(state).steps(0, 1)
     before = dict((name, v.detach().clone()) for name, v in trained.amp.named_master_params())
@@ -469,7 +427,7 @@ def test_healed_and_unhealed(run: Callable[..., Run], state: str) -> None:
 @each_small
 @pytest.mark.parametrize("optimizer", ["AdamW", "our AdamW"])
 def test_disabled_enabled_again(
-    run: Callable[..., Run], handles: Callable[..., Any], state: str, optimizer: str
+    run: Any, handles: Callable[..., Any], state: str, optimizer: str
 ) -> None:
     """After ``disable`` torch's own step goes on, on FP32 parameters and moments."""
     trained = run(state, optimizer=optimizer).steps(0, 1)
@@ -528,7 +486,7 @@ def test_channels_last_after_enable(
 
 @each_state
 @pytest.mark.parametrize("named", [False, True])
-def test_writes_to_masters_count(run: Callable[..., Run], state: str, named: bool) -> None:
+def test_writes_to_masters_count(run: Any, state: str, named: bool) -> None:
     """Also after the tensor is gone; half parameters follow before the next forward."""
     trained = run(state).steps(0)
     values = (
@@ -542,7 +500,7 @@ def test_writes_to_masters_count(run: Callable[..., Run], state: str, named: boo
     expected = [v.detach().clone() for v in values]
     del values, value
     gc.collect()
-    trained.model(batch(trained.device)[0])
+    trained.model(labelled(0, trained.device)[0])
     assert same(trained.masters(), expected)
     for param, right in zip(trained.model.parameters(), expected, strict=True):
         assert torch.equal(param, right.to(param.dtype))
@@ -551,7 +509,7 @@ def test_writes_to_masters_count(run: Callable[..., Run], state: str, named: boo
         assert 0 < (a - b).abs().max() < 0.05
 
 
-def test_a_write_to_a_master_of_before_the_step_raises(run: Callable[..., Run]) -> None:
+def test_a_write_to_a_master_of_before_the_step_raises(run: Any) -> None:
     trained = run("8bit").steps(0)
     old = dict(trained.amp.named_master_params())["first.weight"]
     trained.steps(1)
@@ -566,7 +524,7 @@ def test_a_write_to_a_master_of_before_the_step_raises(run: Callable[..., Run]) 
 
 
 @each_state
-def test_writes_to_half_parameters_are_seen(run: Callable[..., Run], state: str) -> None:
+def test_writes_to_half_parameters_are_seen(run: Any, state: str) -> None:
     """A master is within half a unit of what was written (state="fp32": it is that, or closer)."""
     trained = run(state).steps(0)
     list(trained.amp.master_params())
@@ -598,7 +556,7 @@ def test_copies_of_an_optimizer(
     optimizer = tritonamp.optim.AdamW(model.parameters(), lr=1e-2, state=state)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        x, y = batch(device, seed)
+        x, y = labelled(seed, device)
         loss = nn.functional.cross_entropy(model(x.to(half or torch.float32)).float(), y)
         loss.backward()
         optimizer.step()
@@ -674,7 +632,7 @@ def test_conflicts_are_refused() -> None:
 
 
 @each_small
-def test_amsgrad_that_comes_later_is_refused_or_kept(run: Callable[..., Run], state: str) -> None:
+def test_amsgrad_that_comes_later_is_refused_or_kept(run: Any, state: str) -> None:
     trained = run(state).steps(0)
     trained.optimizer.param_groups[0]["amsgrad"] = True
     trained.amp.backward(trained.loss(1))
@@ -689,11 +647,11 @@ def test_amsgrad_that_comes_later_is_refused_or_kept(run: Callable[..., Run], st
 
 @pytest.mark.steps
 @each_small
-def test_a_captured_step(gpu: AnyCuda, handles: Callable[..., Any], state: str) -> None:
-    runs = [Run(handles, torch.device("cuda"), state) for _ in range(2)]
-    x, y = batch(torch.device("cuda"))
+def test_a_captured_step(gpu: AnyCuda, state: str) -> None:
+    runs = [Small(state, device="cuda") for _ in range(2)]
+    x, y = labelled(0, "cuda")
 
-    def step(run: Run) -> None:
+    def step(run: Small) -> None:
         loss = nn.functional.cross_entropy(run.model(x).float(), y)
         take_step(run.amp, run.optimizer, loss)
 
@@ -707,6 +665,8 @@ def test_a_captured_step(gpu: AnyCuda, handles: Callable[..., Any], state: str) 
         graph.replay()
         step(other)
     assert same(captured.everything(), other.everything())
+    for run in runs:
+        run.end()
 
 
 @pytest.mark.parametrize("loading", STATES)

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import more
-from helpers import Net, disabled_after
+from helpers import Net, snapshot
+from runs import Training, started_on_cpu
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -19,19 +20,16 @@ HALF_DTYPES = torch.float16, torch.bfloat16
 BATCH = 256
 
 
-class Run:
-    """A model in training."""
+class WideGradients(Training):
+    """Steps on parts of a batch, with a copy of the model in FP64."""
 
-    def __init__(
-        self, model: nn.Module | None = None, kind: Any = torch.optim.AdamW, **fields: Any
-    ) -> None:
+    def __init__(self, model: Any = None, optimizer: Any = "AdamW", **fields: Any) -> None:
         torch.manual_seed(0)
-        self.model = Net() if model is None else model
-        self.x, self.y = torch.randn(BATCH, 6), torch.randn(BATCH, 3)
-        self.exact = copy.deepcopy(self.model).double()
-        self.optimizer = kind(self.model.parameters(), lr=1e-3)
-        fields = {"level": "O2", "grad_dtype": WIDE, **fields}
-        self.amp = tritonamp.enable(self.model, self.optimizer, **fields)
+        model = Net() if model is None else model
+        x, self.y = torch.randn(BATCH, 6), torch.randn(BATCH, 3)
+        self.exact = copy.deepcopy(model).double()
+        super().__init__(model, optimizer, lr=1e-3, **{"grad_dtype": WIDE, **fields})
+        self.x = x
 
     def losses(self, parts: int) -> Iterator[Tensor]:
         for x, y in zip(self.x.chunk(parts), self.y.chunk(parts), strict=True):
@@ -41,7 +39,7 @@ class Run:
         return [p for p in self.model.parameters() if p.dtype in HALF_DTYPES]
 
     def weights(self) -> list[Tensor]:
-        return [p.detach().clone() for p in (*self.model.parameters(), *self.amp.master_params())]
+        return snapshot(self.model) + self.masters()
 
     def miss(self) -> float:
         """How far the true gradients are from FP64, after ``unscale_``."""
@@ -50,51 +48,49 @@ class Run:
         return max(float((m.grad - e.grad).norm() / e.grad.norm()) for m, e in pairs)
 
 
-@pytest.fixture
-def run() -> Iterator[Any]:
-    yield from disabled_after(Run)
+run = started_on_cpu(WideGradients)
 
 
-Loop = Callable[[Run, int], None]
+Loop = Callable[[WideGradients, int], None]
 
 
-def plain(r: Run, parts: int) -> None:
+def plain(r: WideGradients, parts: int) -> None:
     for loss in r.losses(parts):
         r.amp.backward(loss)
 
 
-def scaled(r: Run, parts: int) -> None:
+def scaled(r: WideGradients, parts: int) -> None:
     for loss in r.losses(parts):
         with r.amp.scale_loss(loss) as scaled_loss:
             scaled_loss.backward()
 
 
-def by_scaler(r: Run, parts: int) -> None:
+def by_scaler(r: WideGradients, parts: int) -> None:
     for loss in r.losses(parts):
         r.amp.scaler.scale(loss).backward()
 
 
-def unscaled_between(r: Run, parts: int) -> None:
+def unscaled_between(r: WideGradients, parts: int) -> None:
     for i, loss in enumerate(r.losses(parts)):
         if i:
             r.amp.unscale_()
         r.amp.backward(loss)
 
 
-def cleared_in_place(r: Run, parts: int) -> None:
+def cleared_in_place(r: WideGradients, parts: int) -> None:
     plain(r, 1)
     r.optimizer.zero_grad(set_to_none=False)
     plain(r, parts)
 
 
-def cleared_while_shown(r: Run, parts: int) -> None:
+def cleared_while_shown(r: WideGradients, parts: int) -> None:
     plain(r, 1)
     r.amp.unscale_()
     r.optimizer.zero_grad()
     plain(r, parts)
 
 
-def assigned(r: Run, parts: int) -> None:
+def assigned(r: WideGradients, parts: int) -> None:
     """Half gradients of the user's own take the place of shown ones, and are cleared."""
     plain(r, 1)
     r.amp.unscale_()
@@ -107,7 +103,7 @@ def assigned(r: Run, parts: int) -> None:
     plain(r, parts)
 
 
-def two_losses(r: Run, parts: int) -> None:
+def two_losses(r: WideGradients, parts: int) -> None:
     for i, loss in enumerate(r.losses(parts)):
         r.amp.backward(loss, loss_id=2 * i // parts)
 
@@ -138,32 +134,25 @@ def test_half_gradients_would_not_be(run: Any) -> None:
     assert many.miss() > 1.3 * one.miss()
 
 
-KINDS = [torch.optim.AdamW, torch.optim.SGD, *more([torch.optim.Adagrad, tritonamp.optim.Lion])]
+KINDS = ["AdamW", "SGD", *more(["Adagrad", "Lion"])]
 
 
-def steps(r: Run, step: str) -> None:
+def steps(r: WideGradients, step: str) -> None:
     for _ in range(3):
         plain(r, 1)
-        if step == "clip":
-            r.amp.clip_grad_norm_(0.01)
         if step == "unscale":
             r.amp.unscale_()
             nn.utils.clip_grad_norm_(r.model.parameters(), 0.01)
-        if step == "scaler":
-            r.amp.scaler.step(r.optimizer)
-            r.amp.scaler.update()
-        else:
-            r.optimizer.step()
-        r.optimizer.zero_grad()
+        r.finish(max_norm=0.01 if step == "clip" else None, by_scaler=step == "scaler")
 
 
 @pytest.mark.parametrize("step", ["plain", "clip", *more(["unscale", "scaler"])])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_one_batch_gives_the_same_bits(run: Any, level: str, kind: Any, step: str) -> None:
+def test_one_batch_gives_the_same_bits(run: Any, level: str, kind: str, step: str) -> None:
     """FP32 holds half gradients exactly."""
-    eps = {"kind": kind} if level != "O3" else {"kind": torch.optim.SGD}
-    wide, half = run(level=level, **eps), run(level=level, grad_dtype=None, **eps)
+    fields = {"level": level, "optimizer": kind if level != "O3" else "SGD"}
+    wide, half = run(**fields), run(grad_dtype=None, **fields)
     for r in (wide, half):
         steps(r, step)
     assert all(map(torch.equal, wide.weights(), half.weights()))
@@ -180,14 +169,12 @@ def test_a_skip(run: Any) -> None:
 
 
 def test_accumulation_that_is_saved_in_the_middle(run: Any) -> None:
-    """Gradients are no state: they go on from where they are."""
+    """Gradients are no state: they continue from their values."""
     whole, stopped = run(), run()
     plain(whole, 4)
     losses = stopped.losses(4)
     stopped.amp.backward(next(losses))
-    kept = [o.state_dict() for o in (stopped.model, stopped.optimizer, stopped.amp)]
-    for o, state in zip((stopped.model, stopped.optimizer, stopped.amp), kept, strict=True):
-        o.load_state_dict(state)
+    stopped.load(stopped.states())
     for loss in losses:
         stopped.amp.backward(loss)
     for r in (whole, stopped):
@@ -198,7 +185,7 @@ def test_accumulation_that_is_saved_in_the_middle(run: Any) -> None:
 def test_parameters_that_train_later(run: Any) -> None:
     model = Net()
     model.last.requires_grad_(False)
-    r = run(model)
+    r = run(model, lambda _, **rest: torch.optim.AdamW(model.parameters(), **rest))
     model.last.requires_grad_(True)
     plain(r, 2)
     assert model.last.weight.grad is not None and model.last.weight.grad.dtype is WIDE
@@ -232,7 +219,7 @@ def test_models_that_come_in_half(run: Any) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_disable_leaves_nothing_of_it(run: Any, level: str) -> None:
-    r = run(level=level, kind=torch.optim.SGD)
+    r = run(level=level, optimizer="SGD")
     plain(r, 2)
     r.optimizer.step()
     r.amp.disable()
