@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from two_ranks import RANKS, enable, whole
 
 import tritonamp
+from tritonamp.kernels.outliers import SIZE
 
 SCALE = 2.0**10
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -53,13 +54,6 @@ def joint(x: Tensor) -> Tensor:
     return x
 
 
-def harmed(output: Tensor, fault: str | None) -> Tensor:
-    """Return the loss of an output, with a fault in the "loss", or in the "gradient"."""
-    if fault == "gradient":
-        output.register_hook(lambda grad: grad * math.inf)
-    return (output - 1).square().mean() * (math.nan if fault == "loss" else 1.0)
-
-
 class Shared(Training):
     """A training on the share of this rank, at a loss scale of 1024.
 
@@ -70,7 +64,7 @@ class Shared(Training):
         fields: arguments of ``enable``.
 
     Attributes:
-        losses: those of the batches.
+        losses: those of the batches, without faults.
         norms: those of the gradients, where they were clipped.
     """
 
@@ -78,7 +72,7 @@ class Shared(Training):
         self,
         model: nn.Module,
         optimizer: str | Callable[..., Any] = "AdamW",
-        level: str = "O2",
+        level: str | None = "O2",
         *,
         share: Callable[[Tensor], Tensor] = share,
         **fields: Any,
@@ -90,14 +84,18 @@ class Shared(Training):
         self.share, self.losses, self.norms = share, list[float](), list[float]()
 
     def loss(self, x: Tensor | None = None, fault: str | None = None) -> Tensor:
-        loss = harmed(self.model(self.share(self.x if x is None else x)), fault)
+        """Return the loss, with a fault in the "loss" or in the "gradient" of the output."""
+        output = self.model(self.share(self.x if x is None else x))
+        if fault == "gradient":
+            output.register_hook(lambda grad: grad * math.inf)
+        loss = (output - 1).square().mean()
         self.losses.append(float(loss.detach()))
-        return loss
+        return loss * (math.nan if fault == "loss" else 1.0)
 
-    def finish(self, max_norm: float | None = None) -> None:
+    def finish(self, max_norm: float | None = None, *how: Any) -> None:
         if max_norm is not None:
             self.norms.append(float(self.amp.clip_grad_norm_(max_norm)))
-        super().finish()
+        super().finish(None, *how)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of a micro-batch that is not the last one of its step."""
@@ -140,11 +138,9 @@ class Shared(Training):
 
     def saved(self) -> list[list[float]]:
         """Return what a checkpoint holds of model and optimizer, whole."""
-        state = self.optimizer.state_dict()["state"]
-        moments = [t for i in sorted(state) for _, t in sorted(state[i].items())]
-        return [whole(t) for t in (*self.model.state_dict().values(), *moments)]
+        return all_values(self.model, self.optimizer)
 
-    def parts(self) -> dict[str, Any]:
+    def objects(self) -> dict[str, Any]:
         """Return the objects that a checkpoint is saved from and loaded into."""
         return {name: getattr(self, name) for name in ("model", "optimizer", "amp")}
 
@@ -195,6 +191,37 @@ class Replica(Shared):
         }
 
 
+class Clipped(Shared):
+    """A run with clipped gradients, of which the last are unscaled by hand.
+
+    Args:
+        model: the module.
+        batches: joint batches.
+        fault: what happens to the third batch: to the "loss", the "gradient", or a "shard" of a
+            gradient; None: nothing.
+        args, how: arguments of `Shared`.
+    """
+
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Tensor], fault: str | None, *args: Any, **how: Any
+    ) -> None:
+        super().__init__(model, *args, **how)
+        for i, x in enumerate(batches):
+            bad = fault if i == 2 else None
+            self.backward(self.loss(x, bad))
+            if bad == "shard":
+                grads: Any = [p.grad for p in model.parameters() if hasattr(p.grad, "placements")]
+                parts = [grad._local_tensor.view(-1) for grad in grads]
+                max(parts, key=len)[0] = math.inf
+            if i == len(batches) - 1:
+                self.amp.unscale_()
+            self.finish(0.5)
+
+    def outcome(self) -> dict[str, Any]:
+        largest = max(norm for norm in (0.0, *self.norms) if math.isfinite(norm))
+        return {**super().outcome(), "norms": list(map(str, self.norms)), "largest": largest}
+
+
 class SmoothNet(Net):
     """A small model without ReLU, so that a rounding changes gradients by roundings alone."""
 
@@ -239,10 +266,33 @@ def sharded(
     return model
 
 
+def all_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]]:
+    """Return what a checkpoint holds of model and optimizer, whole."""
+    state = optimizer.state_dict()["state"]
+    moments = [t for i in sorted(state) for _, t in sorted(state[i].items())]
+    return [whole(t) for t in (*model.state_dict().values(), *moments)]
+
+
 def distance(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
     """Return the largest difference of two lists of whole values."""
     pairs = zip(ours, theirs, strict=True)
     return max(abs(a - b) for p, q in pairs for a, b in zip(p, q, strict=True))
+
+
+def outlying(
+    run: Shared, x: Tensor, worse: Callable[[Tensor], Tensor], max_norm: float | None = None
+) -> list[Any]:
+    """Take steps until outliers are known, and one more on a loss that is made ``worse``.
+
+    Returns:
+        The cause of the last step, steps, skipped steps, and the window of numbers.
+    """
+    for step in range(SIZE + 1):
+        loss = (1.0 + 0.02 * (step % 5)) * run.model(x).square().mean()
+        run.backward(worse(loss) if step == SIZE else loss)
+        run.finish(max_norm)
+    window = run.amp.state_dict()["outliers"]["0"]
+    return [run.amp.history[-1].cause, *run.counts("steps", "skipped"), window]
 
 
 def alike(answers: list[Any]) -> Any:

@@ -92,14 +92,14 @@ class OneProcess(Shared):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args, share=joint)
 
-    def finish(self, max_norm: float | None = None) -> None:
+    def finish(self, max_norm: float | None = None, *how: Any) -> None:
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         self.largest = max(self.largest, *(float(g.float().abs().max()) / 2**10 for g in grads))
-        super().finish(max_norm)
+        super().finish(max_norm, *how)
 
 
 @on_ranks
-def shared_and_alone(
+def replicas_and_alone(
     order: str, optimizer: str, level: str, accumulate: int = 1, **options: Any
 ) -> tuple[dict[str, Any], list[Any], float]:
     HOOK_CALLS.clear()
@@ -222,7 +222,7 @@ RUNS += [("after", "AdamW", "O1", {"half_loaded": True})]  # which widens what D
 def test_as_one_process_on_the_joint_batch(
     pair: Pair, order: str, optimizer: str, level: str, options: dict[str, Any]
 ) -> None:
-    (first, expected, largest), (second, *_) = shared_and_alone(
+    (first, expected, largest), (second, *_) = replicas_and_alone(
         pair, order=order, optimizer=optimizer, level=level, **options
     )
     assert first == second

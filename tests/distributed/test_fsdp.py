@@ -18,6 +18,7 @@ from ranks import (
     OPTIMIZERS,
     SCALE,
     STEP_SIZES,
+    Clipped,
     Shared,
     distance,
     joint,
@@ -54,42 +55,17 @@ def sharded_net(
     return sharded(model, [model[0]], policy, mesh=mesh_of(mesh), **options)
 
 
-class Clipped(Shared):
-    """A run whose gradients are clipped, and unscaled before the last step.
-
-    Args:
-        fault: what happens to the third step on rank 1: to the "loss", the "gradient", or a
-            "shard" of a gradient. One process meets it, too.
-        args, how: arguments of `Shared`.
-    """
-
-    def __init__(self, *args: Any, fault: str | None = None, **how: Any) -> None:
-        super().__init__(*args, **how)
-        here = self.share is joint or dist.get_rank() == 1
-        for i, x in enumerate(joint_batches(STEPS)):
-            at = fault if i == 2 and here else None
-            self.backward(self.loss(x, at))
-            if at == "shard":
-                next(self.model.parameters()).grad._local_tensor[0] = math.inf
-            if i == STEPS - 1:
-                self.amp.unscale_()
-            self.finish(0.5)
-
-    def outcome(self) -> dict[str, Any]:
-        largest = max(norm for norm in (0.0, *self.norms) if math.isfinite(norm))
-        return {**super().outcome(), "norms": list(map(str, self.norms)), "largest": largest}
-
-
 @on_ranks
-def shared_and_alone(
+def shards_and_alone(
     optimizer: str, level: str, mesh: str = "one", fault: str | None = None, backend: str = "auto"
 ) -> list[Any]:
     model = sharded_net(level, mesh=mesh)
-    run = Clipped(model, optimizer, level, fault=fault, backend=backend)
+    batches, here = joint_batches(STEPS), fault if dist.get_rank() == 1 else None
+    run = Clipped(model, batches, here, optimizer, level, backend=backend)
     moments = [t for p in model.parameters() for t in run.optimizer.state[p].values()]
     kinds = {type(t).__name__ for t in (*model.parameters(), *moments) if t.dim()}
     values = [*run.amp.master_params(), *model.state_dict().values()]
-    alone = Clipped(uneven_net(), optimizer, level, share=joint, fault=fault and "loss")
+    alone = Clipped(uneven_net(), batches, fault and "loss", optimizer, level, share=joint)
     dtypes = {str(value.dtype) for value in values}
     return [run.outcome(), alone.outcome(), sorted(kinds), sorted(dtypes)]
 
@@ -113,7 +89,7 @@ RUNS = [
 def test_as_one_process_on_the_joint_batch(
     pair: Pair, optimizer: str, level: str, mesh: str, fault: str | None
 ) -> None:
-    answers = shared_and_alone(pair, optimizer=optimizer, level=level, mesh=mesh, fault=fault)
+    answers = shards_and_alone(pair, optimizer=optimizer, level=level, mesh=mesh, fault=fault)
     assert answers[0] == answers[1]
     found, alone, kinds, dtypes = answers[0]
     assert (kinds, dtypes) == (["DTensor"], ["torch.float32"])
@@ -139,10 +115,10 @@ def test_as_one_process_on_the_joint_batch(
 
 def test_shards_are_stepped_on_by_the_kernels(pair: Pair) -> None:
     """In Triton's interpreter."""
-    by_kernels = shared_and_alone(
+    by_kernels = shards_and_alone(
         pair, optimizer="AdamW", level="O2", fault="loss", backend="triton"
     )
-    eager = shared_and_alone(pair, optimizer="AdamW", level="O2", fault="loss", backend="eager")
+    eager = shards_and_alone(pair, optimizer="AdamW", level="O2", fault="loss", backend="eager")
     assert by_kernels[0][0] == by_kernels[1][0]
     assert by_kernels[0][0]["skipped"] == eager[0][0]["skipped"] == 1
     # sums in another order, which may tip a weight to the next float16 number as it is gathered

@@ -62,13 +62,13 @@ def shards_of(dtype: str | None, adapted: bool = False, seed: int = 0, **policy:
     return sharded(model, [model[0]], policy or None)
 
 
-class Clipped(Shared):
+class LoadedInHalf(Shared):
     """A training by SGD with clipped gradients."""
 
     def __init__(self, model: nn.Module, level: str = "O2", **how: Any) -> None:
         super().__init__(model, how.pop("optimizer", "SGD"), level, **how)
 
-    def go_on(self, bad: int | None = None) -> "Clipped":
+    def go_on(self, bad: int | None = None) -> "LoadedInHalf":
         """Train; the loss of batch ``bad`` is NaN on rank 1."""
         here = torch.distributed.get_rank() == 1
         self.walk(joint_batches(STEPS), {bad: "loss"} if here and bad is not None else {}, 0.5)
@@ -79,7 +79,7 @@ class Clipped(Shared):
 
 
 @on_ranks
-def shared_and_alone(
+def half_shards_and_alone(
     level: str,
     dtype: str | None,
     given: bool,
@@ -99,7 +99,7 @@ def shared_and_alone(
         model(x.to(half)).float().mean().backward()
         model.zero_grad()
     with listening(logging.WARNING) as lines:
-        run = Clipped(model, level, backend=backend, **options)
+        run = LoadedInHalf(model, level, backend=backend, **options)
     dtypes = {str(p.dtype) for p in model.parameters()}
     stepped = {str(p.dtype) for g in run.optimizer.param_groups for p in g["params"]}
     stays = {name for name, p in model.named_parameters() if not p.requires_grad}
@@ -113,7 +113,7 @@ def shared_and_alone(
     model(x.to(half if dtype else torch.float32))  # its shards are gathered as they were
     after = {name: whole(p) for name, p in model.named_parameters()}
     rounded = {n: torch.tensor(v).to(came[n][0]).double().tolist() for n, v in trained.items()}
-    alone = Clipped(loaded_net(dtype, adapted), level, share=joint, **options).go_on()
+    alone = LoadedInHalf(loaded_net(dtype, adapted), level, share=joint, **options).go_on()
     return {
         "seen": {"losses": run.losses, "norms": run.norms},
         "masters": masters,
@@ -168,7 +168,8 @@ def test_as_one_process_on_the_joint_batch(
     pair: Pair, level: str, dtype: str | None, given: bool, wide: bool
 ) -> None:
     half = dtype or "float16"
-    found = agreed(shared_and_alone(pair, level=level, dtype=dtype, given=given, wide=wide), half)
+    how = {"level": level, "dtype": dtype, "given": given, "wide": wide}
+    found = agreed(half_shards_and_alone(pair, **how), half)
     assert found["dtypes"] == found["state dict"] == ["torch.float32"]
     reduced = "torch.float32" if wide or (level == "O1" and not given) else f"torch.{half}"
     assert found["lines"] == (
@@ -203,7 +204,7 @@ def by_torch_alone(param_dtype: str, reduce_dtype: str) -> dict[str, int]:
 
 def test_frozen_half_bases_stay_half(pair: Pair) -> None:
     for given in (True, False):
-        answers = shared_and_alone(
+        answers = half_shards_and_alone(
             pair, level="O2", dtype="bfloat16", given=given, wide=False, adapted=True
         )
         found = agreed(answers, "bfloat16")
@@ -213,17 +214,15 @@ def test_frozen_half_bases_stay_half(pair: Pair) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_enabled_after_a_forward(pair: Pair, level: str) -> None:
-    cold = shared_and_alone(pair, level=level, dtype="float16", given=False, wide=False)[0]
-    warm = shared_and_alone(pair, level=level, dtype="float16", given=False, wide=False, warm=True)[
-        0
-    ]
+    how = {"level": level, "dtype": "float16", "given": False, "wide": False}
+    cold, warm = (half_shards_and_alone(pair, **how, warm=warm)[0] for warm in (False, True))
     assert warm["came back"] and warm["masters"] == cold["masters"]
 
 
 def test_steps_of_kernels(pair: Pair) -> None:
     """In Triton's interpreter."""
     options = {"level": "O2", "dtype": "bfloat16", "given": False, "wide": True}
-    agreed(shared_and_alone(pair, **options, backend="triton"), "bfloat16")
+    agreed(half_shards_and_alone(pair, **options, backend="triton"), "bfloat16")
 
 
 @on_ranks
@@ -239,7 +238,7 @@ def dtypes_of_inputs(level: str, kept: bool = False, **policy: Any) -> list[str]
         layer.register_forward_hook(
             lambda used, args, _: seen.append(str((used.weight if kept else args[0]).dtype))
         )
-    run = Clipped(model, level, **{"fp32_modules": ["3"]} if kept else {}).go_on()
+    run = LoadedInHalf(model, level, **{"fp32_modules": ["3"]} if kept else {}).go_on()
     run.end()
     assert [policy_of(m) for m in (model, model[0])] == given
     return sorted(set(seen))
@@ -260,7 +259,7 @@ def test_a_layer_that_is_kept_is_read_in_fp32(pair: Pair) -> None:
 
 @on_ranks
 def skipped(level: str) -> list[Any]:
-    run = Clipped(shards_of("float16"), level).go_on(bad=1)
+    run = LoadedInHalf(shards_of("float16"), level).go_on(bad=1)
     return [run.values(), run.counts("steps", "skipped", "forward_faults", "scale")]
 
 
@@ -280,11 +279,11 @@ def resumed_from_a_file(path: str, first: str | None, then: str | None, **how: A
     """Trains a model loaded in ``first``, saves; goes on, and from the file in ``then``."""
     if how:  # a smaller state, which SGD does not have
         how["optimizer"] = lambda params: torch.optim.AdamW(params, lr=0.01)
-    run = Clipped(shards_of(first), **how).go_on()
-    tritonamp.save_sharded(path, **run.parts())
+    run = LoadedInHalf(shards_of(first), **how).go_on()
+    tritonamp.save_sharded(path, **run.objects())
     before = run.saved()
-    again = Clipped(shards_of(then, seed=1), **how)
-    tritonamp.load_sharded(path, **again.parts())
+    again = LoadedInHalf(shards_of(then, seed=1), **how)
+    tritonamp.load_sharded(path, **again.objects())
     return [before, again.saved(), run.go_on().saved(), again.go_on().saved()]
 
 
@@ -335,14 +334,14 @@ def enabling(what: str) -> str:
         options["offload"] = "state"
     model = sharded(model, [model[0]])
     before = {name: (p.dtype, whole(p)) for name, p in model.named_parameters()}
-    text = refused(lambda: Clipped(model, **options))
+    text = refused(lambda: LoadedInHalf(model, **options))
     assert before == {name: (p.dtype, whole(p)) for name, p in model.named_parameters()}
     return text
 
 
 @on_ranks
 def training_a_frozen_base(what: str) -> str:
-    run = Clipped(shards_of("float16", adapted=True)).go_on()
+    run = LoadedInHalf(shards_of("float16", adapted=True)).go_on()
     base = list(run.model[0].base.parameters())
 
     def act() -> None:
