@@ -107,7 +107,7 @@ class Alone:
         models: one, or this rank's stages.
         amp: their handle.
         optimizers: one, or two.
-        factor: of the losses.
+        factor: what losses are multiplied by.
     """
 
     has_first_stage = has_last_stage = True
@@ -217,14 +217,14 @@ class Staged(Alone):
     """This rank's stages of a pipeline.
 
     Args:
-        kind: of the schedule.
+        kind: name of the schedule.
         wrap: puts a DDP around a stage.
-        mesh: of dimensions "stage" and "replica"; None: the ranks are the stages.
+        mesh: a mesh with a dimension "stage"; None: the ranks are the stages.
         lone: the stage of this rank is all that there is.
         lacks_replicas: the stages decide without their replicas.
         summed: gradients of micro-batches are not divided by their number.
         decides: False: the schedule is given the plain loss function.
-        options: of ``Alone``.
+        options: arguments of ``Alone``.
     """
 
     def __init__(
