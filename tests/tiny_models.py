@@ -141,7 +141,7 @@ def with_lora(base: Any, targets: list[str], **arguments: Any) -> Any:
         lora_alpha=16,
         target_modules=targets,
         task_type="CAUSAL_LM",
-        fan_in_fan_out="c_attn" in targets,  # which GPT-2 has instead of linear layers
+        fan_in_fan_out="c_attn" in targets,  # GPT-2 has it instead of linear layers
     )
     return peft.get_peft_model(base, config, **arguments)
 
