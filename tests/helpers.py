@@ -177,10 +177,10 @@ def on_cpu(tree: Any) -> Any:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Tell whether two trees have the same paths, dtypes and values."""
+    """Tell whether two trees have the same paths, dtypes and values, on whatever devices."""
     left, right = (dict(torch.utils._pytree.tree_leaves_with_path(x)) for x in (a, b))
     return left.keys() == right.keys() and all(
-        x.dtype is y.dtype and torch.equal(x, y) if isinstance(x, Tensor) else x == y
+        x.dtype is y.dtype and torch.equal(x.cpu(), y.cpu()) if isinstance(x, Tensor) else x == y
         for x, y in ((left[path], right[path]) for path in left)
     )
 

@@ -1,4 +1,4 @@
-"""A model of four blocks: its stages, which ranks train as a pipeline, or all in one process."""
+"""A model of four blocks, whose stages ranks train as a pipeline, or one process trains alone."""
 
 import contextlib
 import math
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import scaler
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -23,14 +24,13 @@ from torch.distributed.pipelining import (
     SplitPoint,
     pipeline,
 )
-from two_ranks import whole
+from two_ranks import enable, whole
 
 import tritonamp
 
 MICRO = 4  # micro-batches
 STEPS = 4
 WIDE = 8
-SCALE = 2.0**10
 CPU = torch.device("cpu")
 
 SCHEDULES: dict[str, Any] = {
@@ -53,7 +53,7 @@ RUN = [
 ]
 
 
-class Block(nn.Module):
+class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.layer = nn.LayerNorm(WIDE), nn.Linear(WIDE, WIDE)
@@ -63,14 +63,14 @@ class Block(nn.Module):
         return result
 
 
-def batches(steps: int = STEPS) -> list[Tensor]:
+def stage_inputs(steps: int = STEPS) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(2 * MICRO, WIDE, generator=generator) for _ in range(steps)]
 
 
-def traced(blocks: Sequence[Block]) -> Any:
+def traced(blocks: Sequence[Residual]) -> Any:
     """Returns two stages, as ``pipeline()`` cuts them."""
-    part = batches()[0].chunk(MICRO)[0]
+    part = stage_inputs()[0].chunk(MICRO)[0]
     cut = {"2": SplitPoint.BEGINNING}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch 2.11 about what it does itself
@@ -87,10 +87,6 @@ class InTurn(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.submod_1(self.submod_0(x))
         return result
-
-
-def trained(models: Sequence[nn.Module]) -> list[nn.Parameter]:
-    return [p for model in models for p in model.parameters() if p.requires_grad]
 
 
 OPTIMIZERS: dict[str, Callable[[list[Any]], list[torch.optim.Optimizer]]] = {
@@ -111,7 +107,7 @@ class Alone:
         models: one, or this rank's stages.
         amp: their handle.
         optimizers: one, or two.
-        factor: of the losses.
+        factor: what losses are multiplied by.
     """
 
     has_first_stage = has_last_stage = True
@@ -133,17 +129,18 @@ class Alone:
         self._traced, self._micro, self._last_first = traced, micro, last_first
         self._divisor = 1 if summed else micro
         torch.manual_seed(seed)
-        blocks = [Block() for _ in range(4)]
+        blocks = [Residual() for _ in range(4)]
         for block in blocks:
             block.layer.requires_grad_(not frozen)
         self.models: list[nn.Module] = self.stages([b.half() for b in blocks] if half else blocks)
-        self.optimizers = OPTIMIZERS[optimizer](trained(self.models))
+        params = [p for model in self.models for p in model.parameters() if p.requires_grad]
+        self.optimizers = OPTIMIZERS[optimizer](params)
         if options.get("dtype") is not torch.bfloat16 and options.get("level") in ("O1", "O2"):
-            options["scaler"] = tritonamp.GradScaler("cpu", init_scale=SCALE)
-        self.amp = tritonamp.enable(self.models, self.optimizers, **options)
+            options["scaler"] = scaler()
+        self.amp: tritonamp.Amp = enable(self.models, self.optimizers, **options)
         self.factor = 1.0
 
-    def stages(self, blocks: Sequence[Block]) -> list[nn.Module]:
+    def stages(self, blocks: Sequence[Residual]) -> list[nn.Module]:
         return [InTurn(traced(blocks)) if self._traced else nn.Sequential(*blocks)]
 
     def criterion(self, output: Tensor, target: Tensor) -> Tensor:
@@ -161,6 +158,44 @@ class Alone:
             optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+
+    def walk(self, inputs: Sequence[Tensor], max_norm: float | None = None) -> None:
+        """Take a step on each of the inputs, clipped to ``max_norm``."""
+        for x in inputs:
+            self.backward(x)
+            if max_norm is not None:
+                self.amp.clip_grad_norm_(max_norm)
+            self.step()
+
+    def train(self, fault: str | None = None, max_norm: float = math.inf) -> dict[str, Any]:
+        """Trains, with a fault in the second step, and true gradients asked for in the last."""
+        losses, norms = [], []
+        for number, x in enumerate(stage_inputs()):
+            faulty = number == 1 and self.is_faulty
+            there = faulty and self.has_first_stage
+            bias = next(p for p in self.models[0].parameters() if p.dim() == 1)
+            self.factor = math.nan if faulty and fault == "loss" else 1.0
+            with filled(bias, math.nan if there and fault == "activation" else None):
+                losses.append(self.backward(x))
+            if there and fault == "gradient":
+                grad: Any = bias.grad
+                getattr(grad, "_local_tensor", grad)[0] = math.inf
+            if there and fault == "veto":
+                self.amp.veto(True)
+            if number == STEPS - 1:
+                self.amp.unscale_()
+            norms.append(float(self.amp.clip_grad_norm_(max_norm)))
+            self.step()
+        return {
+            "losses": [list(map(str, each)) for each in losses],
+            "norms": norms,
+            "values": self.values(),
+            "state": self.state(),
+        }
+
+    def objects(self) -> dict[str, Any]:
+        """Return the objects that a checkpoint is saved from and loaded into."""
+        return {name: getattr(self, name) for name in ("models", "optimizers", "amp")}
 
     def values(self) -> dict[str, list[float]]:
         """Returns what a checkpoint of this rank's models holds."""
@@ -182,14 +217,14 @@ class Staged(Alone):
     """This rank's stages of a pipeline.
 
     Args:
-        kind: of the schedule.
+        kind: name of the schedule.
         wrap: puts a DDP around a stage.
-        mesh: of dimensions "stage" and "replica"; None: the ranks are the stages.
+        mesh: a mesh with a dimension "stage"; None: the ranks are the stages.
         lone: the stage of this rank is all that there is.
         lacks_replicas: the stages decide without their replicas.
         summed: gradients of micro-batches are not divided by their number.
         decides: False: the schedule is given the plain loss function.
-        options: of ``Alone``.
+        options: arguments of ``Alone``.
     """
 
     def __init__(
@@ -239,7 +274,7 @@ class Staged(Alone):
         in_order = sorted(stage for of_rank in self._shape() for stage in of_rank)
         return [in_order.index(stage) for stage in self._shape()[self._rank]]
 
-    def stages(self, blocks: Sequence[Block]) -> list[nn.Module]:
+    def stages(self, blocks: Sequence[Residual]) -> list[nn.Module]:
         if self._kind == "traced":
             self._pipe = traced(blocks)
             return [self._pipe.get_stage_module(self._rank)]
@@ -256,35 +291,6 @@ class Staged(Alone):
             losses=losses,
         )
         return [loss.item() for loss in losses]
-
-
-def train(run: Alone, fault: str | None = None, max_norm: float = math.inf) -> dict[str, Any]:
-    """Trains, with a fault in the second step, and true gradients asked for in the last."""
-    losses, norms = [], []
-    for number, x in enumerate(batches()):
-        faulty = number == 1 and run.is_faulty
-        there = faulty and run.has_first_stage
-        bias = next(p for p in run.models[0].parameters() if p.dim() == 1)
-        run.factor = math.nan if faulty and fault == "loss" else 1.0
-        with filled(bias, math.nan if there and fault == "activation" else None):
-            losses.append(run.backward(x))
-        if there and fault == "gradient":
-            grad: Any = bias.grad
-            getattr(grad, "_local_tensor", grad)[0] = math.inf
-        if there and fault == "veto":
-            run.amp.veto(True)
-        if number == STEPS - 1:
-            run.amp.unscale_()
-        norms.append(float(run.amp.clip_grad_norm_(max_norm)))
-        run.step()
-    found = {
-        "losses": [list(map(str, each)) for each in losses],
-        "norms": norms,
-        "values": run.values(),
-        "state": run.state(),
-    }
-    run.amp.disable()
-    return found
 
 
 @contextlib.contextmanager

@@ -17,10 +17,8 @@ VOCABULARY = 17
 LINES = ["the cat sat on the mat", "a dog ran in the park", "the dog sat on a mat", "a cat ran"]
 
 
-def loaded_gpt2(folder: Path, dtype: torch.dtype, width: int = 32) -> Any:
-    """Return a GPT-2 as it comes from files in ``dtype``."""
-    torch.manual_seed(3)
-    config = transformers.GPT2Config(
+def gpt2_config(width: int = 32) -> Any:
+    return transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=8,
         n_embd=width,
@@ -32,7 +30,12 @@ def loaded_gpt2(folder: Path, dtype: torch.dtype, width: int = 32) -> Any:
         bos_token_id=0,
         eos_token_id=0,
     )
-    transformers.GPT2LMHeadModel(config).to(dtype).save_pretrained(folder)
+
+
+def loaded_gpt2(folder: Path, dtype: torch.dtype, width: int = 32) -> Any:
+    """Return a GPT-2 as it comes from files in ``dtype``."""
+    torch.manual_seed(3)
+    transformers.GPT2LMHeadModel(gpt2_config(width)).to(dtype).save_pretrained(folder)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
@@ -75,8 +78,63 @@ def tokens() -> Tensor:
     return torch.randint(0, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(1))
 
 
+def rows_of(tokens: Tensor) -> list[dict[str, Tensor]]:
+    """Return rows whose labels are their tokens."""
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def quiet(folder: Path | str, **arguments: Any) -> dict[str, Any]:
+    """Return arguments of a Trainer that logs each step, to no other program."""
+    settings = dict(output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True)
+    return {**settings, "logging_steps": 1, "save_strategy": "no", **arguments}
+
+
+def trainer_of(
+    folder: Path | str,
+    model: nn.Module,
+    data: Any,
+    kind: type = transformers.Trainer,
+    more: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Any:
+    """Return a quiet Trainer, or one of another ``kind``.
+
+    Args:
+        folder: where it writes.
+        model: the model.
+        data: rows to train on.
+        kind: the class.
+        more: further arguments of the class.
+        arguments: arguments of TrainingArguments.
+    """
+    args = transformers.TrainingArguments(**quiet(folder, **arguments))
+    return kind(model=model, args=args, train_dataset=data, **(more or {}))
+
+
+def sft_trainer_of(
+    folder: Path | str, model: nn.Module, tokenizer: Any, lora: bool, **arguments: Any
+) -> Any:
+    """Return TRL's SFTTrainer on ``LINES``, with ``lora`` for adapters alone."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    torch.manual_seed(1)
+    return trl.SFTTrainer(
+        model=model,
+        args=trl.SFTConfig(**quiet(folder, max_length=16, **arguments)),
+        train_dataset=datasets.Dataset.from_dict({"text": LINES}),
+        processing_class=tokenizer,
+        peft_config=peft.LoraConfig(r=2, target_modules=targets) if lora else None,
+    )
+
+
+def losses_of(trainer: Any) -> list[float]:
+    """Return the losses that a Trainer has logged."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 def with_lora(base: Any, targets: list[str], **arguments: Any) -> Any:
-    """Return ``base`` with adapters of rank 2 that train."""
+    """Return ``base`` with trainable adapters of rank 2."""
     torch.manual_seed(1)
     config = peft.LoraConfig(
         r=2,
@@ -89,7 +147,7 @@ def with_lora(base: Any, targets: list[str], **arguments: Any) -> Any:
 
 
 def stored(model: nn.Module, trains: bool) -> dict[str, tuple[torch.dtype, int]]:
-    """Return dtype and address of the parameters that train, or of the frozen ones."""
+    """Return dtype and address of the trainable parameters, or of the frozen ones."""
     return {
         name: (p.dtype, p.data_ptr())
         for name, p in model.named_parameters()
@@ -97,5 +155,5 @@ def stored(model: nn.Module, trains: bool) -> dict[str, tuple[torch.dtype, int]]
     }
 
 
-def dtypes(model: nn.Module, trains: bool) -> set[torch.dtype]:
+def param_dtypes(model: nn.Module, trains: bool) -> set[torch.dtype]:
     return {dtype for dtype, _ in stored(model, trains).values()}

@@ -24,6 +24,7 @@ import tritonamp
 RANKS = 2
 TIMEOUT = 30  # seconds: a deadlock fails
 SCENARIOS: dict[str, Callable[..., Any]] = {}
+HANDLES: list[tritonamp.Amp] = []
 
 of_ranks = [
     pytest.mark.ranks,
@@ -38,6 +39,19 @@ def on_ranks(function: Callable[..., Any]) -> Callable[..., list[Any]]:
     """
     SCENARIOS[function.__name__] = function
     return lambda pair, **arguments: pair.run(function.__name__, **arguments)
+
+
+def enable(*args: Any, **fields: Any) -> tritonamp.Amp:
+    """``tritonamp.enable``; on a rank it is undone when the scenario has ended."""
+    HANDLES.append(tritonamp.enable(*args, **fields))
+    return HANDLES[-1]
+
+
+def _disable_all() -> None:
+    while HANDLES:
+        amp = HANDLES.pop()
+        if amp._enabled:
+            amp.disable()
 
 
 def whole(tensor: Any) -> list[float]:
@@ -144,4 +158,5 @@ def serve(store: str, rank: str, number: str) -> None:
             answer: Any = [SCENARIOS[name](**arguments)]
         except BaseException:  # torch's CheckpointException is no Exception
             answer = f"rank {rank}: {traceback.format_exc()}"
+        _disable_all()
         print(json.dumps(answer), file=answers, flush=True)

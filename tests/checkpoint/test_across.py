@@ -1,5 +1,5 @@
-"""What was saved at one level, by torch or by apex, goes into another run: converted exactly, or
-refused by name.
+"""States saved at another level, by torch or by apex: they are converted exactly, or refused by
+name.
 """
 
 import copy
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Net
+from helpers import Net, same_bits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -64,17 +64,6 @@ def load(run: Any, given: Any) -> None:
         part.load_state_dict(state)
 
 
-def same(a: Any, b: Any) -> bool:
-    """Equal in every bit, tensors in dtype, too."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
 @pytest.fixture
 def enabled(device: torch.device, handles: Callable[..., Any]) -> Callable[..., Run]:
     def make(
@@ -106,14 +95,14 @@ def test_from_level_to_level(
     model, opt, amp = other = enabled(level, optimizer, seed=1)
     load(other[:2], (of_model, of_optimizer))
     assert {v.dtype for v in of_model.values()} == {torch.float32}
-    assert same(model.state_dict(), of_model)
+    assert same_bits(model.state_dict(), of_model)
     for name, param in model.named_parameters():
         assert torch.equal(param, of_model[name].to(param.dtype))
     if level in ("O2", "O5"):
-        assert same(list(amp.master_params()), list(of_model.values()))
+        assert same_bits(list(amp.master_params()), list(of_model.values()))
     fp32 = saved != "O3" or optimizer is not sgd  # momenta of half parameters are half
     assert all(
-        same(
+        same_bits(
             loaded[name],
             value if fp32 or not isinstance(value, Tensor) else value.to(loaded[name].dtype),
         )
@@ -171,7 +160,7 @@ def test_healed_modules_mean_nothing_where_all_is_fp32(enabled: Callable[..., Ru
     first[2].heal("last")
     load(last, states(first))
     assert last[2].stats()["healed"] == []
-    assert same(last[0].state_dict(), first[0].state_dict())
+    assert same_bits(last[0].state_dict(), first[0].state_dict())
     train(last, 0, 1)
 
 
@@ -207,10 +196,10 @@ def test_from_plain_torch(
         )
     model, opt, amp = run = enabled(level)
     load(run[:2], (of_model, of_optimizer))
-    assert same(model.state_dict(), of_model)
+    assert same_bits(model.state_dict(), of_model)
     for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if kind == "amsgrad" else [])):
         loaded = [state[name] for state in opt.state_dict()["state"].values()]
-        assert same(loaded, [state[name] for state in of_optimizer["state"].values()])
+        assert same_bits(loaded, [state[name] for state in of_optimizer["state"].values()])
     train(run, 3, 4)
     train((plain, optimizer), 3, 4)
     assert all(float(state["step"]) == 4 for state in opt.state.values())
@@ -230,9 +219,9 @@ def test_from_a_half_model(
     state = net(device, 1, half).state_dict()
     model, _, amp = run = enabled(level)
     model.load_state_dict(state)
-    assert same(model.state_dict(), {name: value.float() for name, value in state.items()})
+    assert same_bits(model.state_dict(), {name: value.float() for name, value in state.items()})
     if level in ("O2", "O5"):
-        assert same(list(amp.master_params()), [value.float() for value in state.values()])
+        assert same_bits(list(amp.master_params()), [value.float() for value in state.values()])
     train(run, 0, 1)
 
 
@@ -248,14 +237,14 @@ def test_into_plain_torch(
     plain = net(device, 1)
     theirs = plain, optimizer(plain.parameters(), lr=1e-2)
     load(theirs, (of_model, of_optimizer))
-    assert same(plain.state_dict(), of_model)
+    assert same_bits(plain.state_dict(), of_model)
     ours = enabled("O0", optimizer, seed=1)
     load(ours[:2], (of_model, of_optimizer))
     losses = train(ours, 3, 6), train(theirs, 3, 6)
     # the arithmetic of torch's own SGD; that of kernels and of AdamW differs in the last bits
     if optimizer is sgd and device.type == "cpu":
         assert losses[0] == losses[1]
-        assert same(ours[0].state_dict(), plain.state_dict())
+        assert same_bits(ours[0].state_dict(), plain.state_dict())
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)
     scaler = torch.amp.GradScaler(device.type)
     scaler.load_state_dict(of_amp["loss_scalers"]["0"])
@@ -275,11 +264,11 @@ def test_names_with_a_prefix_are_refused_as_by_torch(
         RuntimeError, match=r"(?s)Missing key\(s\) .*last.weight.*Unexpected key\(s\) .*last.weight"
     ):
         target.load_state_dict(given)
-    assert same(states(run), before)
+    assert same_bits(states(run), before)
     target.load_state_dict(
         {("module." if wrapped else "") + name: value + 1 for name, value in before[0].items()}
     )
-    assert same(model.state_dict(), {name: value + 1 for name, value in before[0].items()})
+    assert same_bits(model.state_dict(), {name: value + 1 for name, value in before[0].items()})
 
 
 def test_a_shape_that_does_not_fit_leaves_masters_and_halves_at_one(
@@ -319,11 +308,11 @@ def test_masters_of_half_parameters(
     reference = enabled(level, ADAMS[name])  # from FP32 parameters that are these masters
     fp32 = dict(zip(given[0], masters, strict=True))
     load(reference[:2], (fp32, given[1]))
-    assert same(run[0].state_dict(), fp32)
+    assert same_bits(run[0].state_dict(), fp32)
     for param, master in zip(run[0].parameters(), masters, strict=True):
         assert torch.equal(param, master.to(param.dtype))
     assert train(run, 3, 5) == train(reference, 3, 5)
-    assert same(states(run)[:2], states(reference)[:2])
+    assert same_bits(states(run)[:2], states(reference)[:2])
     assert "master_param" not in run[1].state_dict()["state"][0], "it would be stale by now"
 
 
@@ -337,7 +326,7 @@ def test_masters_of_another_model_do_not_count(
     other = {name: value + 1 / 3 for name, value in net(device, 2).state_dict().items()}
     model.load_state_dict(other)
     opt.load_state_dict(alone[1].state_dict())
-    assert same(list(amp.master_params()), list(other.values()))
+    assert same_bits(list(amp.master_params()), list(other.values()))
 
 
 def test_masters_in_plain_torch(device: torch.device) -> None:
@@ -354,7 +343,7 @@ def test_masters_in_plain_torch(device: torch.device) -> None:
             del state["master_param"]
         load(run, (of_model, of_optimizer))
         runs.append((train(run, 3, 5), plain.state_dict()))
-    assert same(*runs)
+    assert same_bits(*runs)
 
 
 @pytest.mark.parametrize("name", ADAMS)
@@ -370,7 +359,8 @@ def test_into_half_parameters_alone(
     load(alone, given)
     for number, state in alone[1].state_dict()["state"].items():
         assert all(
-            same(state[key], given[1]["state"][number][key]) for key in ("exp_avg", "exp_avg_sq")
+            same_bits(state[key], given[1]["state"][number][key])
+            for key in ("exp_avg", "exp_avg_sq")
         )
     train(alone, 3, 4)
     assert all(state["master_param"].dtype is torch.float32 for state in alone[1].state.values())
@@ -452,7 +442,7 @@ def test_state_of_fused_adam(
                 [float(s["step"]) for s in run[1].state.values()],
             )
         )
-    assert same(*runs)
+    assert same_bits(*runs)
     assert set(runs[0][2]) == {5.0}
 
 
@@ -466,7 +456,7 @@ def test_without_bias_correction(enabled: Callable[..., Run]) -> None:
         r"got bias_correction=False, which is FusedAdam's$",
     ):
         opt.load_state_dict(fused_adam_of_apex(before[1], bias_correction=False))
-    assert same(states(run), before)
+    assert same_bits(states(run), before)
 
 
 def test_apex_drop_in_takes_states_of_apex(
@@ -565,7 +555,7 @@ def test_optimizers_refuse_what_is_not_theirs(
     before = states(target)
     with pytest.raises(ValueError, match=rf"^AdamW.load_state_dict: {text}"):
         target[1].load_state_dict(given)
-    assert same(states(target), before)
+    assert same_bits(states(target), before)
 
 
 def test_other_optimizers_refuse_other_counts(enabled: Callable[..., Run]) -> None:
@@ -577,7 +567,7 @@ def test_other_optimizers_refuse_other_counts(enabled: Callable[..., Run]) -> No
         match=r"SGD.load_state_dict: expected groups of \[6\] parameters, got groups of \[1\]$",
     ):
         run[1].load_state_dict(sgd([nn.Parameter(torch.ones(1))], lr=0.1).state_dict())
-    assert same(states(run), before)
+    assert same_bits(states(run), before)
 
 
 @pytest.mark.parametrize(
@@ -631,7 +621,7 @@ def test_amp_refuses_what_is_not_its_own(
         state["loss_scalers"]["0"]["scale"] = 2.0
     with pytest.raises(ValueError, match=text):
         run[2].load_state_dict(state)
-    assert same(states(run), before)
+    assert same_bits(states(run), before)
 
 
 def test_a_step_of_the_users_own_in_a_group_stays(device: torch.device) -> None:

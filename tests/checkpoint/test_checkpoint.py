@@ -19,28 +19,13 @@ import numpy as np
 import pytest
 import torch
 from helpers import Faults, Killed
+from saves import DTYPES, VIEWS, Scheduled, StepSaves, bits_of, damage, names
 
 import tritonamp
 from tritonamp.checkpoint import durable, load, save
 
-DTYPES = [
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.int64,
-    torch.bool,
-]
-DTYPES += [torch.complex64, torch.float8_e4m3fn, torch.uint16]
-VIEWS = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.t(),
-    "strided": lambda x: x[::2, 1],
-    "empty": lambda x: x[:0],
-    "scalar": lambda x: x[0, 0],
-    "expanded": lambda x: x[0].expand(3, 4),
-}
+SAVES = StepSaves(save, load)
+read, write = SAVES.read, SAVES.write
 
 
 @pytest.fixture(autouse=True)
@@ -54,34 +39,6 @@ def _instant_fsync(monkeypatch):
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "model.ckpt"
-
-
-def bits(tensor):
-    return tensor.reshape(-1).contiguous().view(torch.uint8).tolist() if tensor.numel() else []
-
-
-def write(path, step, size=3):
-    """Several tensors that say which save they come from, so that a mix of two saves shows."""
-    save(path, step=step, weights=[torch.full((size,), float(step)) for _ in range(2)])
-
-
-def read(path):
-    """The step that `path` holds, having checked that all of the checkpoint is of that step."""
-    content = load(path)
-    assert {value for tensor in content["weights"] for value in tensor.tolist()} == {
-        content["step"]
-    }
-    return content["step"]
-
-
-def names(folder):
-    return sorted(entry.name for entry in folder.iterdir())
-
-
-def flip(path, position):
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
 
 
 # Round trips
@@ -101,10 +58,10 @@ def test_tensors_come_back_bit_for_bit(path, dtype, view):
         tensor.shape,
         tensor.stride(),
     )
-    assert bits(loaded) == bits(tensor)
+    assert bits_of(loaded) == bits_of(tensor)
 
 
-def test_special_values_keep_their_bits(path):
+def test_special_values_keep_their_bits_of(path):
     patterns = torch.tensor(
         [0x7FC12345, 0x7F800001, -0x800000, 0x7F800000, -(2**31), 1], dtype=torch.int32
     )
@@ -163,46 +120,27 @@ def test_tensors_are_stored_detached_and_keep_shared_storage(path):
     assert loaded["tied"][1].data_ptr() == loaded["weight"].data_ptr()
 
 
-def build():
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5)
-    ).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
-
-
-def train(model, optimizer, scheduler, steps):
-    for _ in range(steps):
-        model(torch.randn(8, 4, dtype=torch.bfloat16)).square().sum().backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-
-
 def test_save_load_continue_is_bit_identical_to_not_stopping(path):
-    model, optimizer, scheduler = build()
-    train(model, optimizer, scheduler, 3)
-    save(
-        path,
-        model=model,
-        parts=[optimizer, {"scheduler": scheduler}],
-        rng=torch.get_rng_state(),
-        epoch=7,
-    )
-    train(model, optimizer, scheduler, 3)
+    def begun(seed):
+        torch.manual_seed(seed)
+        parts = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5)
+        return Scheduled(torch.nn.Sequential(*parts).bfloat16(), level=None)
 
-    again, optimizer_again, scheduler_again = build()
+    run, again = begun(0), begun(1)
+    run.go_on(3)
+    parts = [run.optimizer, {"scheduler": run.scheduler}]
+    save(path, model=run.model, parts=parts, rng=torch.get_rng_state(), epoch=7)
+    run.go_on(3)
     content = load(path)
-    again.load_state_dict(content["model"])
-    optimizer_again.load_state_dict(content["parts"][0])
-    scheduler_again.load_state_dict(content["parts"][1]["scheduler"])
+    again.model.load_state_dict(content["model"])
+    again.optimizer.load_state_dict(content["parts"][0])
+    again.scheduler.load_state_dict(content["parts"][1]["scheduler"])
     torch.set_rng_state(content["rng"])
-    train(again, optimizer_again, scheduler_again, 3)
+    again.go_on(3)
     assert content["epoch"] == 7
-    assert scheduler_again.get_last_lr() == scheduler.get_last_lr()
-    for name, value in model.state_dict().items():
-        assert bits(again.state_dict()[name]) == bits(value), name
+    assert again.scheduler.get_last_lr() == run.scheduler.get_last_lr()
+    for name, value in run.model.state_dict().items():
+        assert bits_of(again.model.state_dict()[name]) == bits_of(value), name
 
 
 def schedulers(optimizer):
@@ -304,15 +242,11 @@ def test_threads_may_save_one_path(path):
 # Damage
 
 
-def position(fraction):
-    return lambda data: int(fraction * (len(data) - 1))
-
-
 @pytest.mark.parametrize("fraction", [0, 0.01, 0.2, 0.4, 0.6, 0.8, 0.95, 0.99, 1])
 def test_a_changed_byte_is_seen(path, fraction):
     write(path, 1)
     write(path, 2, size=500)
-    flip(path, position(fraction)(path.read_bytes()))
+    damage(path, fraction)
     with pytest.warns(
         RuntimeWarning, match=f"{path} is unusable .*checksum.*; loaded the older {path}.prev"
     ):
@@ -345,7 +279,7 @@ def test_a_file_of_torch_save_is_refused(path):
     written = rf"cannot load {path}: it was written by torch.save, not by tritonamp.save.*"
     with pytest.raises(RuntimeError, match=written + r"torch.load\(path, .*tritonamp.save\(path"):
         load(path)
-    flip(path, 100)  # which is not what is wrong with it
+    damage(path)  # which is not what is wrong with it
     with pytest.raises(RuntimeError, match=written):
         load(path)
 
@@ -376,8 +310,8 @@ def test_other_files_are_not_taken_for_ones_of_torch_save(path, content):
 def test_both_damaged_is_an_error_that_names_both(path):
     write(path, 1)
     write(path, 2)
-    flip(path, 100)
-    flip(Path(f"{path}.prev"), 100)
+    damage(path)
+    damage(Path(f"{path}.prev"))
     found = rf"no usable checkpoint \({path}: checksum.*; {path}.prev: checksum.*restore one"
     with pytest.raises(RuntimeError, match=found):
         load(path)
@@ -423,17 +357,17 @@ def test_the_default_mmap_setting_of_torch_does_not_matter(path):
 # Misuse
 
 
-class Scheduler:
+class UnpicklableScheduler:
     def state_dict(self):
         return {"base": [0.1, {"fn": print}]}
 
 
-class Nested:
+class StateOfModules:
     def state_dict(self):
         return {"inner": torch.nn.Linear(1, 1)}
 
 
-class Tensor(torch.Tensor):
+class TensorSubclass(torch.Tensor):
     pass
 
 
@@ -447,14 +381,14 @@ REFUSED = [
     (b"bytes", "value: .*got builtins.bytes"),
     ({1}, "value: .*got builtins.set"),
     (2**2032, "value: .*got builtins.int"),
-    (torch.ones(1).as_subclass(Tensor), "value: .*got .*Tensor"),
+    (torch.ones(1).as_subclass(TensorSubclass), "value: .*got .*TensorSubclass"),
     (torch.empty(1, device="meta"), "value: .*got torch.Tensor"),
     (errno, "value: .*got builtins.module"),
     ([1, (2, {"a": print})], r"value\[1\]\[1\]\['a'\]: .*got"),
     ({frozenset(): 1}, "a key of value: .*got builtins.frozenset"),
-    (Scheduler(), r"value.state_dict\(\)\['base'\]\[1\]\['fn'\]: .*got"),
-    ([Scheduler()], r"value\[0\].state_dict\(\)\['base'\]"),
-    (Nested(), r"value.state_dict\(\)\['inner'\]: .*got torch.nn.modules.linear.Linear"),
+    (UnpicklableScheduler(), r"value.state_dict\(\)\['base'\]\[1\]\['fn'\]: .*got"),
+    ([UnpicklableScheduler()], r"value\[0\].state_dict\(\)\['base'\]"),
+    (StateOfModules(), r"value.state_dict\(\)\['inner'\]: .*got torch.nn.modules.linear.Linear"),
     (torch.optim.lr_scheduler.StepLR, "value: .*got builtins.type"),
 ]
 
@@ -515,19 +449,13 @@ def faults_of(monkeypatch, at=None, error=None, links=True):
     return Faults(monkeypatch, ("fsync", "link", "replace", "unlink"), at, error)
 
 
-def prepare(path, before):
-    for step in range(before):
-        write(path, step)
-
-
 def calls(tmp_path, before, links):
     """The system calls of one save."""
-    folder = tmp_path / "dry run"
-    folder.mkdir()
-    prepare(folder / "x", before)
+    path = tmp_path / "dry run" / "x"
+    SAVES.prepare(path, before)
     with pytest.MonkeyPatch.context() as patch:
         faults = faults_of(patch, links=links)
-        write(folder / "x", before)
+        write(path, before)
     return faults.log
 
 
@@ -551,10 +479,8 @@ def test_killed_at_any_point_the_old_or_the_new_loads(tmp_path, before, links):
     log = calls(tmp_path, before, links)
     assert {"write", "fsync", "link", "replace"} <= set(log)
     for at in range(1, len(log) + 1):
-        folder = tmp_path / str(at)
-        folder.mkdir()
-        path = folder / "x"
-        prepare(path, before)
+        path = tmp_path / str(at) / "x"
+        SAVES.prepare(path, before)
         with pytest.MonkeyPatch.context() as patch:
             faults_of(patch, at, links=links)
             with pytest.raises(Killed):
@@ -577,11 +503,9 @@ def test_killed_at_any_point_the_old_or_the_new_loads(tmp_path, before, links):
 
 def test_a_damaged_file_never_costs_the_good_one_before_it(tmp_path):
     for at in range(1, len(calls(tmp_path, 2, links=True)) + 1):
-        folder = tmp_path / str(at)
-        folder.mkdir()
-        path = folder / "x"
-        prepare(path, 2)
-        flip(path, 100)
+        path = tmp_path / str(at) / "x"
+        SAVES.prepare(path, 2)
+        damage(path)
         with pytest.MonkeyPatch.context() as patch:
             faults = faults_of(patch, at)
             with pytest.raises(Killed):
@@ -599,10 +523,8 @@ def test_an_error_at_any_point_reaches_the_caller_and_leaves_no_litter(tmp_path,
     for at, name in enumerate(log, 1):
         if name == "unlink":
             continue  # clean-up itself
-        folder = tmp_path / str(at)
-        folder.mkdir()
-        path = folder / "x"
-        prepare(path, 2)
+        path = tmp_path / str(at) / "x"
+        SAVES.prepare(path, 2)
         error = OSError(errno.ENOSPC, "No space left on device")
         with pytest.MonkeyPatch.context() as patch:
             faults_of(patch, at, error, links)
@@ -612,7 +534,7 @@ def test_an_error_at_any_point_reaches_the_caller_and_leaves_no_litter(tmp_path,
                 with pytest.raises(OSError, match="No space left") as caught:
                     write(path, 2)
                 assert caught.value is error
-        assert set(names(folder)) <= {"x", "x.prev"}
+        assert set(names(path.parent)) <= {"x", "x.prev"}
         done = log[: at - 1].count("replace") >= (1 if links else 2) or name == "link"
         if not path.exists():
             assert not links

@@ -1,10 +1,9 @@
-"""A run of two ranks goes on on one, on four, and back: its values to the last bit, its losses to
-rounding. And saving at any moment disturbs nothing.
+"""A run of two ranks is resumed on one rank, on four, and back: its values are equal to the last
+bit, its losses up to rounding. And saving at any moment disturbs nothing.
 
 The ranks are this file run as a script, see two_ranks.py: two of them, and four.
 """
 
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from ranks import Shared, sharded
+from runs import batch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -23,7 +23,6 @@ from torch.distributed.tensor.parallel import (
 )
 from two_ranks import Pair, of_ranks, on_ranks, serve
 
-import tritonamp
 from tritonamp import load_sharded, save_sharded
 
 pytestmark = of_ranks
@@ -42,102 +41,85 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Pair]]:
         pair.stop()
 
 
-class Run:
-    """A run at O2.
+class Elastic(Shared):
+    """A run at O2 on any number of ranks.
 
     Args:
-        seed: of the weights.
-        across: how many ranks share a layer; 0: no ranks, a single process.
+        seed: seed of the weights.
+        across: how many ranks share a layer; 0: there is a single process.
         hidden: rows of a weight; 7 that no number of ranks shares evenly, or 8 for layers that are
             shared.
     """
 
     def __init__(self, seed: int, across: int, hidden: int) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3))
+        model = nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3))
+        parts, part = 1, 0
         if across:
             shape = dist.get_world_size() // across, across
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+            data, policy = mesh["data"], {"param_dtype": torch.float16}
             if across > 1:
                 plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-                parallelize_module(self.model, mesh["tensor"], plan)
-            policy = MixedPrecisionPolicy(param_dtype=torch.float16)
+                parallelize_module(model, mesh["tensor"], plan)
             # of layers that are shared FSDP2 warns that they return views
-            for part in (self.model[0], self.model) if across == 1 else (self.model,):
-                fully_shard(part, mesh=mesh["data"], mp_policy=policy)
-            self.data = mesh["data"]
-        self.across, self.losses = across, list[float]()
+            sharded(model, [model[0]] if across == 1 else [], policy, mesh=data)
+            parts, part = data.size(), data.get_local_rank()
+        super().__init__(model, share=lambda x: x.chunk(parts)[part])
+        self.is_last, self.is_shared = part == parts - 1, across > 0
         self.saves_after, self.saves_to = "", ""
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, eps=0.25)
-        scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10)
-        self.amp = tritonamp.enable(self.model, self.optimizer, level="O2", scaler=scaler)
 
-    def train(self, start: int) -> None:
+    def go_on(self, start: int) -> "Elastic":
         """Take the steps from ``start``; the losses are those of all ranks."""
         for i in range(start, start + STEPS):
-            generator = torch.Generator().manual_seed(i)
-            x, y = (torch.randn(8, n, generator=generator) for n in (6, 3))
-            parts, part = (self.data.size(), self.data.get_local_rank()) if self.across else (1, 0)
-            output = self.model(x.chunk(parts)[part])
-            self.moment("forward")
-            if i == start + BAD and part == parts - 1:
-                output.register_hook(lambda grad: grad * math.inf)
-            loss = nn.functional.mse_loss(output, y.chunk(parts)[part])
-            self.amp.backward(loss)
-            self.moment("backward")
-            self.amp.clip_grad_norm_(1.0)
-            self.moment("clipping")
-            self.optimizer.step()
-            self.moment("step")
-            self.optimizer.zero_grad()
-            total = loss.detach().clone()
-            if self.across:
+            self.step(batch(i), "gradient" if i == start + BAD and self.is_last else None)
+            total = torch.tensor(self.losses[-1])
+            if self.is_shared:
                 dist.all_reduce(total)
                 total /= dist.get_world_size()
-            self.losses.append(float(total))
+            self.losses[-1] = float(total)
+        return self
+
+    def step(self, x: Tensor, fault: str | None) -> None:  # type: ignore[override]
+        loss = self.loss(x, fault)
+        self.moment("forward")
+        self.backward(loss)
+        self.moment("backward")
+        self.amp.clip_grad_norm_(1.0)
+        self.moment("clipping")
+        self.optimizer.step()
+        self.moment("step")
+        self.optimizer.zero_grad()
 
     def moment(self, name: str) -> None:
-        """Save, if asked to after this part of a step."""
+        """Save, if this part of a step is the one to save after."""
         if name == self.saves_after:
-            save_sharded(self.saves_to, **self.parts())
+            save_sharded(self.saves_to, **self.objects())
 
-    def end(self) -> dict[str, Any]:
-        stats = self.amp.stats()
-        found = {
-            "losses": self.losses,
-            "values": values(self.model, self.optimizer),
-            "counts": [stats[key] for key in ("steps", "skipped", "scale", "growth_tracker")],
-        }
-        self.amp.disable()
+    def last_word(self) -> dict[str, Any]:
+        """Return losses, values and counts, and disable."""
+        counts = self.counts("steps", "skipped", "scale", "growth_tracker")
+        found = {"losses": self.losses, "values": self.saved(), "counts": counts}
+        self.end()
         return found
 
-    def parts(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "amp": self.amp}
 
-
-def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]]:
-    """Return all FP32 values, whole."""
-    state = optimizer.state_dict()["state"]
-    tensors: list[Any] = [*model.state_dict().values()]
-    tensors += [state[i][key] for i in sorted(state) for key in sorted(state[i])]
-    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
-    return [t.double().flatten().tolist() for t in whole]
-
-
-def go(load: str | None, save: str, across: int, hidden: int, start: int) -> dict[str, Any]:
+def load_train_save(
+    load: str | None, save: str, across: int, hidden: int, start: int
+) -> dict[str, Any]:
     """Load or begin, train, save."""
-    run = Run(start, across, hidden)
+    run = Elastic(start, across, hidden)
     if load is not None:
-        load_sharded(load, **run.parts())
-    loaded = values(run.model, run.optimizer)
-    run.train(start)
-    save_sharded(save, **run.parts())
-    return {"loaded": loaded, **run.end()}
+        load_sharded(load, **run.objects())
+    loaded = run.saved()
+    run.go_on(start)
+    save_sharded(save, **run.objects())
+    return {"loaded": loaded, **run.last_word()}
 
 
 @on_ranks
 def stretch(**how: Any) -> dict[str, Any]:
-    return go(**how)
+    return load_train_save(**how)
 
 
 # ranks, and how many of them share a layer
@@ -157,17 +139,17 @@ def test_other_numbers_of_ranks_go_on(jobs: dict[int, Pair], tmp_path: Path, cha
     for number, (ranks, across) in enumerate(links):
         start, save = number * STEPS, str(tmp_path / str(number))
         how: dict[str, Any] = dict(load=load, save=save, across=across, hidden=hidden, start=start)
-        answers = stretch(jobs[ranks], **how) if ranks > 1 else [go(**how)]
+        answers = stretch(jobs[ranks], **how) if ranks > 1 else [load_train_save(**how)]
         assert all(answer == answers[0] for answer in answers)
         if end is not None:
             assert answers[0]["loaded"] == end["values"]
         end, load = answers[0], save
         losses += end["losses"]
         assert end["counts"][:3] == [(number + 1) * (STEPS - 1), number + 1, 2.0 ** (9 - number)]
-    run = Run(0, 0, hidden)
+    run = Elastic(0, 0, hidden)
     for number in range(len(links)):
-        run.train(number * STEPS)
-    expected = run.end()
+        run.go_on(number * STEPS)
+    expected = run.last_word()
     assert end is not None and end["counts"] == expected["counts"]
     for a, b in zip(losses, expected["losses"], strict=True):
         assert abs(a - b) <= ROUNDINGS * 2.0**-11 * b
@@ -176,15 +158,14 @@ def test_other_numbers_of_ranks_go_on(jobs: dict[int, Pair], tmp_path: Path, cha
 @on_ranks
 def saving(path: str, moment: str) -> list[Any]:
     """The end of a run that saves in each step, and what was saved last."""
-    run = Run(0, 1, 7)
+    run = Elastic(0, 1, 7)
     run.saves_after, run.saves_to = moment, path
-    run.train(0)
-    found = run.end()
+    found = run.go_on(0).last_word()
     if not moment:
         return [found, found["values"]]
-    loaded = Run(1, 1, 7)
-    load_sharded(path, **loaded.parts())
-    return [found, loaded.end()["values"]]
+    resumed = Elastic(1, 1, 7)
+    load_sharded(path, **resumed.objects())
+    return [found, resumed.saved()]
 
 
 def test_saving_at_any_moment_disturbs_nothing(jobs: dict[int, Pair], tmp_path: Path) -> None:

@@ -1,89 +1,66 @@
 """``load(path, model=..., ...)``: everything back in the right order, or a clear refusal."""
 
 import itertools
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import take_step
+from helpers import same, snapshot
+from saves import Scheduled
 from torch import Tensor, nn
 
 import tritonamp
 
 
-class Run:
-    """A model that trains at O2, with a schedule, an average of its weights and random inputs."""
+class WithAverage(Scheduled):
+    """A model that trains at O2, with a scheduler, an average of its weights and random inputs."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01 * (seed + 1))
-        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
         self.average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
         scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-        self.amp = tritonamp.enable(self.model, self.optimizer, level="O2", scaler=scaler)
-
-    def train(self, steps: int, bad: int = -1) -> None:
-        for step in range(steps):
-            x = torch.randn(8, 4) * (math.inf if step == bad else 1)
-            take_step(self.amp, self.optimizer, self.model(x).square().mean())
-            self.schedule.step()
+        super().__init__(model, lr=0.01 * (seed + 1), scaler=scaler)
 
     def objects(self) -> dict[str, Any]:
-        return {
-            "rng": tritonamp.RNGState(),
-            "amp": self.amp,
-            "schedule": self.schedule,
-            "optimizer": self.optimizer,
-            "average": self.average,
-            "model": self.model,
-        }
+        return {"rng": tritonamp.RNGState(), "average": self.average, **super().objects()}
 
     def tensors(self) -> list[Tensor]:
-        states = self.optimizer.state_dict()["state"].values()
-        moments = [t for state in states for t in state.values()]
-        values = [*self.amp.master_params(), *self.model.state_dict().values(), *moments]
-        return [t.clone() for t in values]
+        return [*self.everything(), *snapshot(self.average)]
 
     def numbers(self) -> list[Any]:
-        return [self.amp.state_dict(), self.schedule.state_dict(), torch.get_rng_state().tolist()]
+        return [self.amp.state_dict(), self.scheduler.state_dict(), torch.get_rng_state().tolist()]
 
 
 @pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    made = [Run(0), Run(1)]
+def first_and_second() -> Iterator[list[WithAverage]]:
+    made = [WithAverage(0), WithAverage(1)]
     yield made
     for run in made:
-        run.amp.disable()
+        run.end()
 
 
-def same(left: Run, right: Run) -> bool:
-    pairs = zip(left.tensors(), right.tensors(), strict=True)
-    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
-
-
-NAMES = ("rng", "amp", "schedule", "optimizer", "average", "model")
+NAMES = ("rng", "amp", "scheduler", "optimizer", "average", "model")
 ORDERS = [NAMES, NAMES[::-1], *itertools.islice(itertools.permutations(NAMES), 100, 720, 150)]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=" ".join)
 def test_training_goes_on_bit_for_bit_in_any_order(
-    tmp_path: Path, order: tuple[str, ...], runs: list[Run]
+    tmp_path: Path, order: tuple[str, ...], first_and_second: list[WithAverage]
 ) -> None:
-    first, second = runs
-    second.train(2)
-    first.train(5, bad=3)
+    first, second = first_and_second
+    second.go_on(2)
+    first.go_on(5, bad=3)
     tritonamp.save(tmp_path / "run.pt", **first.objects(), epoch=7)
-    first.train(3)
+    first.go_on(3)
     after = first.numbers()
     objects = second.objects()
     rest = tritonamp.load(tmp_path / "run.pt", **{name: objects[name] for name in order})
     assert rest == {"epoch": 7}
-    second.train(3)
-    assert same(first, second) and second.numbers() == after
+    second.go_on(3)
+    assert same(first.tensors(), second.tensors()) and second.numbers() == after
 
 
 class Noting:

@@ -4,13 +4,15 @@ stopped.
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import take_step
+from helpers import Net, disabled_after, take_step
+from saves import bits_of
 from torch import Tensor, nn
 
 import tritonamp
@@ -47,19 +49,18 @@ SCALERS: dict[str, dict[str, Any]] = {
 NAMES = ("model", "critic", "optimizer", "critic_optimizer", "amp", "scheduler")
 
 
-class Net(nn.Module):
+class Normed(Net):
+    """A model with running statistics and a dropout."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 16)
-        self.norm = nn.BatchNorm1d(16)
-        self.drop = nn.Dropout(0.25)
-        self.last = nn.Linear(16, 3)
+        self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.25)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.drop(torch.relu(self.norm(self.first(x)))))
 
 
-class Run:
+class TwoModels:
     """Two models, two optimizers, two losses, and a schedule. Everything that ``NAMES`` names has a
     state.
 
@@ -79,7 +80,7 @@ class Run:
     ) -> None:
         torch.manual_seed(seed)
         self.device = device
-        self.model, self.critic = Net().to(device), nn.Linear(3, 1).to(device)
+        self.model, self.critic = Normed().to(device), nn.Linear(3, 1).to(device)
         make = OPTIMIZERS[optimizer]
         hidden = [*self.model.first.parameters(), *self.model.norm.parameters()]
         groups = [{"params": hidden}, {"params": self.model.last.parameters(), "lr": 3e-3}]
@@ -125,6 +126,9 @@ class Run:
         self.scheduler.step()
         return [loss.item(), score.item()]
 
+    def go_on(self, start: int = 0, end: int = STEPS) -> list[list[float]]:
+        return [self.step(i) for i in range(start, end)]
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds, not copied."""
         rng = {"cpu": torch.get_rng_state()}
@@ -156,28 +160,28 @@ class Run:
             "scales",
             "healed",
         )
-        return bits([self.state(), tensors, [stats[name] for name in counted]])
+        return exactly([self.state(), tensors, [stats[name] for name in counted]])
 
 
-def bits(value: Any) -> Any:
+def exactly(value: Any) -> Any:
     """``value`` with tensors as their dtype, shape and bytes, so that ``==`` compares every bit,
     NaN and zeros too.
     """
     if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        return value.dtype, tuple(value.shape), bytes(flat.view(torch.uint8).tolist())
+        return value.dtype, tuple(value.shape), bits_of(value.detach().cpu())
     if isinstance(value, dict):
-        return {key: bits(item) for key, item in value.items()}
+        return {key: exactly(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [bits(item) for item in value]
+        return [exactly(item) for item in value]
     return repr(value) if isinstance(value, float) else value
 
 
-def train(run: Run, start: int = 0, end: int = STEPS) -> list[list[float]]:
-    return [run.step(i) for i in range(start, end)]
+@pytest.fixture
+def start(device: torch.device) -> Iterator[Callable[..., TwoModels]]:
+    yield from disabled_after(partial(TwoModels, device))
 
 
-def assert_resumes_after_any_step(start: Callable[..., Run], *case: str) -> None:
+def assert_resumes_after_any_step(start: Callable[..., TwoModels], *case: str) -> None:
     straight = start(*case)
     losses, states, seen = [], [], []
     for i in range(STEPS):
@@ -194,7 +198,7 @@ def assert_resumes_after_any_step(start: Callable[..., Run], *case: str) -> None
         end = min(i + 3, STEPS)
         resumed = start(*case, seed=100 + i)
         resumed.load(states[i])
-        assert bits(train(resumed, i + 1, end)) == bits(losses[i + 1 : end]), (
+        assert exactly(resumed.go_on(i + 1, end)) == exactly(losses[i + 1 : end]), (
             f"stopped after step {i}"
         )
         assert resumed.everything() == seen[end - 1], f"stopped after step {i}"
@@ -202,25 +206,29 @@ def assert_resumes_after_any_step(start: Callable[..., Run], *case: str) -> None
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_resumed_after_any_step(start: Callable[..., Run], level: str, optimizer: str) -> None:
+def test_resumed_after_any_step(
+    start: Callable[..., TwoModels], level: str, optimizer: str
+) -> None:
     assert_resumes_after_any_step(start, level, optimizer)
 
 
 @pytest.mark.parametrize("optimizer", ["our AdamW", "Adam amsgrad", "RMSprop", "Adagrad"])
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_other_optimizers_resumed(start: Callable[..., Run], level: str, optimizer: str) -> None:
+def test_other_optimizers_resumed(
+    start: Callable[..., TwoModels], level: str, optimizer: str
+) -> None:
     assert_resumes_after_any_step(start, level, optimizer)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_headroom_resumed(start: Callable[..., Run], level: str, optimizer: str) -> None:
+def test_headroom_resumed(start: Callable[..., TwoModels], level: str, optimizer: str) -> None:
     assert_resumes_after_any_step(start, level, optimizer, "headroom")
 
 
 @pytest.mark.parametrize(("level", "optimizer"), [("O1", "SGD"), ("O2", "AdamW")])
 def test_through_a_file_to_the_end(
-    start: Callable[..., Run], level: str, optimizer: str, tmp_path: Path
+    start: Callable[..., TwoModels], level: str, optimizer: str, tmp_path: Path
 ) -> None:
     straight = start(level, optimizer)
     losses = []
@@ -231,51 +239,51 @@ def test_through_a_file_to_the_end(
     for i in range(STEPS):
         resumed = start(level, optimizer, seed=100 + i)
         resumed.load(tritonamp.load(tmp_path / f"{i}.pt"))
-        assert bits(train(resumed, i + 1)) == bits(losses[i + 1 :]), f"stopped after step {i}"
+        assert exactly(resumed.go_on(i + 1)) == exactly(losses[i + 1 :]), f"stopped after step {i}"
         assert resumed.everything() == expected, f"stopped after step {i}"
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_into_objects_that_have_gone_on(
-    start: Callable[..., Run], level: str, optimizer: str
+    start: Callable[..., TwoModels], level: str, optimizer: str
 ) -> None:
     """Also the state from before the first step, which knows nothing of a second loss."""
     run = start(level, optimizer)
     begun, start = run.everything(), copy.deepcopy(run.state())
-    losses = train(run, 0, 2)
+    losses = run.go_on(0, 2)
     middle = copy.deepcopy(run.state())
-    losses += train(run, 2, 6)
+    losses += run.go_on(2, 6)
     expected = run.everything()
-    train(run, 6)
+    run.go_on(6)
     for state, first in ((middle, 2), (start, 0)):
         run.load(state)
         assert first > 0 or run.everything() == begun
-        again = train(run, first, 2)
+        again = run.go_on(first, 2)
         if level == "O3":  # the originals behind its halves follow when they are asked for
             run.state()
-        again += train(run, 2, 6)
-        assert bits(again) == bits(losses[first:])
+        again += run.go_on(2, 6)
+        assert exactly(again) == exactly(losses[first:])
         assert run.everything() == expected
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "our AdamW", "SGD"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_in_any_order_with_a_healed_module(
-    start: Callable[..., Run], level: str, optimizer: str
+    start: Callable[..., TwoModels], level: str, optimizer: str
 ) -> None:
     straight = start(level, optimizer)
     straight.amp.heal("0.last")
-    train(straight, 0, 4)
+    straight.go_on(0, 4)
     state = copy.deepcopy(straight.state())
-    losses = train(straight, 4, 6)
+    losses = straight.go_on(4, 6)
     expected = straight.everything()
     for order in itertools.permutations(("model", "optimizer", "amp")):
         resumed = start(level, optimizer, seed=9)
-        train(resumed, 0, 1)
+        resumed.go_on(0, 1)
         resumed.load(copy.deepcopy(state), [*order, "critic", "critic_optimizer", "scheduler"])
         assert resumed.amp.stats()["healed"] == ["0.last"]
-        assert bits(train(resumed, 4, 6)) == bits(losses), order
+        assert exactly(resumed.go_on(4, 6)) == exactly(losses), order
         assert resumed.everything() == expected, order
     resumed.load(copy.deepcopy(start(level, optimizer).state()))
     assert resumed.amp.stats()["healed"] == []
@@ -283,18 +291,18 @@ def test_in_any_order_with_a_healed_module(
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_loaded_before_enable(start: Callable[..., Run], level: str, optimizer: str) -> None:
+def test_loaded_before_enable(start: Callable[..., TwoModels], level: str, optimizer: str) -> None:
     straight = start(level, optimizer)
-    train(straight, 0, 4)
+    straight.go_on(0, 4)
     state = copy.deepcopy(straight.state())
-    losses = train(straight, 4, 6)
+    losses = straight.go_on(4, 6)
     resumed = start(level, optimizer, seed=9, before=state)
-    assert bits(train(resumed, 4, 6)) == bits(losses)
+    assert exactly(resumed.go_on(4, 6)) == exactly(losses)
     assert resumed.everything() == straight.everything()
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_in_the_middle_of_accumulation(start: Callable[..., Run], level: str) -> None:
+def test_in_the_middle_of_accumulation(start: Callable[..., TwoModels], level: str) -> None:
     """Gradients are not saved: such a state is that of the last step, and the micro-batches are to
     be run again.
     """
@@ -302,18 +310,18 @@ def test_in_the_middle_of_accumulation(start: Callable[..., Run], level: str) ->
     # its statistics and the mask of the dropout move with each forward, not with each step
     run.model.norm.eval()
     run.model.drop.p = 0.0
-    train(run, 0, 2)
+    run.go_on(0, 2)
     before = run.everything()
     run.amp.backward(run.model(torch.ones(4, 6, device=run.device)).sum(), run.optimizer)
     state = copy.deepcopy(run.state())
     assert run.everything() == before
     run.optimizer.zero_grad()
-    losses = train(run, 2, 4)
+    losses = run.go_on(2, 4)
     resumed = start(level, seed=9)
     resumed.model.norm.eval()
     resumed.model.drop.p = 0.0
     resumed.load(state)
-    assert bits(train(resumed, 2, 4)) == bits(losses)
+    assert exactly(resumed.go_on(2, 4)) == exactly(losses)
     assert resumed.everything() == run.everything()
 
 
@@ -330,7 +338,7 @@ def test_masters_of_a_model_that_was_half_already(device: torch.device) -> None:
         for i in steps:
             x = torch.randn(8, 6, generator=torch.Generator().manual_seed(i)).to(device)
             take_step(amp, optimizer, model(x).square().mean())
-        return bits([*[part.state_dict() for part in run], list(amp.master_params())])
+        return exactly([*[part.state_dict() for part in run], list(amp.master_params())])
 
     straight, resumed = begin(0), begin(1)
     train_on(straight, range(3))
@@ -406,7 +414,7 @@ def test_scaler_alone_with_half_parameters(
     for i in range(8):
         step(straight, i)
         torch.save([part.state_dict() for part in straight], tmp_path / f"{i}.pt")
-    expected = bits([part.state_dict() for part in straight])
+    expected = exactly([part.state_dict() for part in straight])
     for i in range(8):
         states = torch.load(tmp_path / f"{i}.pt", weights_only=True)
         for order in ((0, 1, 2), (2, 1, 0)):
@@ -415,7 +423,7 @@ def test_scaler_alone_with_half_parameters(
                 resumed[part].load_state_dict(states[part])
             for later in range(i + 1, 8):
                 step(resumed, later)
-            assert bits([part.state_dict() for part in resumed]) == expected, (
+            assert exactly([part.state_dict() for part in resumed]) == expected, (
                 f"stopped after step {i}"
             )
 
@@ -441,7 +449,7 @@ def test_a_loss_before_loading_does_not_count_after(device: torch.device) -> Non
     ],
 )
 def test_running_statistics_in_half(device: torch.device, fields: dict[str, Any]) -> None:
-    """batch_norm writes to them without telling anybody."""
+    """batch_norm writes to them and no hook is called."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).to(device)
     amp = tritonamp.enable(model, torch.optim.SGD(model.parameters(), lr=0.1), **fields)
     model(torch.randn(16, 4, generator=torch.Generator().manual_seed(0)).to(device))

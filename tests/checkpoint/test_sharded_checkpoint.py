@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import Faults, Killed
+from saves import DTYPES, VIEWS, Scheduled, StepSaves, bits_of, damage, names
 from torch import nn
 
 import tritonamp
-from tests.checkpoint.test_checkpoint import DTYPES, VIEWS, bits, names
 from tritonamp import load_sharded, save_sharded
 from tritonamp.checkpoint import distributed, durable
 from tritonamp.checkpoint.manifest import MANIFEST
@@ -44,25 +44,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def write(folder: Path, step: int, size: int = 3) -> None:
-    """Several tensors that say which save they come from, so that a mix of two saves shows."""
-    save_sharded(folder, step=step, weights=[torch.full((size,), float(step)) for _ in range(2)])
-
-
-def read(folder: Path | str) -> int:
-    """The step that `folder` holds, having checked that all of the checkpoint is of that step."""
-    content = load_sharded(folder)
-    assert {value for tensor in content["weights"] for value in tensor.tolist()} == {
-        content["step"]
-    }
-    step: int = content["step"]
-    return step
-
-
-def flip(path: Path, fraction: float = 0.5) -> None:
-    data = bytearray(path.read_bytes())
-    data[int(fraction * (len(data) - 1))] ^= 1
-    path.write_bytes(data)
+SAVES = StepSaves(save_sharded, load_sharded)
+read, write = SAVES.read, SAVES.write
 
 
 # Round trips
@@ -78,7 +61,7 @@ def test_tensors_come_back_bit_for_bit(folder: Path, dtype: torch.dtype) -> None
     save_sharded(folder, views=views)
     for name, loaded in load_sharded(folder)["views"].items():
         assert (loaded.dtype, loaded.shape) == (dtype, views[name].shape)
-        assert bits(loaded) == bits(views[name])
+        assert bits_of(loaded) == bits_of(views[name])
 
 
 @pytest.mark.parametrize(
@@ -118,23 +101,10 @@ def test_metadata_of_a_state_dict_comes_back(folder: Path) -> None:
     assert load_sharded(folder)["state"]._metadata == state._metadata  # type: ignore[attr-defined]
 
 
-def build(level: str, kind: str, seed: int = 0) -> tuple[nn.Module, Any, Any, Any]:
+def droppy(level: str, kind: str, seed: int = 0) -> Scheduled:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
-    options: dict[str, Any] = {"SGD": {"momentum": 0.5}}.get(kind, {})
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
-    return model, optimizer, scheduler, tritonamp.enable(model, optimizer, level=level)
-
-
-def train(model: nn.Module, optimizer: Any, scheduler: Any, amp: tritonamp.Amp, steps: int) -> None:
-    for step in range(steps):
-        loss = model(torch.randn(8, 4)).square().mean()
-        # one step in each half is skipped
-        amp.backward(loss * (float("nan") if step == 1 else 1.0))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+    return Scheduled(model, {"SGD": "SGD momentum"}.get(kind, kind), level)
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.*:UserWarning")
@@ -143,27 +113,23 @@ def train(model: nn.Module, optimizer: Any, scheduler: Any, amp: tritonamp.Amp, 
 def test_save_load_continue_is_bit_identical_to_not_stopping(
     folder: Path, level: str, kind: str
 ) -> None:
-    model, optimizer, scheduler, amp = build(level, kind)
-    train(model, optimizer, scheduler, amp, 3)
-    rng = tritonamp.RNGState()
-    save_sharded(
-        folder, model=model, optimizer=optimizer, scheduler=scheduler, amp=amp, rng=rng, epoch=7
-    )
-    train(model, optimizer, scheduler, amp, 3)
-    amp.disable()
-
-    again = build(level, kind, seed=1)
-    parts = dict(zip(("model", "optimizer", "scheduler", "amp"), again, strict=True))
-    assert load_sharded(folder, **parts, rng=tritonamp.RNGState()) == {"epoch": 7}
-    train(*again, 3)
-    again[3].disable()
-    assert again[2].get_last_lr() == scheduler.get_last_lr()
-    assert again[3].state_dict() == amp.state_dict()
-    for name, value in model.state_dict().items():
-        assert bits(again[0].state_dict()[name]) == bits(value), name
-    for number, state in optimizer.state_dict()["state"].items():
+    run, again = droppy(level, kind), droppy(level, kind, seed=1)
+    run.go_on(3, bad=1)
+    save_sharded(folder, **run.objects(), rng=tritonamp.RNGState(), epoch=7)
+    run.go_on(3, bad=1)
+    assert load_sharded(folder, **again.objects(), rng=tritonamp.RNGState()) == {"epoch": 7}
+    again.go_on(3, bad=1)
+    for each in (run, again):
+        assert each.amp.stats()["skipped"] >= 2 and each.amp.stats()["steps"] > 0
+        each.end()
+    assert again.scheduler.get_last_lr() == run.scheduler.get_last_lr()
+    assert again.amp.state_dict() == run.amp.state_dict()
+    for name, value in run.model.state_dict().items():
+        assert bits_of(again.model.state_dict()[name]) == bits_of(value), name
+    for number, state in run.optimizer.state_dict()["state"].items():
         for name, value in state.items():
-            assert bits(again[1].state_dict()["state"][number][name]) == bits(value), name
+            found = again.optimizer.state_dict()["state"][number][name]
+            assert bits_of(found) == bits_of(value), name
 
 
 def test_masters_come_back_unrounded_where_the_state_dict_is_half(folder: Path) -> None:
@@ -225,7 +191,7 @@ def test_masters_of_half_parameters(folder: Path) -> None:
     for number, values in state.items():
         for name, value in values.items():
             loaded = state_again[number][name]
-            assert (loaded.dtype, bits(loaded)) == (value.dtype, bits(value)), name
+            assert (loaded.dtype, bits_of(loaded)) == (value.dtype, bits_of(value)), name
 
 
 class Average:
@@ -253,8 +219,9 @@ def test_objects_of_the_users_own(folder: Path) -> None:
 
 
 def test_torch_reads_the_folder(folder: Path) -> None:
-    model, optimizer, _, amp = build("O0", "AdamW")
-    amp.backward(model(torch.randn(8, 4)).sum())
+    run = droppy("O0", "AdamW")
+    model, optimizer = run.model, run.optimizer
+    run.amp.backward(model(torch.randn(8, 4)).sum())
     optimizer.step()
     save_sharded(folder, model=model, optimizer=optimizer, pair=(torch.ones(2), 1))
     state = {
@@ -262,12 +229,12 @@ def test_torch_reads_the_folder(folder: Path) -> None:
         "optimizer": optimizer.state_dict(),
         "pair": [torch.zeros(2), 0],
     }
-    expected = [(value, bits(value)) for value in state["model"].values()]
+    expected = [(value, bits_of(value)) for value in state["model"].values()]
     for value, _ in expected:
         value.zero_()
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         torch.distributed.checkpoint.load(state, checkpoint_id=folder)
-    assert all(bits(value) == before for value, before in expected)
+    assert all(bits_of(value) == before for value, before in expected)
     assert state["optimizer"]["param_groups"] == optimizer.state_dict()["param_groups"]
     assert torch.equal(state["pair"][0], torch.ones(2))
 
@@ -504,7 +471,7 @@ def test_a_damaged_file_is_seen(folder: Path, name: str, how: float | str) -> No
     write(folder, 2)
     path = folder / name
     if isinstance(how, float):
-        flip(path, how)
+        damage(path, how)
     elif how == "gone":
         path.unlink()
     else:
@@ -536,8 +503,8 @@ def test_a_file_of_another_save_is_no_mix(folder: Path) -> None:
 def test_both_damaged_is_an_error_that_names_both(folder: Path) -> None:
     write(folder, 1)
     write(folder, 2)
-    flip(folder / "__0_0.distcp")
-    flip(Path(f"{folder}.prev") / MANIFEST)
+    damage(folder / "__0_0.distcp")
+    damage(Path(f"{folder}.prev") / MANIFEST)
     text = (
         rf"no usable checkpoint \({folder}: __0_0.distcp is not .*; "
         rf"{folder}.prev: checksum .*restore one"
@@ -652,16 +619,10 @@ def test_tampering_is_refused_even_with_right_checksums(
 CALLS = "fsync", "rename", "replace", "unlink", "rmdir", "mkdir"
 
 
-def prepare(folder: Path, before: int) -> None:
-    folder.parent.mkdir()
-    for step in range(before):
-        write(folder, step)
-
-
 def calls(tmp_path: Path, before: int) -> list[str]:
     """The system calls of one save."""
     folder = tmp_path / "dry run" / "x"
-    prepare(folder, before)
+    SAVES.prepare(folder, before)
     with pytest.MonkeyPatch.context() as patch:
         faults = Faults(patch, CALLS)
         write(folder, before)
@@ -698,7 +659,7 @@ def test_killed_at_any_point_the_old_or_the_new_loads(tmp_path: Path, before: in
     log = calls(tmp_path, before)
     for at in range(1, len(log) + 1):
         folder = tmp_path / str(at) / "x"
-        prepare(folder, before)
+        SAVES.prepare(folder, before)
         with pytest.MonkeyPatch.context() as patch:
             Faults(patch, CALLS, at)
             with pytest.raises(Killed):
@@ -722,8 +683,8 @@ def test_a_damaged_folder_never_costs_the_good_one_before_it(tmp_path: Path) -> 
     log = calls(tmp_path, 2)
     for at in range(1, len(log) + 1):
         folder = tmp_path / str(at) / "x"
-        prepare(folder, 2)
-        flip(folder / "__0_0.distcp")
+        SAVES.prepare(folder, 2)
+        damage(folder / "__0_0.distcp")
         with pytest.MonkeyPatch.context() as patch:
             Faults(patch, CALLS, at)
             with pytest.raises(Killed):
@@ -745,7 +706,7 @@ def test_an_error_at_any_point_reaches_the_caller_and_leaves_the_old_or_the_new(
         if name in ("unlink", "rmdir"):
             continue  # clean-up itself
         folder = tmp_path / str(at) / "x"
-        prepare(folder, 2)
+        SAVES.prepare(folder, 2)
         error = OSError(errno.ENOSPC, "No space left on device")
         with pytest.MonkeyPatch.context() as patch:
             Faults(patch, CALLS, at, error)

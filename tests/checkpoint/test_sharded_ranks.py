@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import all_values, mesh_of, sharded
+from saves import Scheduled, damage
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import RANKS, Pair, of_ranks, on_ranks, refused, serve
+from two_ranks import RANKS, Pair, enable, of_ranks, on_ranks, refused, serve
 
 import tritonamp
 from tritonamp import load_sharded, save_sharded
@@ -30,79 +31,49 @@ from tritonamp.checkpoint import distributed
 
 pytestmark = of_ranks
 
-MESHES = {"one": (RANKS,), "copies": (RANKS, 1), "shards": (1, RANKS)}
 
+class Uneven(Scheduled):
+    """A run of a model that two ranks cannot share evenly, with a bias that one of them lacks."""
 
-def build(
-    level: str, kind: str, seed: int, mesh: str | None = None
-) -> tuple[nn.Module, Any, tritonamp.Amp]:
-    """With shapes that two ranks cannot share evenly, and a bias that one of them lacks."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Dropout(0.2), nn.Linear(7, 1))
-    if mesh is not None:
-        policy = MixedPrecisionPolicy(param_dtype=torch.float16 if level == "O2" else None)
-        names = None if mesh == "one" else ("replicate", "shard")
-        for part in (model[0], model):
-            fully_shard(
-                part,
-                mesh=init_device_mesh("cpu", MESHES[mesh], mesh_dim_names=names),
-                mp_policy=policy,
-            )
-    options: dict[str, Any] = {"SGD": {"momentum": 0.5}}.get(kind, {})
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
-    return model, optimizer, tritonamp.enable(model, optimizer, level=level)
+    def __init__(self, level: str, kind: str, seed: int, mesh: str | None = None) -> None:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Dropout(0.2), nn.Linear(7, 1))
+        if mesh is not None:
+            policy = {"param_dtype": torch.float16 if level == "O2" else None}
+            sharded(model, [model[0]], policy, mesh=mesh_of(mesh))
+        kind = {"SGD": "SGD momentum"}.get(kind, kind)
+        super().__init__(model, kind, level, enable=enable)
 
+    def train_on(self) -> list[Any]:
+        """Take three steps, of which one is skipped, and return all values."""
+        self.go_on(3, bad=1)
+        return self.whole_values()
 
-def train(model: nn.Module, optimizer: Any, amp: tritonamp.Amp) -> None:
-    for step in range(3):
-        loss = model(torch.randn(8, 6)).square().mean()
-        amp.backward(loss * (float("nan") if step == 1 else 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def values(model: nn.Module, optimizer: Any) -> list[Any]:
-    """All there is, whole."""
-    state = optimizer.state_dict()["state"]
-    tensors = [
-        *model.state_dict().values(),
-        *(state[i][key] for i in sorted(state) for key in sorted(state[i])),
-    ]
-    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
-    return [t.double().flatten().tolist() for t in whole]
+    def whole_values(self) -> list[Any]:
+        return all_values(self.model, self.optimizer)
 
 
 @on_ranks
 def save_and_resume(path: str, level: str, kind: str, mesh: str, other: str) -> list[Any]:
     """Trains, saves, trains on; and the same from the checkpoint, on another mesh."""
+    run, again, elsewhere = (
+        Uneven(level, kind, seed, each) for seed, each in enumerate((mesh, mesh, other))
+    )
     torch.manual_seed(dist.get_rank())
-    model, optimizer, amp = build(level, kind, 0, mesh)
-    train(model, optimizer, amp)
-    save_sharded(path, model=model, optimizer=optimizer, amp=amp, rng=tritonamp.RNGState(), epoch=7)
-    saved = values(model, optimizer)
-    train(model, optimizer, amp)
-    amp.disable()
-    again, optimizer_again, amp_again = build(level, kind, 1, mesh)
-    rng = tritonamp.RNGState()
-    assert load_sharded(path, model=again, optimizer=optimizer_again, amp=amp_again, rng=rng) == {
-        "epoch": 7
-    }
-    train(again, optimizer_again, amp_again)
-    amp_again.disable()
-    elsewhere, optimizer_elsewhere, amp_elsewhere = build(level, kind, 2, other)
-    load_sharded(path, model=elsewhere, optimizer=optimizer_elsewhere, amp=amp_elsewhere, rng=None)
-    moved = values(elsewhere, optimizer_elsewhere)
-    amp_elsewhere.disable()
-    return [saved, moved, values(model, optimizer), values(again, optimizer_again)]
+    saved = run.train_on()
+    save_sharded(path, **run.objects(), rng=tritonamp.RNGState(), epoch=7)
+    continued = run.train_on()
+    assert load_sharded(path, **again.objects(), rng=tritonamp.RNGState()) == {"epoch": 7}
+    resumed = again.train_on()
+    load_sharded(path, **elsewhere.objects(), rng=None)
+    return [saved, elsewhere.whole_values(), continued, resumed]
 
 
 @on_ranks
-def loaded(path: str, level: str, kind: str) -> list[Any]:
-    model, optimizer, amp = build(level, kind, 1, "one")
-    load_sharded(path, model=model, optimizer=optimizer, amp=amp)
-    found = values(model, optimizer)
-    amp.disable()
-    return found
+def loaded_by_two(path: str, level: str, kind: str) -> list[Any]:
+    run = Uneven(level, kind, 1, "one")
+    load_sharded(path, **run.objects())
+    return run.whole_values()
 
 
 @pytest.mark.parametrize(
@@ -122,18 +93,16 @@ def test_resumes_are_bit_identical_and_any_number_of_ranks_reads(
     for saved, moved, continued, resumed in answers:
         assert saved == moved == answers[0][0]
         assert continued == resumed != saved
-    model, optimizer, amp = build(level, kind, 3)
-    load_sharded(path, model=model, optimizer=optimizer, amp=amp, rng=None)
-    assert values(model, optimizer) == answers[0][0]
-    train(model, optimizer, amp)
-    alone = str(tmp_path / "alone")
-    save_sharded(alone, model=model, optimizer=optimizer, amp=amp)
-    expected = values(model, optimizer)
-    amp.disable()
-    assert loaded(pair, path=alone, level=level, kind=kind) == [expected, expected]
+    run, alone = Uneven(level, kind, 3), str(tmp_path / "alone")
+    load_sharded(path, **run.objects(), rng=None)
+    assert run.whole_values() == answers[0][0]
+    expected = run.train_on()
+    save_sharded(alone, **run.objects())
+    run.end()
+    assert loaded_by_two(pair, path=alone, level=level, kind=kind) == [expected, expected]
 
 
-def spread(whole: Tensor) -> Any:
+def in_parts(whole: Tensor) -> Any:
     return distribute_tensor(whole, init_device_mesh("cpu", (RANKS,)), [Shard(0)])
 
 
@@ -142,7 +111,7 @@ def of_ranks_that_differ(path: str) -> list[Any]:
     """Plain values and tensors, and what is returned of DTensors."""
     rank = dist.get_rank()
     whole = torch.arange(10.0).reshape(5, 2)
-    part = spread(whole)
+    part = in_parts(whole)
     save_sharded(path, rank=rank, tensor=torch.full((3,), rank), part=part, pair=(part, [rank]))
     content = load_sharded(path)
     assert type(content["part"]) is torch.Tensor and torch.equal(content["part"], whole)
@@ -185,7 +154,7 @@ def goes_wrong(path: str, what: str) -> list[str]:
 
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         whole = torch.ones(100_000)
-        part = spread(whole)
+        part = in_parts(whole)
         try:
             if here:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
@@ -253,9 +222,9 @@ def test_an_error_on_one_rank_is_one_on_all_and_leaves_the_old(
 
 
 @on_ranks
-def written(path: str) -> None:
+def two_saves(path: str) -> None:
     for step in (1, 2):
-        save_sharded(path, step=step, part=spread(torch.full((4,), float(step))))
+        save_sharded(path, step=step, part=in_parts(torch.full((4,), float(step))))
 
 
 @on_ranks
@@ -272,13 +241,11 @@ def read_again(path: str) -> list[Any]:
 )
 def test_all_ranks_fall_back_together(pair: Pair, tmp_path: Path, name: str | None) -> None:
     path = tmp_path / "run"
-    written(pair, path=str(path))
+    two_saves(pair, path=str(path))
     if name is None:
         path.rename(tmp_path / "elsewhere")
     else:
-        data = bytearray((path / name).read_bytes())
-        data[len(data) // 2] ^= 1
-        (path / name).write_bytes(data)
+        damage(path / name)
     for step, texts in read_again(pair, path=str(path)):
         assert step == 1
         assert len(texts) == 1
@@ -287,7 +254,7 @@ def test_all_ranks_fall_back_together(pair: Pair, tmp_path: Path, name: str | No
 
 @on_ranks
 def looking_at_different_ones(path: str) -> str:
-    """Rank 1 finds each in the place of the other, as ranks may while somebody saves."""
+    """Rank 1 finds the two swapped, as ranks may while another job saves."""
     opened = distributed.Folder.__init__
 
     def other(self: Any, name: str) -> None:
@@ -309,7 +276,7 @@ def test_ranks_never_load_different_ones(pair: Pair, tmp_path: Path) -> None:
         )
 
 
-# Kills. Forked processes, since starting Python anew at each point would take minutes.
+# Kills. Forked processes, since a new Python at each point would take minutes.
 
 KILLS = """
 import datetime, io, json, os, shutil, signal, sys, warnings

@@ -3,7 +3,6 @@
 The ranks are this file run as a script, see two_ranks.py.
 """
 
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Shared, sharded, uneven_net
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
-from two_ranks import RANKS, Pair, of_ranks, on_ranks, serve
+from two_ranks import RANKS, Pair, enable, of_ranks, on_ranks, serve
 
 import tritonamp
 
@@ -26,85 +24,86 @@ SKIPPED = [0, 3]
 STEPS = 6
 
 
-def net() -> nn.Sequential:
-    """With shapes that two ranks cannot share evenly, and a buffer."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 1))
+def net_with_buffer() -> nn.Sequential:
+    model = uneven_net()
     model.register_buffer("count", torch.zeros(2))
     return model
 
 
-def sharded() -> nn.Sequential:
-    model = net()
-    mesh = init_device_mesh("cpu", (RANKS,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.float16)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+def model_by(kind: str) -> nn.Module:
+    model = net_with_buffer()
+    if kind == "DDP":
+        return DistributedDataParallel(model)
+    return sharded(model, policy={"param_dtype": torch.float16})  # type: ignore[no-any-return]
 
 
 def full(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def train(model: nn.Module) -> dict[str, Any]:
-    """Train on this rank's half; a step is skipped where one of them has a bad loss."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    scheduler = LambdaLR(optimizer, lambda n: 1.0 / (1 + n))
-    scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10)
-    wrapped = model if hasattr(model, "unshard") else DistributedDataParallel(model)
-    amp = tritonamp.enable(wrapped, optimizer, level="O2", scaler=scaler)
-    ema = amp.ema(DECAY)
-    expected = [full(p).detach().double() for p in amp.master_params()]
-    rates = []
-    for step in range(STEPS):
-        model.count += 1
-        bad = step in SKIPPED and dist.get_rank() == step % RANKS
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-        loss = (wrapped(x[dist.get_rank() :: RANKS]) - 1).square().mean()
-        amp.backward(loss * math.inf if bad else loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        amp.step_schedulers(scheduler)
-        rates.append(optimizer.param_groups[0]["lr"])
-        ema.update()
-        values = [full(p).detach().double() for p in amp.master_params()]
-        if step not in SKIPPED:
-            pairs = zip(expected, values, strict=True)
-            expected = [DECAY * a + (1 - DECAY) * v for a, v in pairs]
-    return {"ema": ema, "amp": amp, "model": model, "expected": expected, "rates": rates}
+class Averaged(Shared):
+    """A run with an average and a scheduler; some steps are skipped, for one rank has a bad loss.
+
+    Attributes:
+        ema: the average.
+        expected: what it must be.
+        rates: the learning rate after each step.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(
+            model_by(kind),
+            lambda params: torch.optim.SGD(params, lr=0.25),
+            share=lambda x: x[dist.get_rank() :: RANKS],
+        )
+        self.net: Any = getattr(self.model, "module", self.model)
+        self.ema, self.rates = self.amp.ema(DECAY), list[float]()
+        scheduler = LambdaLR(self.optimizer, lambda n: 1.0 / (1 + n))
+        self.expected = self.doubles()
+        for step in range(STEPS):
+            self.net.count += 1
+            bad = step in SKIPPED and dist.get_rank() == step % RANKS
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            self.walk([x], {0: "loss"} if bad else {})
+            self.amp.step_schedulers(scheduler)
+            self.rates.append(self.optimizer.param_groups[0]["lr"])
+            self.ema.update()
+            if step not in SKIPPED:
+                pairs = zip(self.expected, self.doubles(), strict=True)
+                self.expected = [DECAY * a + (1 - DECAY) * v for a, v in pairs]
+
+    def doubles(self) -> list[Tensor]:
+        return [full(p).detach().double() for p in self.amp.master_params()]
 
 
 @on_ranks
 def averages(kind: str) -> list[Any]:
-    run = train(net() if kind == "DDP" else sharded())
-    names = [name for name, _ in run["model"].named_parameters()]
-    state = run["ema"].state_dict()
+    run = Averaged(kind)
+    names = [name for name, _ in run.net.named_parameters()]
+    state = run.ema.state_dict()
     found = [full(state[name]) for name in names]
-    for average, right in zip(found, run["expected"], strict=True):
+    for average, right in zip(found, run.expected, strict=True):
         assert (average.double() - right).abs().max() <= 2 * STEPS * 2.0**-24
-    target = net()
-    run["ema"].copy_to(target)
+    target = net_with_buffer()
+    run.ema.copy_to(target)
     assert all(map(torch.equal, found, [target.state_dict()[name] for name in names]))
     assert target.count.tolist() == [STEPS, STEPS]
-    run["amp"].disable()
-    return [run["rates"], [a.tolist() for a in found]]
+    return [run.rates, [a.tolist() for a in found]]
 
 
 @on_ranks
 def averages_of_shards_are_saved(folder: str) -> bool:
-    run = train(sharded())
-    tritonamp.save_sharded(folder, ema=run["ema"])
-    model = sharded()
-    amp = tritonamp.enable(model, torch.optim.SGD(model.parameters(), lr=0.25), level="O2")
+    run = Averaged("FSDP2")
+    tritonamp.save_sharded(folder, ema=run.ema)
+    model = model_by("FSDP2")
+    amp = enable(model, torch.optim.SGD(model.parameters(), lr=0.25), level="O2")
     new = amp.ema(DECAY)
     tritonamp.load_sharded(folder, ema=new)
-    before, after = run["ema"].state_dict(), new.state_dict()
+    before, after = run.ema.state_dict(), new.state_dict()
     equal = [torch.equal(full(before[name]), full(after[name])) for name in before]
     new.copy_to(model)
     value = full(dict(model.named_parameters())["0.weight"])
-    equal.append(torch.equal(value, full(after["0.weight"])))
-    for used in (amp, run["amp"]):
-        used.disable()
-    return all(equal)
+    return all([*equal, torch.equal(value, full(after["0.weight"]))])
 
 
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])

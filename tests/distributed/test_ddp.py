@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -17,10 +17,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import (
+    OPTIMIZERS,
+    STEP_SIZES,
+    Replica,
+    Shared,
+    SmoothNet,
+    distance,
+    joint,
+    joint_batches,
+    listening,
+    share,
+)
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import RANKS, Pair, of_ranks, on_ranks, serve
+from two_ranks import RANKS, Pair, enable, of_ranks, on_ranks, refused, serve, whole
 
 import tritonamp
 from tritonamp.distributed.parted import CHECK_EVERY
@@ -35,169 +47,94 @@ STEPS = 6
 # What the ranks train
 
 
-class Net(nn.Module):
+class PartlyUsed(SmoothNet):
+    """A model with a layer that no forward calls."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
         self.unused = nn.Linear(2, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.norm(self.first(x))))
 
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, eps=0.25, weight_decay=0.0),
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5),
-}
-# by how much a step moves a parameter at most, for each unit of gradient: AdamW's lr / eps, twice
-# for its two moments; SGD's lr / (1 - momentum)
-STEP_SIZES = {"AdamW": 2 * 0.01 / 0.25, "SGD": 0.1 / (1 - 0.5)}
+KINDS = "AdamW", "SGD"
 HOOK_CALLS: list[str] = []
 HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+OF_DDP = "static_graph", "find_unused_parameters", "gradient_as_bucket_view"
 
 
-def batches(steps: int = STEPS) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 6, generator=generator) for _ in range(steps)]
-
-
-def loss_of(output: Tensor) -> Tensor:
-    return (output - 1).square().mean()
-
-
-def enabled_and_wrapped(
-    order: str,
-    optimizer: str,
-    level: str,
-    seed: int = 0,
-    on_nonfinite: str = "skip",
-    **options: Any,
-) -> tuple[DistributedDataParallel, nn.Module, torch.optim.Optimizer, tritonamp.Amp]:
+def seeded_net(seed: int = 0, half_loaded: bool = False, **options: Any) -> nn.Module:
+    """Return a model; with these options of DDP one that has an unused layer."""
     torch.manual_seed(seed)
-    net = Net()
+    net = PartlyUsed()
     if not options.get("find_unused_parameters") and not options.get("static_graph"):
         del net.unused
-    if options.pop("half_loaded", False):
-        net.half()
-    stepper = OPTIMIZERS[optimizer](net.parameters())
-    hook = options.pop("hook", None)
-    fields = {"level": level, "on_nonfinite": on_nonfinite}
-    fields |= {name: options.pop(name) for name in ("state", "offload") if name in options}
-    if order == "before":
-        amp = tritonamp.enable(
-            net, stepper, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10), **fields
+    return net.half() if half_loaded else net
+
+
+def replica(
+    order: str, optimizer: str, level: str, seed: int = 0, half_loaded: bool = False, **options: Any
+) -> Replica:
+    """Return a training under DDP; ``options`` are those of DDP and of ``enable``."""
+    net = seeded_net(seed, half_loaded, **options)
+    ddp = {name: options.pop(name) for name in OF_DDP if name in options}
+    if kind := options.pop("hook", None):
+        options["hook"] = (
+            HOOK_CALLS,
+            lambda calls, bucket: calls.append(kind) or HOOKS[kind](None, bucket),
         )
-    model = DistributedDataParallel(net, **options)
-    if hook is not None:
-        model.register_comm_hook(
-            HOOK_CALLS, lambda calls, bucket: calls.append(hook) or HOOKS[hook](None, bucket)
-        )
-    if order == "after":
-        amp = tritonamp.enable(
-            model, stepper, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10), **fields
-        )
-    return model, net, stepper, amp
+    return Replica(net, optimizer, level, order=order, ddp=ddp, **options)
 
 
-def outcome(net: nn.Module, stepper: torch.optim.Optimizer, amp: tritonamp.Amp) -> dict[str, Any]:
-    stats = amp.stats()
-    keys = ("scale", "steps", "skipped", "scale_overflows", "forward_faults", "growth_tracker")
-    return {
-        "params": [p.detach().double().flatten().tolist() for p in net.parameters()],
-        "masters": [p.detach().double().flatten().tolist() for p in amp.master_params()],
-        "state": [
-            t.double().flatten().tolist() for s in stepper.state.values() for t in s.values()
-        ],
-        **{key: stats[key] for key in keys},
-    }
+class OneProcess(Shared):
+    """A training of one process on the joint batches, which notes its ``largest`` gradient."""
 
+    largest = 0.0
 
-def alone(
-    optimizer: str,
-    level: str,
-    accumulate: int = 1,
-    unused: bool = False,
-    half_loaded: bool = False,
-) -> tuple[list[Any], float]:
-    """Masters after the same steps on the joint batches in one process, and the largest gradient on
-    the way.
-    """
-    torch.manual_seed(0)
-    net, largest = Net(), 0.0
-    if not unused:
-        del net.unused
-    if half_loaded:
-        net.half().float()
-    stepper = OPTIMIZERS[optimizer](net.parameters())
-    amp = tritonamp.enable(
-        net, stepper, level=level, scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10)
-    )
-    for step, x in enumerate(batches()):
-        amp.backward(loss_of(net(x)) / accumulate)
-        if (step + 1) % accumulate == 0:
-            grads = [p.grad for p in net.parameters() if p.grad is not None]
-            largest = max([largest] + [float(g.float().abs().max()) / 2**10 for g in grads])
-            amp.clip_grad_norm_(1.0)
-            stepper.step()
-            stepper.zero_grad()
-    masters = [p.detach().double().flatten().tolist() for p in amp.master_params()]
-    amp.disable()
-    return masters, largest
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args, share=joint)
+
+    def finish(self, max_norm: float | None = None, *how: Any) -> None:
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.largest = max(self.largest, *(float(g.float().abs().max()) / 2**10 for g in grads))
+        super().finish(max_norm, *how)
 
 
 @on_ranks
-def run(
+def replicas_and_alone(
     order: str, optimizer: str, level: str, accumulate: int = 1, **options: Any
 ) -> tuple[dict[str, Any], list[Any], float]:
-    rank = dist.get_rank()
     HOOK_CALLS.clear()
     # other weights on each rank: DDP makes them those of rank 0
-    model, net, stepper, amp = enabled_and_wrapped(order, optimizer, level, seed=rank, **options)
-    for step, x in enumerate(batches()):
-        last = (step + 1) % accumulate == 0
-        with contextlib.nullcontext() if last else model.no_sync():
-            amp.backward(loss_of(model(x.chunk(RANKS)[rank])) / accumulate)
-        if last:
-            amp.clip_grad_norm_(1.0)
-            stepper.step()
-            stepper.zero_grad()
-    found = {**outcome(net, stepper, amp), "hooked": len(HOOK_CALLS) > 0}
-    amp.disable()
-    unused = bool(options.get("find_unused_parameters") or options.get("static_graph"))
-    half_loaded = bool(options.get("half_loaded"))
-    return (found, *alone(optimizer, level, accumulate, unused, half_loaded))
+    run = replica(order, optimizer, level, seed=dist.get_rank(), **options)
+    net = seeded_net(**{k: v for k, v in options.items() if k != "hook"})
+    alone = OneProcess(net.float(), optimizer, level)
+    for each in (run, alone):
+        each.walk(joint_batches(STEPS), max_norm=1.0, micro=accumulate)
+    return {**run.outcome(), "hooked": len(HOOK_CALLS) > 0}, alone.values(), alone.largest
 
 
 @on_ranks
 def wide_gradients(order: str, level: str, **options: Any) -> list[float]:
     """How far each gradient is from the mean, in FP32, of what the ranks' backwards give."""
-    torch.manual_seed(0)
-    net = Net()
-    del net.unused
-    model: nn.Module = net if order == "before" else DistributedDataParallel(net, **options)
-    optimizer = OPTIMIZERS["SGD"](net.parameters())
-    fields = {"level": level, "loss_scale": 2.0**10, "grad_dtype": torch.float32}
-    amp = tritonamp.enable(model, optimizer, **fields)
-    if order == "before":
-        model = DistributedDataParallel(net, **options)
+    how = {"loss_scale": 2.0**10, "grad_dtype": torch.float32, "share": joint}
+    net = seeded_net()
+    run = Replica(net, "SGD", level, order=order, ddp=options, **how)
     far = []
-    for x in batches(4):
+    for x in joint_batches(4):
         exact = [torch.zeros_like(p, dtype=torch.float32) for p in net.parameters()]
         for part in x.chunk(RANKS):
             for micro in part.chunk(2):
-                grads = torch.autograd.grad(2.0**10 * loss_of(net(micro)), [*net.parameters()])
+                loss = 2.0**10 * (net(micro) - 1).square().mean()
+                grads = torch.autograd.grad(loss, [*net.parameters()])
                 for total, grad in zip(exact, grads, strict=True):
                     total += grad.float() / RANKS
-        first, last = x.chunk(RANKS)[dist.get_rank()].chunk(2)
-        with model.no_sync():
-            amp.backward(loss_of(model(first)))
-        amp.backward(loss_of(model(last)))
+        first, last = share(x).chunk(2)
+        with run.no_sync():
+            run.backward(run.loss(first))
+        run.backward(run.loss(last))
         for param, total in zip(net.parameters(), exact, strict=True):
             assert param.grad is not None and param.grad.dtype is torch.float32
             far.append(float((param.grad - total).norm() / total.norm()))
-        optimizer.step()
-        optimizer.zero_grad()
-    amp.disable()
+        run.finish()
     return far
 
 
@@ -215,7 +152,7 @@ def test_gradients_in_fp32_are_reduced_in_fp32(
 
 @on_ranks
 def refused_buckets(order: str, option: str, half_loaded: bool) -> str:
-    net = Net().half() if half_loaded else Net()
+    net = PartlyUsed().half() if half_loaded else PartlyUsed()
     optimizer = OPTIMIZERS["SGD"](net.parameters())
     dtypes = [p.dtype for p in net.parameters()]
     fields: dict[str, Any] = {"level": "O2", "grad_dtype": torch.float32}
@@ -224,13 +161,13 @@ def refused_buckets(order: str, option: str, half_loaded: bool) -> str:
     if order == "after":
         model = DistributedDataParallel(net, **{option: True})
         with pytest.raises(ValueError, match="grad_dtype") as refused:
-            tritonamp.enable(model, optimizer, **fields)
+            enable(model, optimizer, **fields)
         assert [p.dtype for p in net.parameters()] == dtypes
         return str(refused.value)
-    with tritonamp.enable(net, optimizer, **fields):
+    with enable(net, optimizer, **fields):
         model = DistributedDataParallel(net, **{option: True})
         with pytest.raises(ValueError, match="grad_dtype") as refused:
-            model(batches(1)[0])
+            model(joint_batches(1)[0])
     return str(refused.value)
 
 
@@ -246,15 +183,13 @@ def test_buckets_that_stay_half_are_refused(
 
 @on_ranks
 def frozen_half_base() -> list[Any]:
-    net = Net().half()
+    net = PartlyUsed().half()
     for part in (net.first, net.norm, net.unused):
         part.requires_grad_(False)
-    model = DistributedDataParallel(net, find_unused_parameters=True)
-    optimizer = OPTIMIZERS["SGD"](net.last.parameters())
-    with tritonamp.enable(model, optimizer, level="O1", grad_dtype=torch.float32) as amp:
-        amp.backward(loss_of(model(batches(1)[0].half())))
-        optimizer.step()
-        return [amp.stats()["steps"], [str(p.dtype) for p in net.parameters()]]
+    ddp = {"find_unused_parameters": True}
+    run = Replica(net, "SGD", "O1", ddp=ddp, share=joint, grad_dtype=torch.float32)
+    run.step(joint_batches(1)[0].half())
+    return [*run.counts("steps"), [str(p.dtype) for p in net.parameters()]]
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
@@ -264,10 +199,7 @@ def test_a_frozen_half_base_needs_no_buckets(pair: Pair) -> None:
 
 
 PLAIN = [
-    (order, o, level, {})
-    for order in ("before", "after")
-    for o in OPTIMIZERS
-    for level in ("O1", "O2")
+    (order, o, level, {}) for order in ("before", "after") for o in KINDS for level in ("O1", "O2")
 ]
 OPTIONS = [
     {"accumulate": 2},
@@ -290,7 +222,7 @@ RUNS += [("after", "AdamW", "O1", {"half_loaded": True})]  # which widens what D
 def test_as_one_process_on_the_joint_batch(
     pair: Pair, order: str, optimizer: str, level: str, options: dict[str, Any]
 ) -> None:
-    (first, joint, largest), (second, *_) = run(
+    (first, expected, largest), (second, *_) = replicas_and_alone(
         pair, order=order, optimizer=optimizer, level=level, **options
     )
     assert first == second
@@ -300,25 +232,12 @@ def test_as_one_process_on_the_joint_batch(
     # for what a difference of one step adds in the later ones
     unit = 2.0**-8 if options.get("hook") == "bf16" else 2.0**-11
     bound = STEPS * STEP_SIZES[optimizer] * largest * 8 * unit
-    difference = max(
-        abs(a - b)
-        for p, q in zip(first["masters"], joint, strict=True)
-        for a, b in zip(p, q, strict=True)
-    )
+    difference = distance(first["masters"], expected)
     assert difference <= bound
     assert math.isfinite(bound)
 
 
 # Faults on one rank
-
-
-def harm(kind: str, here: bool, output: Tensor) -> Tensor:
-    """The loss of one rank goes bad, or all gradients do by what one rank adds to the sum."""
-    if kind == "loss" and here:
-        return loss_of(output) * math.nan
-    if kind in ("gradient", "cleaned") and here:
-        output.register_hook(lambda grad: grad * math.inf)
-    return loss_of(output)
 
 
 def meddle(kind: str, here: bool, net: nn.Module) -> None:
@@ -331,32 +250,26 @@ def meddle(kind: str, here: bool, net: nn.Module) -> None:
 
 
 @on_ranks
-def faults(
-    kind: str, culprit: int, order: str, optimizer: str, level: str, by_hand: bool
-) -> list[dict[str, Any]]:
+def in_the_third_step(kind: str, culprit: int, by_hand: bool, **how: Any) -> list[dict[str, Any]]:
     """What became of a run with a fault in the third step, and of one without that step."""
-    rank, found = dist.get_rank(), []
+    here, found = dist.get_rank() == culprit, []
+    fault = {"cleaned": "gradient"}.get(kind, kind) if here else None
     for faulty in (True, False):
-        model, net, stepper, amp = enabled_and_wrapped(order, optimizer, level)
-        for step, x in enumerate(batches()):
-            here = step == 2 and rank == culprit
+        run = replica(**how)
+        for step, x in enumerate(joint_batches(STEPS)):
             if step == 2 and not faulty:
                 continue
-            loss = harm(kind, here, model(x.chunk(RANKS)[rank]))
-            if by_hand:
-                amp.scaler.scale(loss).backward()
-            else:
-                amp.backward(loss)
+            loss = run.loss(x, fault if step == 2 else None)
+            run.amp.scaler.scale(loss).backward() if by_hand else run.backward(loss)
             if step == 2:
-                meddle(kind, here, net)
+                meddle(kind, here, run.net)
             if by_hand:
-                amp.scaler.step(stepper)
-                amp.scaler.update()
+                run.amp.scaler.step(run.optimizer)
+                run.amp.scaler.update()
+                run.optimizer.zero_grad()
             else:
-                stepper.step()
-            stepper.zero_grad()
-        found.append({**outcome(net, stepper, amp), "explained": amp.explain()})
-        amp.disable()
+                run.finish()
+        found.append({**run.outcome(), "explained": run.amp.explain()})
     return found
 
 
@@ -373,7 +286,7 @@ def test_a_fault_on_one_rank_is_skipped_by_all(
     pair: Pair, kind: str, culprit: int, order: str, optimizer: str, level: str, by_hand: bool
 ) -> None:
     arguments = {"order": order, "optimizer": optimizer, "level": level, "by_hand": by_hand}
-    (first, without), (second, _) = faults(pair, kind=kind, culprit=culprit, **arguments)
+    (first, without), (second, _) = in_the_third_step(pair, kind=kind, culprit=culprit, **arguments)
     texts = first.pop("explained"), second.pop("explained")
     assert first == second
     if kind == "loss":
@@ -394,21 +307,15 @@ def test_a_fault_on_one_rank_is_skipped_by_all(
 
 @on_ranks
 def heals(order: str) -> dict[str, Any]:
-    rank = dist.get_rank()
-    model, net, stepper, amp = enabled_and_wrapped(order, "AdamW", "O2", on_nonfinite="heal")
-    for step, x in enumerate(batches()):
-        x = x.chunk(RANKS)[rank]
-        if step in (1, 3) and rank == 1:
-            x = x * 60000  # more than float16 holds
-        amp.backward(loss_of(model(x)))
-        stepper.step()
-        stepper.zero_grad()
+    run = replica(order, "AdamW", "O2", on_nonfinite="heal")
+    for step, x in enumerate(joint_batches(STEPS)):
+        # more than float16 holds
+        run.step(x * 60000 if step in (1, 3) and dist.get_rank() == 1 else x)
         if step == 2:  # one fault seen, by rank 1
-            counted = amp.state_dict()["faults"]
-    found = {**outcome(net, stepper, amp), "healed": amp.stats()["healed"], "counted": counted}
-    found["dtype"] = str(net.first.weight.dtype)
-    amp.unheal("first")
-    amp.disable()
+            counted = run.amp.state_dict()["faults"]
+    found = {**run.outcome(), "healed": run.amp.stats()["healed"], "counted": counted}
+    found["dtype"] = str(run.net.first.weight.dtype)
+    run.amp.unheal("first")
     return found
 
 
@@ -426,22 +333,15 @@ def test_all_ranks_heal_what_one_has_found(pair: Pair, order: str) -> None:
 @on_ranks
 def small_state(order: str, state: str) -> dict[str, Any]:
     """Train from different seeds, and save; what each rank has at the end."""
-    rank, losses = dist.get_rank(), []
-    model, net, stepper, amp = enabled_and_wrapped(order, "AdamW", "O2", seed=rank, state=state)
-    for x in batches():
-        loss = loss_of(model(x.chunk(RANKS)[rank]))
-        losses.append(float(loss.detach()))
-        amp.backward(loss)
-        stepper.step()
-        stepper.zero_grad()
-    values = [v for s in stepper.state.values() for v in s.values() if isinstance(v, Tensor)]
+    run = replica(order, "AdamW", "O2", seed=dist.get_rank(), state=state)
+    run.walk(joint_batches(STEPS))
+    values = [v for s in run.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     kinds = sorted({str(v.dtype) for v in values if v.dim()})
-    packed = stepper.state_dict(packed=True)["state"].values()
+    packed = run.optimizer.state_dict(packed=True)["state"].values()
     state_of = [v.double().tolist() for s in packed for v in s.values() if isinstance(v, Tensor)]
-    masters = [m.detach().double().flatten().tolist() for _, m in amp.named_master_params()]
-    halves = [p.detach().double().flatten().tolist() for p in net.parameters()]
-    amp.disable()
-    return {"losses": losses, "kinds": kinds, "same": [state_of, masters, halves]}
+    masters = [whole(m) for _, m in run.amp.named_master_params()]
+    halves = [whole(p) for p in run.net.parameters()]
+    return {"losses": run.losses, "kinds": kinds, "same": [state_of, masters, halves]}
 
 
 @pytest.mark.parametrize(("state", "kind"), [("bf16", "torch.bfloat16"), ("8bit", "torch.uint8")])
@@ -494,21 +394,15 @@ def offloaded(order: str, state: str) -> list[Any]:
     rank, found = dist.get_rank(), []
     for fields in ({}, {"offload": "state"}):
         with offload_on_cpu():
-            how = {"seed": rank, "state": state, **fields}
-            model, net, stepper, amp = enabled_and_wrapped(order, "AdamW", "O2", **how)
-            for step, x in enumerate(batches()):
-                amp.backward(harm("loss", step == 2 and rank == 1, model(x.chunk(RANKS)[rank])))
-                amp.clip_grad_norm_(1.0)
-                stepper.step()
-                stepper.zero_grad()
-            packed = stepper.state_dict(packed=True)["state"]
+            run = replica(order, "AdamW", "O2", seed=rank, state=state, **fields)
+            run.walk(joint_batches(STEPS), {2: "loss"} if rank == 1 else {}, max_norm=1.0)
+            packed = run.optimizer.state_dict(packed=True)["state"]
             moments = [s[key] for _, s in sorted(packed.items()) for key in sorted(s)]
-            halves = [p.detach() for p in net.parameters()]
-            masters = [m.detach() for _, m in amp.named_master_params()]
-            values = [x for x in (*moments, *halves, *masters) if isinstance(x, Tensor)]
-            found.append([x.double().flatten().tolist() for x in values])
-            assert amp.stats()["skipped"] == 1
-            amp.disable()
+            masters = [m for _, m in run.amp.named_master_params()]
+            values = [*moments, *run.net.parameters(), *masters]
+            found.append([whole(x) for x in values if isinstance(x, Tensor)])
+            assert run.counts("skipped") == [1]
+            run.end()
     return found
 
 
@@ -525,18 +419,16 @@ def test_offloaded_state_is_alike_on_all_ranks(pair: Pair, order: str, state: st
 @on_ranks
 def reduced_gradients(order: str) -> bool:
     """Whether DDP still reduces the gradients of all parameters after disable()."""
-    rank = dist.get_rank()
-    model, net, _, amp = enabled_and_wrapped(order, "SGD", "O2")
+    run, (x,) = replica(order, "SGD", "O2"), joint_batches(1)
     if order == "before":
-        model(batches()[0])
-    amp.disable()
-    loss_of(model(batches()[0].chunk(RANKS)[rank])).backward()
-    reduced = [p.grad for p in net.parameters()]
-    net.zero_grad()
-    loss_of(net(batches()[0])).backward()
-    return all(
-        torch.allclose(r, p.grad, atol=1e-6) for r, p in zip(reduced, net.parameters(), strict=True)
-    )
+        run.model(x)
+    run.end()
+    run.loss(x).backward()
+    reduced = [p.grad for p in run.net.parameters()]
+    run.net.zero_grad()
+    (run.net(x) - 1).square().mean().backward()
+    pairs = zip(reduced, run.net.parameters(), strict=True)
+    return all(torch.allclose(r, p.grad, atol=1e-6) for r, p in pairs)
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -545,63 +437,46 @@ def test_disabled_gradients_are_reduced_again(pair: Pair, order: str) -> None:
 
 
 @on_ranks
-def compiled(how: str) -> dict[str, Any]:
-    rank = dist.get_rank()
+def compiled_ddp(how: str) -> dict[str, Any]:
     torch.compiler.reset()
-    torch.manual_seed(rank)
+    torch.manual_seed(dist.get_rank())
     net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
-    stepper = OPTIMIZERS["SGD"](net.parameters())
-    amp = tritonamp.enable(
-        net, stepper, level="O2", scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10)
-    )
+    run = Shared(net, "SGD")
     if how == "inside":
-        model = DistributedDataParallel(torch.compile(net, backend="aot_eager", fullgraph=True))
+        run.model = DistributedDataParallel(torch.compile(net, backend="aot_eager", fullgraph=True))
     else:
-        model = torch.compile(DistributedDataParallel(net), backend="aot_eager")
-    for step, x in enumerate(batches(4)):
-        amp.backward(harm("loss", step == 2 and rank == 1, model(x.chunk(RANKS)[rank])))
-        stepper.step()
-        stepper.zero_grad()
-    found = outcome(net, stepper, amp)
-    amp.disable()
-    return found
+        run.model = torch.compile(DistributedDataParallel(net), backend="aot_eager")
+    run.walk(joint_batches(4), {2: "loss"} if dist.get_rank() == 1 else {})
+    return {**run.outcome(), "saved": run.saved()}
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["inside", "around"])
 def test_compiled(pair: Pair, how: str) -> None:
-    first, second = compiled(pair, how=how)
+    first, second = compiled_ddp(pair, how=how)
     assert first == second
     assert (first["steps"], first["forward_faults"], first["scale"]) == (3, 1, 2.0**10)
 
 
 @on_ranks
-def converted(order: str) -> list[Any]:
-    net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+def with_sync_batch_norm(order: str) -> list[Any]:
+    net: Any = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     stepper = OPTIMIZERS["SGD"](net.parameters())
     if order == "convert first":
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    amp = tritonamp.enable(net, stepper, level="O2")
+    amp = enable(net, stepper, level="O2")
     if order == "enable first":
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     norm = net[1]
-    stepped = list(amp.master_params())
-    found = [
-        type(norm).__name__,
-        str(norm.weight.dtype),
-        str(norm.running_mean.dtype),
-        str(net[0].weight.dtype),
-    ]
-    found.append(any(p is norm.weight for p in stepped))
-    amp.disable()
-    return found
+    dtypes = [str(x.dtype) for x in (norm.weight, norm.running_mean, net[0].weight)]
+    return [type(norm).__name__, *dtypes, any(p is norm.weight for p in amp.master_params())]
 
 
 @pytest.mark.parametrize("order", ["convert first", "enable first"])
 def test_sync_batch_norm_stays_fp32(pair: Pair, order: str) -> None:
     """Its forward needs a GPU, and so does DDP around it."""
     expected = ["SyncBatchNorm", "torch.float32", "torch.float32", "torch.float16", True]
-    assert converted(pair, order=order) == [expected, expected]
+    assert with_sync_batch_norm(pair, order=order) == [expected, expected]
 
 
 # Uneven inputs
@@ -613,18 +488,14 @@ def uneven(order: str, optimizer: str, level: str, fault: str) -> list[dict[str,
     ``join``.
     """
     rank, found = dist.get_rank(), []
-    model, net, stepper, amp = enabled_and_wrapped(order, optimizer, level)
+    run = replica(order, optimizer, level)
     for epoch in range(3):
         count = 4 + 2 * rank if epoch < 2 else 3
-        with model.join() if epoch < 2 else contextlib.nullcontext():
-            for step, x in enumerate(batches()[:count]):
-                here = step == 1 and rank == 1 and epoch > 0
-                kind = fault if epoch < 2 else "loss"
-                amp.backward(harm(kind, here, model(x.chunk(RANKS)[rank])))
-                stepper.step()
-                stepper.zero_grad()
-        found.append(outcome(net, stepper, amp))
-    amp.disable()
+        kind = fault if epoch < 2 else "loss"
+        faults = {1: kind} if rank == 1 and epoch > 0 else {}
+        with run.model.join() if epoch < 2 else contextlib.nullcontext():
+            run.walk(joint_batches(STEPS)[:count], faults)
+        found.append(run.outcome())
     return found
 
 
@@ -650,27 +521,20 @@ def parted(how: str, steps: int) -> list[str]:
     """What goes wrong on rank 1 between the first and the second step, and what is said about it
     and when.
     """
-    rank, said = dist.get_rank(), []
-    model, net, stepper, amp = enabled_and_wrapped("before", "SGD", "O1")
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("tritonamp").addHandler(handler)
-    try:
-        for step in range(steps):
-            x = torch.randn(8, 6).chunk(RANKS)[rank]
-            bypassed = how == "bypassed" and step > 0
-            amp.backward(loss_of((net if bypassed else model)(x)))
-            stepper.step()
-            stepper.zero_grad()
-            if rank == 1 and step == 1 and how == "scale":
-                amp.scaler.update(2.0**7)
-            if rank == 1 and step == 1 and how == "steps":
-                counts = {"clean": 7, "scale_overflows": 0, "forward_faults": 0}
-                amp.load_state_dict({**amp.state_dict(), "counts": counts})
-    except RuntimeError as error:
-        said.append(f"{step}: {error}")
-    logging.getLogger("tritonamp").removeHandler(handler)
-    amp.disable()
+    run = replica("before", "SGD", "O1")
+    wrapped = run.model
+    with listening(logging.WARNING) as said:
+        try:
+            for step in range(steps):
+                run.model = run.net if how == "bypassed" and step > 0 else wrapped
+                run.step(torch.randn(8, 6))
+                if dist.get_rank() == 1 and step == 1 and how == "scale":
+                    run.amp.scaler.update(2.0**7)
+                if dist.get_rank() == 1 and step == 1 and how == "steps":
+                    counts = {"clean": 7, "scale_overflows": 0, "forward_faults": 0}
+                    run.amp.load_state_dict({**run.amp.state_dict(), "counts": counts})
+        except RuntimeError as error:
+            said.append(f"{step}: {error}")
     return said
 
 
@@ -716,19 +580,10 @@ def test_nothing_is_said_of_ranks_that_agree(pair: Pair) -> None:
 @on_ranks
 def independent() -> tuple[float, int]:
     """Two models of their own: rank 1's faults are none of rank 0's business."""
-    rank = dist.get_rank()
-    net = Net()
-    stepper = OPTIMIZERS["SGD"](net.parameters())
-    amp = tritonamp.enable(
-        net, stepper, level="O2", scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10)
-    )
-    for _ in range(2 + rank):
-        amp.backward(harm("gradient", rank == 1, net(batches()[0])))
-        stepper.step()
-        stepper.zero_grad()
-    found = amp.scaler.get_scale(), amp.stats()["skipped"]
-    amp.disable()
-    return found
+    rank, (x,) = dist.get_rank(), joint_batches(1)
+    run = Shared(PartlyUsed(), "SGD", share=joint)
+    run.walk([x] * (2 + rank), dict.fromkeys(range(3), "gradient") if rank == 1 else {})
+    return run.amp.scaler.get_scale(), run.amp.stats()["skipped"]
 
 
 def test_models_of_their_own_decide_alone(pair: Pair) -> None:
@@ -743,25 +598,22 @@ def two_groups() -> str:
         DistributedDataParallel(net, process_group=group)
         for net, group in zip(nets, groups, strict=True)
     ]
-    try:
-        tritonamp.enable(models, OPTIMIZERS["SGD"]([p for net in nets for p in net.parameters()]))
-    except ValueError as error:
-        return str(error)
-    return "enabled"
+    optimizer = OPTIMIZERS["SGD"]([p for net in nets for p in net.parameters()])
+    return refused(lambda: enable(models, optimizer))
 
 
 def test_models_of_several_groups_are_refused(pair: Pair) -> None:
     for text in two_groups(pair):
         assert text.startswith(
-            "model: the models of one tritonamp.enable run under several process groups"
+            "ValueError: model: the models of one tritonamp.enable run under several process groups"
         )
 
 
 def test_threads_run_one_enabled_model(device: torch.device) -> None:
     """What nn.DataParallel does with replicas."""
-    net = Net().to(device)
+    net = PartlyUsed().to(device)
     amp = tritonamp.enable(net, level="O2")
-    inputs = [x.to(device) for x in batches(8)]
+    inputs = [x.to(device) for x in joint_batches(8)]
     expected = [net(x) for x in inputs]
     with ThreadPoolExecutor(4) as threads:
         outputs = list(threads.map(net, inputs))

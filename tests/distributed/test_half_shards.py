@@ -7,17 +7,24 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from collectives import Collectives
+from ranks import (
+    Shared,
+    distance,
+    joint,
+    joint_batches,
+    listening,
+    sharded,
+    share,
+)
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from two_ranks import RANKS, Pair, of_ranks, on_ranks, serve, whole
+from torch.distributed.fsdp import fully_shard
+from two_ranks import RANKS, Pair, of_ranks, on_ranks, refused, serve, whole
 
 import tritonamp
 from tritonamp.distributed.fsdp import mp_policy as policy_of
@@ -42,7 +49,7 @@ class Adapted(nn.Module):
         return result
 
 
-def net(dtype: str | None, adapted: bool = False, seed: int = 0) -> nn.Sequential:
+def loaded_net(dtype: str | None, adapted: bool = False, seed: int = 0) -> nn.Sequential:
     """With shapes that two ranks cannot share evenly, and a bias of which one has nothing."""
     torch.manual_seed(seed)
     first = Adapted(6) if adapted else nn.Linear(6, 6)
@@ -50,55 +57,29 @@ def net(dtype: str | None, adapted: bool = False, seed: int = 0) -> nn.Sequentia
     return model.to(HALVES[dtype]) if dtype else model
 
 
-def sharded(model: nn.Sequential, **mp_policy: Any) -> nn.Sequential:
-    options = {"mp_policy": MixedPrecisionPolicy(**mp_policy)} if mp_policy else {}
-    for part in (model[0], model):
-        fully_shard(part, **options)
-    return model
+def shards_of(dtype: str | None, adapted: bool = False, seed: int = 0, **policy: Any) -> Any:
+    model = loaded_net(dtype, adapted, seed)
+    return sharded(model, [model[0]], policy or None)
 
 
-def batches(steps: int = STEPS) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 6, generator=generator) for _ in range(steps)]
+class LoadedInHalf(Shared):
+    """A training by SGD with clipped gradients."""
 
+    def __init__(self, model: nn.Module, level: str = "O2", **how: Any) -> None:
+        super().__init__(model, how.pop("optimizer", "SGD"), level, **how)
 
-def part(x: Tensor) -> Tensor:
-    return x.chunk(RANKS)[dist.get_rank()]
-
-
-def enabled(model: nn.Module, **options: Any) -> tuple[tritonamp.Amp, torch.optim.Optimizer]:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.5)
-    if "state" in options:
-        optimizer = torch.optim.AdamW(trained, lr=0.01)
-    scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10)
-    return tritonamp.enable(model, optimizer, scaler=scaler, **options), optimizer
-
-
-def train(
-    model: nn.Module,
-    amp: tritonamp.Amp,
-    optimizer: torch.optim.Optimizer,
-    share: Callable[[Tensor], Tensor],
-    bad: int | None = None,
-) -> dict[str, list[float]]:
-    """Losses and norms by step; the loss of step ``bad`` is lost on rank 1."""
-    losses, norms = [], []
-    for step, x in enumerate(batches()):
-        loss = (model(share(x)) - 1).square().mean()
-        losses.append(float(loss.detach()))
-        amp.backward(loss * (math.nan if step == bad and dist.get_rank() == 1 else 1.0))
-        norms.append(float(amp.clip_grad_norm_(0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"losses": losses, "norms": norms}
+    def go_on(self, bad: int | None = None) -> "LoadedInHalf":
+        """Train; the loss of batch ``bad`` is NaN on rank 1."""
+        here = torch.distributed.get_rank() == 1
+        self.walk(joint_batches(STEPS), {bad: "loss"} if here and bad is not None else {}, 0.5)
+        return self
 
 
 # As one process on the joint batch
 
 
 @on_ranks
-def run(
+def half_shards_and_alone(
     level: str,
     dtype: str | None,
     given: bool,
@@ -110,48 +91,38 @@ def run(
     """``given``: a MixedPrecisionPolicy; ``wide``: gradients in FP32; ``warm``: after a forward."""
     reduce = {"reduce_dtype": torch.float32} if wide else {}
     half = HALVES[dtype or "float16"]
-    options: dict[str, Any] = {"level": level, "backend": backend}
-    options |= {"grad_dtype": torch.float32} if wide and level == "O2" else {}
-    model = sharded(net(dtype, adapted), **{"param_dtype": half, **reduce} if given else {})
+    options = {"grad_dtype": torch.float32} if wide and level == "O2" else {}
+    model = shards_of(dtype, adapted, **{"param_dtype": half, **reduce} if given else {})
     came = {name: (p.dtype, whole(p)) for name, p in model.named_parameters()}
+    x = share(joint_batches(1)[0])
     if warm:
-        model(part(batches()[0]).to(half)).float().mean().backward()
+        model(x.to(half)).float().mean().backward()
         model.zero_grad()
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("tritonamp").addHandler(handler)
-    amp, optimizer = enabled(model, **options)
-    logging.getLogger("tritonamp").removeHandler(handler)
-    dtypes = {name: str(p.dtype) for name, p in model.named_parameters()}
-    stepped = sorted({str(p.dtype) for g in optimizer.param_groups for p in g["params"]})
+    with listening(logging.WARNING) as lines:
+        run = LoadedInHalf(model, level, backend=backend, **options)
+    dtypes = {str(p.dtype) for p in model.parameters()}
+    stepped = {str(p.dtype) for g in run.optimizer.param_groups for p in g["params"]}
     stays = {name for name, p in model.named_parameters() if not p.requires_grad}
     with Collectives() as collectives:
-        seen = train(model, amp, optimizer, part)
-    kinds = {(type(t).__name__, str(t.dtype)) for s in optimizer.state.values() for t in s.values()}
-    masters = [whole(p) for p in amp.master_params()]
-    state = {name: str(v.dtype) for name, v in model.state_dict().items()}
+        run.go_on()
+    states = run.optimizer.state.values()
+    kinds = {(type(t).__name__, str(t.dtype)) for s in states for t in s.values()}
+    masters, state = run.values(), {str(v.dtype) for v in model.state_dict().values()}
     trained = {name: whole(p) for name, p in model.named_parameters()}
-    amp.disable()
-    model(
-        part(batches()[0]).to(half if dtype else torch.float32)
-    )  # its shards are gathered as they were
+    run.end()
+    model(x.to(half if dtype else torch.float32))  # its shards are gathered as they were
     after = {name: whole(p) for name, p in model.named_parameters()}
     rounded = {n: torch.tensor(v).to(came[n][0]).double().tolist() for n, v in trained.items()}
-    alone = net(dtype, adapted)
-    amp, optimizer = enabled(alone, **{**options, "backend": "auto"})
-    expected = train(alone, amp, optimizer, lambda x: x)
-    expected["masters"] = [whole(p) for p in amp.master_params()]
-    amp.disable()
+    alone = LoadedInHalf(loaded_net(dtype, adapted), level, share=joint, **options).go_on()
     return {
-        "seen": seen,
+        "seen": {"losses": run.losses, "norms": run.norms},
         "masters": masters,
-        "alone": expected,
-        "dtypes": sorted(set(dtypes.values()) if not adapted else {dtypes[n] for n in dtypes}),
+        "alone": {"losses": alone.losses, "masters": alone.values()},
+        "dtypes": sorted(dtypes),
         "stays": all(came[n][1] == after[n] for n in stays) and sorted(stays),
-        "stepped": stepped,
+        "stepped": sorted(stepped),
         "state": sorted(map(list, kinds)),
-        "state dict": sorted(set(state.values())),
+        "state dict": sorted(state),
         "came back": after == rounded
         and all(p.dtype is came[n][0] for n, p in model.named_parameters()),
         "lines": lines,
@@ -168,7 +139,7 @@ RUNS = [
 ]  # fmt: skip
 
 
-def check(answers: list[dict[str, Any]], half: str) -> dict[str, Any]:
+def agreed(answers: list[dict[str, Any]], half: str) -> dict[str, Any]:
     """That ranks agree to the bit, and with one process to the rounding of half gradients."""
     first, second = answers
     for key in ("masters", "dtypes", "stepped", "state", "state dict", "collectives"):
@@ -188,8 +159,7 @@ def check(answers: list[dict[str, Any]], half: str) -> dict[str, Any]:
     # each step is at most lr / (1 - momentum) of clipped gradients off by 10 roundings, see
     # test_fsdp.py
     bound = STEPS * 0.1 / (1 - 0.5) * 0.5 * 10 * ulp
-    pairs = zip(first["masters"], expected["masters"], strict=True)
-    assert max(abs(a - b) for p, q in pairs for a, b in zip(p, q, strict=True)) <= bound
+    assert distance(first["masters"], expected["masters"]) <= bound
     return first
 
 
@@ -198,7 +168,8 @@ def test_as_one_process_on_the_joint_batch(
     pair: Pair, level: str, dtype: str | None, given: bool, wide: bool
 ) -> None:
     half = dtype or "float16"
-    found = check(run(pair, level=level, dtype=dtype, given=given, wide=wide), half)
+    how = {"level": level, "dtype": dtype, "given": given, "wide": wide}
+    found = agreed(half_shards_and_alone(pair, **how), half)
     assert found["dtypes"] == found["state dict"] == ["torch.float32"]
     reduced = "torch.float32" if wide or (level == "O1" and not given) else f"torch.{half}"
     assert found["lines"] == (
@@ -212,7 +183,7 @@ def test_as_one_process_on_the_joint_batch(
     )
     # FSDP2 moves what it did, and a step one collective more: the numbers by which ranks agree
     options = {"param_dtype": half, "reduce_dtype": reduced.removeprefix("torch.")}
-    ours, torchs = Counter(found["collectives"]), Counter(alone(pair, **options)[0])
+    ours, torchs = Counter(found["collectives"]), Counter(by_torch_alone(pair, **options)[0])
     assert ours - torchs == {"_allgather_base_ torch.float32 28": STEPS}
     assert torchs - ours == {}
     gathered = {key.split()[1] for key in torchs if key.startswith("_allgather")}
@@ -220,55 +191,55 @@ def test_as_one_process_on_the_joint_batch(
 
 
 @on_ranks
-def alone(param_dtype: str, reduce_dtype: str) -> dict[str, int]:
+def by_torch_alone(param_dtype: str, reduce_dtype: str) -> dict[str, int]:
     """The collectives of FSDP2 in a loop of torch alone."""
     options = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
-    model = sharded(net(None), **{key: getattr(torch, name) for key, name in options.items()})
+    model = shards_of(None, **{key: getattr(torch, name) for key, name in options.items()})
     with Collectives() as collectives:
-        for x in batches():
-            (model(part(x)).float() - 1).square().mean().backward()
+        for x in joint_batches(STEPS):
+            (model(share(x)).float() - 1).square().mean().backward()
             model.zero_grad()
     return dict(collectives.found)
 
 
 def test_frozen_half_bases_stay_half(pair: Pair) -> None:
     for given in (True, False):
-        answers = run(pair, level="O2", dtype="bfloat16", given=given, wide=False, adapted=True)
-        found = check(answers, "bfloat16")
+        answers = half_shards_and_alone(
+            pair, level="O2", dtype="bfloat16", given=given, wide=False, adapted=True
+        )
+        found = agreed(answers, "bfloat16")
         assert found["dtypes"] == found["state dict"] == ["torch.bfloat16", "torch.float32"]
         assert found["stays"] == ["0.base.bias", "0.base.weight"]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_enabled_after_a_forward(pair: Pair, level: str) -> None:
-    cold = run(pair, level=level, dtype="float16", given=False, wide=False)[0]
-    warm = run(pair, level=level, dtype="float16", given=False, wide=False, warm=True)[0]
+    how = {"level": level, "dtype": "float16", "given": False, "wide": False}
+    cold, warm = (half_shards_and_alone(pair, **how, warm=warm)[0] for warm in (False, True))
     assert warm["came back"] and warm["masters"] == cold["masters"]
 
 
 def test_steps_of_kernels(pair: Pair) -> None:
     """In Triton's interpreter."""
     options = {"level": "O2", "dtype": "bfloat16", "given": False, "wide": True}
-    check(run(pair, **options, backend="triton"), "bfloat16")
+    agreed(half_shards_and_alone(pair, **options, backend="triton"), "bfloat16")
 
 
 @on_ranks
-def read(level: str, kept: bool = False, **mp_policy: Any) -> list[str]:
+def dtypes_of_inputs(level: str, kept: bool = False, **policy: Any) -> list[str]:
     """In which dtypes layers get their inputs; ``kept``: the weights of the last, which is FP32."""
-    model = net("float16")
-    options = {"fp32_modules": ["3"]} if kept else {}
+    model = loaded_net("float16")
     if kept:
         fully_shard(model[3])
-    model = sharded(model, **{k: HALVES[v] for k, v in mp_policy.items()})
+    sharded(model, [model[0]], {k: HALVES[v] for k, v in policy.items()} or None)
     given = [policy_of(m) for m in (model, model[0])]
     seen: list[str] = []
     for layer in (model[3],) if kept else (model[0], model[3]):
         layer.register_forward_hook(
             lambda used, args, _: seen.append(str((used.weight if kept else args[0]).dtype))
         )
-    amp, optimizer = enabled(model, level=level, **options)
-    train(model, amp, optimizer, part)
-    amp.disable()
+    run = LoadedInHalf(model, level, **{"fp32_modules": ["3"]} if kept else {}).go_on()
+    run.end()
     assert [policy_of(m) for m in (model, model[0])] == given
     return sorted(set(seen))
 
@@ -279,22 +250,17 @@ def test_the_level_says_what_is_cast_and_not_fsdp2(
     pair: Pair, level: str, given: dict[str, str]
 ) -> None:
     """The first layer gets the FP32 input, the last one half activations."""
-    assert read(pair, level=level, **given) == [["torch.float16", "torch.float32"]] * 2
+    assert dtypes_of_inputs(pair, level=level, **given) == [["torch.float16", "torch.float32"]] * 2
 
 
 def test_a_layer_that_is_kept_is_read_in_fp32(pair: Pair) -> None:
-    assert read(pair, level="O2", kept=True) == [["torch.float32"]] * 2
+    assert dtypes_of_inputs(pair, level="O2", kept=True) == [["torch.float32"]] * 2
 
 
 @on_ranks
 def skipped(level: str) -> list[Any]:
-    model = sharded(net("float16"))
-    amp, optimizer = enabled(model, level=level)
-    train(model, amp, optimizer, part, bad=1)
-    stats = amp.stats()
-    values = [whole(p) for p in amp.master_params()]
-    amp.disable()
-    return [values, [stats[key] for key in ("steps", "skipped", "forward_faults", "scale")]]
+    run = LoadedInHalf(shards_of("float16"), level).go_on(bad=1)
+    return [run.values(), run.counts("steps", "skipped", "forward_faults", "scale")]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -308,30 +274,17 @@ def test_a_fault_of_one_rank_is_a_skip_of_all(pair: Pair, level: str) -> None:
 # Checkpoints
 
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]]:
-    state = optimizer.state_dict()["state"]
-    tensors = [t for i in sorted(state) for _, t in sorted(state[i].items())]
-    return [whole(t) for t in (*model.state_dict().values(), *tensors)]
-
-
 @on_ranks
-def saved(path: str, first: str | None, then: str | None, **options: str) -> list[Any]:
+def resumed_from_a_file(path: str, first: str | None, then: str | None, **how: Any) -> list[Any]:
     """Trains a model loaded in ``first``, saves; goes on, and from the file in ``then``."""
-    model = sharded(net(first))
-    amp, optimizer = enabled(model, level="O2", **options)
-    train(model, amp, optimizer, part)
-    tritonamp.save_sharded(path, model=model, optimizer=optimizer, amp=amp)
-    before = everything(model, optimizer)
-    again = sharded(net(then, seed=1))
-    amp_again, optimizer_again = enabled(again, level="O2", **options)
-    tritonamp.load_sharded(path, model=again, optimizer=optimizer_again, amp=amp_again)
-    loaded = everything(again, optimizer_again)
-    train(model, amp, optimizer, part)
-    train(again, amp_again, optimizer_again, part)
-    continued, resumed = everything(model, optimizer), everything(again, optimizer_again)
-    amp.disable()
-    amp_again.disable()
-    return [before, loaded, continued, resumed]
+    if how:  # a smaller state, which SGD does not have
+        how["optimizer"] = lambda params: torch.optim.AdamW(params, lr=0.01)
+    run = LoadedInHalf(shards_of(first), **how).go_on()
+    tritonamp.save_sharded(path, **run.objects())
+    before = run.saved()
+    again = LoadedInHalf(shards_of(then, seed=1), **how)
+    tritonamp.load_sharded(path, **again.objects())
+    return [before, again.saved(), run.go_on().saved(), again.go_on().saved()]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +299,9 @@ def saved(path: str, first: str | None, then: str | None, **options: str) -> lis
 def test_resumes_bit_for_bit(
     pair: Pair, tmp_path: Path, first: str | None, then: str | None, options: dict[str, str]
 ) -> None:
-    answers = saved(pair, path=str(tmp_path / "run"), first=first, then=then, **options)
+    answers = resumed_from_a_file(
+        pair, path=str(tmp_path / "run"), first=first, then=then, **options
+    )
     assert answers[0] == answers[1]
     before, loaded, continued, resumed = answers[0]
     assert loaded == before
@@ -359,48 +314,47 @@ def test_resumes_bit_for_bit(
 
 
 @on_ranks
-def refused(what: str) -> str:
-    model, options = net("float16"), dict[str, Any](level="O2")
+def enabling(what: str) -> str:
+    model, options = loaded_net("float16"), dict[str, Any](level="O2")
     if what == "half parameters":
-        options = {"policy": tritonamp.Policy(op_policy=True, half_parameters=True)}
+        options = {"level": "O1", "half_parameters": True}
     elif what == "range":
-        model, options = net("bfloat16"), {"level": "O2", "dtype": torch.float16}
+        model, options = loaded_net("bfloat16"), {"level": "O2", "dtype": torch.float16}
         with torch.no_grad():
             model[0].weight[5, 0] = 1e6  # in the part of rank 1
     elif what == "two halves":
         model[3].bfloat16()
-    elif what in ("unfrozen", "added"):
-        model = net("float16", adapted=True)
     elif what == "fp32_modules":
         options["fp32_modules"] = ["3"]
     elif what == "O3":
         options["level"] = "O3"
     elif what == "8bit":
-        options["state"] = "8bit"
+        options |= {"state": "8bit", "optimizer": torch.optim.AdamW}
     elif what == "offload":
         options["offload"] = "state"
-    model = sharded(model)
+    model = sharded(model, [model[0]])
     before = {name: (p.dtype, whole(p)) for name, p in model.named_parameters()}
-    try:
-        amp, optimizer = enabled(model, **options)
-    except ValueError as error:
-        assert before == {name: (p.dtype, whole(p)) for name, p in model.named_parameters()}
-        return str(error)
-    train(model, amp, optimizer, part)
-    base = list(model[0].base.parameters())
-    try:
+    text = refused(lambda: LoadedInHalf(model, **options))
+    assert before == {name: (p.dtype, whole(p)) for name, p in model.named_parameters()}
+    return text
+
+
+@on_ranks
+def training_a_frozen_base(what: str) -> str:
+    run = LoadedInHalf(shards_of("float16", adapted=True)).go_on()
+    base = list(run.model[0].base.parameters())
+
+    def act() -> None:
         if what == "unfrozen":
-            optimizer.add_param_group({"params": base})
+            run.optimizer.add_param_group({"params": base})
             base[0].requires_grad_(True)
-            amp.backward(model(part(batches()[0])).mean())
+            run.backward(run.loss(joint_batches(1)[0]))
         base[0].requires_grad_(True)
-        optimizer.add_param_group({"params": base})
-    except RuntimeError as error:
-        assert len(optimizer.param_groups) == 1 + (what == "unfrozen")
-        return str(error)
-    finally:
-        amp.disable()
-    return "trained"
+        run.optimizer.add_param_group({"params": base})
+
+    text = refused(act)
+    assert len(run.optimizer.param_groups) == 1 + (what == "unfrozen")
+    return text
 
 
 REFUSED = {
@@ -423,8 +377,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_work_is_refused(pair: Pair, what: str) -> None:
-    for text in refused(pair, what=what):
-        assert text.startswith(REFUSED[what])
+    kind = "RuntimeError" if what in ("unfrozen", "added") else "ValueError"
+    ask = enabling if kind == "ValueError" else training_a_frozen_base
+    for text in ask(pair, what=what):
+        assert text.startswith(f"{kind}: {REFUSED[what]}")
 
 
 if __name__ == "__main__":

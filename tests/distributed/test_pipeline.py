@@ -5,6 +5,7 @@ The ranks are this file run as a script, see two_ranks.py.
 
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
-from pipelines import MICRO, RUN, SCALE, STEPS, Alone, Staged, batches, train
+from pipelines import MICRO, RUN, STEPS, Alone, Staged, stage_inputs
+from ranks import SCALE
+from staged import resumed, said_by
 from torch import Tensor
-from two_ranks import Pair, of_ranks, on_ranks, serve
+from two_ranks import Pair, enable, of_ranks, on_ranks, serve
 
-import tritonamp
 from tritonamp.kernels.outliers import SIZE
 
 pytestmark = of_ranks
@@ -24,23 +26,21 @@ pytestmark = of_ranks
 NORM_ULPS = 8 * 2.0**-24  # a norm is a sum in another order; the masters behind it have the bits
 
 
-def arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """Dtypes come as names from the other process."""
-    names = "dtype", "grad_dtype", "cast_outputs"
-    return {k: getattr(torch, v) if k in names and v else v for k, v in options.items()}
-
-
 @on_ranks
-def run(kind: str, fault: str | None = None, **options: Any) -> list[Any]:
+def staged_and_alone(kind: str, fault: str | None = None, **options: Any) -> list[Any]:
+    """Dtypes come as names from the other process."""
     max_norm = options.pop("max_norm", math.inf)
-    options = {"level": "O2", **arguments(options)}
-    found = train(Staged(kind, **options), fault, max_norm)
+    for name in ("dtype", "grad_dtype", "cast_outputs"):
+        if options.get(name):
+            options[name] = getattr(torch, options[name])
+    options = {"level": "O2", **options}
+    found = Staged(kind, **options).train(fault, max_norm)
     options |= {
         "traced": {"traced": True},
         "looped": {"last_first": True},  # its backwards
         "dual V": {"micro": 2 * MICRO},
     }.get(kind, {})
-    return [found, train(Alone(**options), fault, max_norm)]
+    return [found, Alone(**options).train(fault, max_norm)]
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -59,7 +59,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda o: " ".join(map(str, o.values())))
 def test_as_one_process(pair: Pair, options: dict[str, Any]) -> None:
-    (first, alone), (second, _) = run(pair, **options)
+    (first, alone), (second, _) = staged_and_alone(pair, **options)
     assert alone["losses"] in (first["losses"], second["losses"])
     assert first["norms"] == second["norms"]
     assert first["norms"] == pytest.approx(alone["norms"], rel=NORM_ULPS)
@@ -79,14 +79,14 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", [kind for kind in ("1F1B", "V") if kind in RUN])
 def test_a_fault_on_one_stage_is_a_skip_of_all(pair: Pair, kind: str, fault: str) -> None:
-    (first, alone), (second, _) = run(pair, kind=kind, fault=fault)
+    (first, alone), (second, _) = staged_and_alone(pair, kind=kind, fault=fault)
     assert first["state"] == second["state"] == FAULTS[fault]
     assert first["values"] | second["values"] == alone["values"]
 
 
 @pytest.mark.parametrize("fault", ["loss", "gradient"])
 def test_without_a_loss_scale_stages_decide_together(pair: Pair, fault: str) -> None:
-    (first, alone), (second, _) = run(pair, kind="1F1B", fault=fault, dtype="bfloat16")
+    (first, alone), (second, _) = staged_and_alone(pair, kind="1F1B", fault=fault, dtype="bfloat16")
     assert first["state"] == second["state"] == alone["state"]
     assert first["state"][:2] == [STEPS - 1, 1]
     assert first["values"] | second["values"] == alone["values"]
@@ -95,7 +95,7 @@ def test_without_a_loss_scale_stages_decide_together(pair: Pair, fault: str) -> 
 @pytest.mark.parametrize("kind", ["GPipe", "interleaved"])
 def test_clipped_by_the_norm_of_all_stages(pair: Pair, kind: str) -> None:
     """The norm is clipped to has another last bit, so an update has another last bit or two."""
-    (first, alone), (second, _) = run(pair, kind=kind, max_norm=0.5)
+    (first, alone), (second, _) = staged_and_alone(pair, kind=kind, max_norm=0.5)
     assert min(alone["norms"]) > 0.5
     assert first["norms"] == second["norms"]
     assert first["norms"] == pytest.approx(alone["norms"], rel=STEPS * NORM_ULPS)
@@ -107,7 +107,7 @@ def test_clipped_by_the_norm_of_all_stages(pair: Pair, kind: str) -> None:
 
 
 @on_ranks
-def outlying() -> list[Any]:
+def with_an_outlier() -> list[Any]:
     """The gradients of the last step are an outlier on the second rank, whose stage is the last."""
     run = Staged(level="O2", skip_outliers=6.0)
     for group in run.optimizers[0].param_groups:
@@ -115,17 +115,16 @@ def outlying() -> list[Any]:
     norms = []
     for step in range(SIZE + 1):
         run.factor = (1.0 + 0.02 * (step % 5)) * (4.0 if step == SIZE else 1.0)
-        run.backward(batches(1)[0])
+        run.backward(stage_inputs(1)[0])
         norms.append(float(run.amp.clip_grad_norm_(math.inf)))
         run.step()
     record, window = run.amp.history[-1], run.amp.state_dict()["outliers"]["0"]
     state = run.state()
-    run.amp.disable()
     return [record.cause, *state[:2], state[4], window, norms]
 
 
 def test_outliers_are_told_by_all_stages(pair: Pair) -> None:
-    first, second = outlying(pair)
+    first, second = with_an_outlier(pair)
     assert first == second
     assert first[:4] == ["outlier", SIZE, 1, SCALE]
     losses, norms = first[4][:SIZE], first[4][SIZE : 2 * SIZE]
@@ -134,16 +133,13 @@ def test_outliers_are_told_by_all_stages(pair: Pair) -> None:
 
 @on_ranks
 def on_no_data(fault: bool) -> list[Any]:
-    """Memory that nobody has written is NaN, and so is what stages learn shapes from."""
+    """Uninitialized memory is NaN, and so are the inputs from which stages learn shapes."""
     run = Staged(level="O2", dtype=torch.bfloat16)
     torch.use_deterministic_algorithms(True)
     run.factor = math.nan if fault else 1.0
-    run.backward(batches()[0])
-    run.step()
+    run.walk(stage_inputs(1))
     torch.use_deterministic_algorithms(False)
-    state, said = run.state(), run.amp.explain()
-    run.amp.disable()
-    return [state[:3], "the input batch was not" in said]
+    return [run.state()[:3], "the input batch was not" in run.amp.explain()]
 
 
 @pytest.mark.parametrize("fault", [False, True])
@@ -157,15 +153,12 @@ def test_forwards_for_shapes_do_not_count(pair: Pair, fault: bool) -> None:
 @on_ranks
 def frozen_last_stage() -> list[Any]:
     """The loss of the first micro-batch is NaN, and no gradient stays where it was computed."""
-    run, x = Staged(level="O2"), batches()[0]
+    run, x = Staged(level="O2"), stage_inputs()[0]
     if run.has_last_stage:
         run.models[0].requires_grad_(False)
         x[0] = math.nan
-    run.backward(x)
-    run.step()
-    state = run.state()
-    run.amp.disable()
-    return state
+    run.walk([x])
+    return run.state()
 
 
 def test_a_frozen_stage_remembers_its_losses(pair: Pair) -> None:
@@ -177,7 +170,7 @@ def test_a_frozen_stage_remembers_its_losses(pair: Pair) -> None:
 
 def loop(run: Alone, how: str) -> list[Any]:
     """Other loops than one schedule step for each optimizer step."""
-    first, second, third, _ = batches()
+    first, second, third, _ = stage_inputs()
     usual = 1.0 / MICRO if how == "summed" else 1.0
     run.factor = math.nan if how == "a bad batch is dropped" else usual
     if how != "by the scaler":
@@ -196,11 +189,8 @@ def loop(run: Alone, how: str) -> list[Any]:
     else:
         run.step()
     run.step()  # without gradients
-    run.backward(third)
-    run.step()
-    found = [run.values(), run.state()]
-    run.amp.disable()
-    return found
+    run.walk([third])
+    return [run.values(), run.state()]
 
 
 @on_ranks
@@ -224,10 +214,9 @@ def test_other_loops(pair: Pair, how: str) -> None:
 def forward_only() -> list[Any]:
     """Losses of a forward alone, with parameters that were trained since."""
     run, alone = Staged(level="O2"), Alone(level="O2")
-    x, found = batches(1)[0], []
+    x, found = stage_inputs(1)[0], []
     for each in (run, alone):
-        each.backward(x)
-        each.step()
+        each.walk([x])
     losses: list[Tensor] = []
     if hasattr(run.schedule, "eval"):  # torch 2.11 has it, too
         targets = {"target": x, "losses": losses} if run.has_last_stage else {}
@@ -235,10 +224,7 @@ def forward_only() -> list[Any]:
             run.schedule.eval(*([x] if run.has_first_stage else []), **targets)
             expected = [alone.criterion(alone.models[0](part), part) for part in x.chunk(MICRO)]
         found = [[float(loss) for loss in each] for each in (losses, expected)]
-    state = run.state()
-    for each in (run, alone):
-        each.amp.disable()
-    return [*found, state[0]]
+    return [*found, run.state()[0]]
 
 
 def test_forwards_alone_decide_nothing(pair: Pair) -> None:
@@ -251,14 +237,10 @@ def test_forwards_alone_decide_nothing(pair: Pair) -> None:
 
 
 @on_ranks
-def moved(kind: str, optimizer: str) -> dict[str, int]:
+def collectives_of(kind: str, optimizer: str) -> dict[str, int]:
     run = Staged(kind, optimizer, level="O2")
     with Collectives() as collectives:
-        for x in batches():
-            run.backward(x)
-            run.amp.clip_grad_norm_(1.0)
-            run.step()
-    run.amp.disable()
+        run.walk(stage_inputs(), 1.0)
     return {name: count for name, count in collectives.found.items() if not name.startswith(P2P)}
 
 
@@ -268,7 +250,7 @@ P2P = "send", "recv"  # activations and their gradients
 @pytest.mark.parametrize("optimizer", ["SGD", "two"])
 @pytest.mark.parametrize("kind", ["1F1B", "interleaved"])
 def test_a_step_moves_seven_numbers(pair: Pair, kind: str, optimizer: str) -> None:
-    for found in moved(pair, kind=kind, optimizer=optimizer):
+    for found in collectives_of(pair, kind=kind, optimizer=optimizer):
         assert found == {"_allgather_base_ torch.float32 28": STEPS}
 
 
@@ -276,27 +258,11 @@ def test_a_step_moves_seven_numbers(pair: Pair, kind: str, optimizer: str) -> No
 
 
 @on_ranks
-def resumed(folder: str, kind: str, options: dict[str, Any]) -> list[Any]:
+def resumed_stages(folder: str, kind: str, options: dict[str, Any]) -> list[Any]:
     """Trains, saves and trains on; resumes in other objects."""
     path = f"{folder}/stages-of-{dist.get_rank()}.pt"
     runs = [Staged(kind, level="O2", seed=seed, **options) for seed in (0, 1)]
-    for run in runs[:1]:
-        for x in batches():
-            run.backward(x)
-            run.amp.clip_grad_norm_(0.5)
-            run.step()
-    parts = [{"models": run.models, "optimizers": run.optimizers, "amp": run.amp} for run in runs]
-    tritonamp.save(path, **parts[0])
-    tritonamp.load(path, **parts[1])
-    found = [run.values() for run in runs]
-    for run in runs:
-        for x in batches(2):
-            run.backward(x)
-            run.amp.clip_grad_norm_(0.5)
-            run.step()
-        found.append([run.values(), run.state()])
-        run.amp.disable()
-    return found
+    return resumed(path, STEPS, *runs, max_norm=0.5)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +276,7 @@ def resumed(folder: str, kind: str, options: dict[str, Any]) -> list[Any]:
 def test_each_rank_saves_its_stages_and_resumes_bit_for_bit(
     pair: Pair, tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    for before, loaded, continued, again in resumed(
+    for before, loaded, continued, again in resumed_stages(
         pair, folder=str(tmp_path), kind=kind, options=options
     ):
         assert loaded == before
@@ -321,43 +287,55 @@ def test_each_rank_saves_its_stages_and_resumes_bit_for_bit(
 # What is refused
 
 
+def lone(**options: Any) -> Staged:
+    """Return a pipeline whose one stage needs no other rank, after a backward."""
+    run = Staged("1F1B", level="O2", lone=True, **options)
+    run.backward(stage_inputs()[0])
+    return run
+
+
+def unscaled_in_between() -> None:
+    run = lone()
+    run.amp.unscale_()
+    run.backward(stage_inputs()[0])
+
+
+def with_a_loss_id() -> None:
+    run = lone()
+    run.amp.backward(run.models[0](stage_inputs()[0]).sum(), loss_id=1)
+
+
+def stepped_twice() -> None:
+    run = lone()
+    for _ in range(2):
+        run.optimizers[0].step()
+
+
+def without_a_function() -> None:
+    layer = torch.nn.Linear(2, 2)
+    amp = enable(layer, torch.optim.SGD(layer.parameters()), level="O2")
+    amp.pipeline_loss(0.5)  # type: ignore[arg-type]
+
+
+def without_an_optimizer() -> None:
+    enable(torch.nn.Linear(2, 2), level="O2").pipeline_loss(torch.nn.functional.mse_loss)
+
+
+ACTS: dict[str, Callable[[], Any]] = {
+    "alone": lambda: Staged(decides=False, level="O2", dtype=torch.bfloat16).walk(stage_inputs(1)),
+    "heal": lambda: lone(on_nonfinite="heal"),
+    "no optimizer": without_an_optimizer,
+    "no function": without_a_function,
+    "unscaled": unscaled_in_between,
+    "loss_id": with_a_loss_id,
+    "twice": stepped_twice,
+    "replay": lambda: lone().amp.explain(replay=True),
+}
+
+
 @on_ranks
-def told(what: str) -> str:
-    """What this rank's pipeline says; its one stage needs no other rank."""
-    alone = {"kind": "1F1B", "level": "O2", "lone": True}
-    run = None
-    try:
-        if what == "alone":
-            run = Staged(decides=False, level="O2", dtype=torch.bfloat16)
-            run.backward(batches()[0])
-            run.step()
-        elif what == "heal":
-            run = Staged(**alone, on_nonfinite="heal")
-        elif what == "no optimizer":
-            with tritonamp.enable(torch.nn.Linear(2, 2), level="O2") as amp:
-                amp.pipeline_loss(torch.nn.functional.mse_loss)
-        elif what == "no function":
-            layer = torch.nn.Linear(2, 2)
-            with tritonamp.enable(layer, torch.optim.SGD(layer.parameters()), level="O2") as amp:
-                amp.pipeline_loss(0.5)  # type: ignore[arg-type]
-        run = run or Staged(**alone)
-        run.backward(batches()[0])
-        if what == "unscaled":
-            run.amp.unscale_()
-            run.backward(batches()[0])
-        elif what == "loss_id":
-            run.amp.backward(run.models[0](batches()[0]).sum(), loss_id=1)
-        elif what == "twice":
-            for _ in range(2):
-                run.optimizers[0].step()
-        elif what == "replay":
-            run.amp.explain(replay=True)
-        return "nothing"
-    except (RuntimeError, ValueError) as error:
-        return str(error.__cause__ or error)
-    finally:
-        if run is not None:
-            run.amp.disable()
+def refusal(what: str) -> str:
+    return said_by(ACTS[what])
 
 
 REFUSED = {
@@ -374,7 +352,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_work_is_refused(pair: Pair, what: str) -> None:
-    for text in told(pair, what=what):
+    for text in refusal(pair, what=what):
         assert text.startswith(REFUSED[what])
 
 

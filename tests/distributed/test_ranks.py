@@ -4,7 +4,6 @@ decide alike.
 The ranks are this file run as a script, see two_ranks.py.
 """
 
-import contextlib
 import math
 import sys
 import warnings
@@ -14,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import SCALE, Replica, SmoothNet, joint_batches, outlying, scaler, share
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from two_ranks import RANKS, Pair, of_ranks, on_ranks, serve
+from two_ranks import Pair, of_ranks, on_ranks, refused, serve
 
 import tritonamp
 from tritonamp.kernels.outliers import SIZE
@@ -26,15 +25,17 @@ from tritonamp.kernels.outliers import SIZE
 pytestmark = of_ranks
 
 STEPS = 6
-SCALE = 2.0**10
 
 
-class Net(nn.Module):
-    """Rank 0 may leave out ``first``, rank 1 ``second``, both ``third``; ``part``: the middle."""
+class Branching(SmoothNet):
+    """A model of which ranks may use other layers.
+
+    With ``branches`` rank 0 leaves out ``first``, rank 1 ``second``, and both ``third``. ``part``
+    calls the middle.
+    """
 
     def __init__(self, branches: bool = False) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
         self.branches = branches
         if branches:
             self.second, self.third = nn.Linear(6, 8), nn.Linear(6, 8)
@@ -45,48 +46,17 @@ class Net(nn.Module):
         return self.last(self.part(lambda h: torch.tanh(self.norm(h)).softmax(-1), first(x)))
 
 
-def batches() -> list[Tensor]:
-    """Of this rank."""
-    generator = torch.Generator().manual_seed(1)
-    return [
-        torch.randn(8, 6, generator=generator).chunk(RANKS)[dist.get_rank()] for _ in range(STEPS)
-    ]
-
-
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, eps=0.25)
 
 
-def enabled(
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    level: str,
-    hook: Any = None,
-    state: Any = None,
-    **options: Any,
-) -> tuple[DistributedDataParallel, tritonamp.Amp]:
-    scale = options.pop("scale", SCALE)
-    mode = options.pop("on_nonfinite", "skip")
-    model = DistributedDataParallel(net, **options)
-    if hook is not None:
-        model.register_comm_hook(state, hook)
-    scaler = tritonamp.GradScaler("cpu", init_scale=scale)
-    return model, tritonamp.enable(model, optimizer, level=level, scaler=scaler, on_nonfinite=mode)
+def branching(level: str = "O2", branches: bool = False, **how: Any) -> Replica:
+    torch.manual_seed(0)
+    return Replica(Branching(branches), how.pop("optimizer", adamw), level, **how)
 
 
-def harmed(output: Tensor, fault: str | None) -> Tensor:
-    """The loss, after a fault of that kind."""
-    if fault == "gradient":
-        output.register_hook(lambda grad: grad * math.inf)
-    return (output - 1).square().mean() * (math.nan if fault == "loss" else 1.0)
-
-
-def outcome(amp: tritonamp.Amp) -> dict[str, Any]:
-    keys = ("scale", "steps", "skipped", "scale_overflows", "forward_faults", "growth_tracker")
-    stats = amp.stats()
-    masters = [p.detach().double().flatten().tolist() for p in amp.master_params()]
-    amp.disable()
-    return {"masters": masters, **{key: stats[key] for key in keys}}
+def on_rank_1(step: int, fault: str | None) -> dict[int, str | None]:
+    return {step: fault} if dist.get_rank() == 1 else {}
 
 
 # How gradients are reduced
@@ -117,22 +87,19 @@ HOOKS = {
 def reduced(level: str, hook: str, gradients: list[float], view: bool) -> list[Any]:
     """What a step makes of one gradient on each rank."""
     net = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    model, amp = enabled(
-        net, optimizer, level, HOOKS[hook], scale=1.0, gradient_as_bucket_view=view
+    run = Replica(
+        net,
+        lambda params: torch.optim.SGD(params, lr=1.0),
+        level,
+        hook=HOOKS[hook] and (None, HOOKS[hook]),
+        ddp={"gradient_as_bucket_view": view},
+        scaler=scaler(1.0),
     )
-    before = next(amp.master_params()).item()
-    amp.backward(model(torch.ones(1, 1)).sum() * gradients[dist.get_rank()])
-    optimizer.step()
-    moved = before - next(amp.master_params()).item()
-    found = outcome(amp)
-    return [
-        round(moved),
-        found["skipped"],
-        found["scale_overflows"],
-        found["forward_faults"],
-        found["scale"],
-    ]
+    before = next(run.amp.master_params()).item()
+    run.backward(run.model(torch.ones(1, 1)).sum() * gradients[dist.get_rank()])
+    run.finish()
+    moved = before - next(run.amp.master_params()).item()
+    return [round(moved), *run.counts("skipped", "scale_overflows", "forward_faults", "scale")]
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -159,8 +126,6 @@ def test_gradients_are_reduced_as_the_hook_says(
 
 @on_ranks
 def compressed(kind: str, fault: str | None) -> dict[str, Any]:
-    torch.manual_seed(0)
-    net = Net()
     state: Any = None
     if kind == "PowerSGD":
         state = powerSGD_hook.PowerSGDState(
@@ -172,13 +137,8 @@ def compressed(kind: str, fault: str | None) -> dict[str, Any]:
             warm_start=False,
         )
     hook = powerSGD_hook.powerSGD_hook if kind == "PowerSGD" else HOOKS[kind]
-    optimizer = adamw(net.parameters())
-    model, amp = enabled(net, optimizer, "O1", hook, state)
-    for step, x in enumerate(batches()):
-        amp.backward(harmed(model(x), fault if step == 3 and dist.get_rank() == 1 else None))
-        optimizer.step()
-        optimizer.zero_grad()
-    return outcome(amp)
+    run = branching("O1", hook=(state, hook))
+    return run.walk(joint_batches(STEPS), on_rank_1(3, fault)).outcome()
 
 
 @pytest.mark.parametrize("fault", ["loss", "gradient"])
@@ -198,30 +158,20 @@ def test_a_fault_goes_through_compression_once(pair: Pair, kind: str, fault: str
 
 
 @on_ranks
-def trained(way: str, level: str, fault: str | None, **options: Any) -> list[dict[str, Any]]:
+def with_and_without(way: str, level: str, fault: str | None, **options: Any) -> list[Any]:
     """With a fault on rank 1 in the third batch; and without the batches of that decision."""
-    rank, found = dist.get_rank(), []
-    micro = 2 if way == "no_sync" else 1
+    found, micro = [], 2 if way == "no_sync" else 1
+    static = options.pop("static_graph", False)
+    ddp = {"find_unused_parameters": way == "branches", "static_graph": static}
     for plain in (False, True):
-        torch.manual_seed(0)
-        net = Net(way == "branches")
+        run = branching(level, way == "branches", ddp=ddp, **options)
         if way == "checkpoint" and not plain:
-            net.part = lambda *args: checkpoint(*args, use_reentrant=False)
-        optimizer = adamw(net.parameters())
-        model, amp = enabled(
-            net, optimizer, level, find_unused_parameters=way == "branches", **options
-        )
-        for step, x in enumerate(batches()):
-            if plain and step // micro == 2 // micro:
-                continue
-            last = (step + 1) % micro == 0
-            with contextlib.nullcontext() if last else model.no_sync():
-                amp.backward(harmed(model(x), fault if step == 2 and rank == 1 else None) / micro)
-            if last:
-                amp.clip_grad_norm_(1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-        found.append(outcome(amp))
+            run.net.part = lambda *args: checkpoint(*args, use_reentrant=False)
+        batches = joint_batches(STEPS)
+        if plain:
+            del batches[2 : 2 + micro]
+        run.walk(batches, {} if plain else on_rank_1(2, fault), max_norm=1.0, micro=micro)
+        found.append(run.outcome())
     return found
 
 
@@ -240,7 +190,9 @@ def trained(way: str, level: str, fault: str | None, **options: Any) -> list[dic
 def test_a_fault_on_one_rank_is_skipped_by_all(
     pair: Pair, way: str, options: dict[str, Any], level: str, fault: str
 ) -> None:
-    (first, without), (second, _) = trained(pair, way=way, level=level, fault=fault, **options)
+    (first, without), (second, _) = with_and_without(
+        pair, way=way, level=level, fault=fault, **options
+    )
     assert first == second
     assert first["steps"] == without["steps"] == (STEPS // 2 - 1 if way == "no_sync" else STEPS - 1)
     assert (first["skipped"], first["forward_faults"]) == (1, fault == "loss")
@@ -253,19 +205,16 @@ def test_a_fault_on_one_rank_is_skipped_by_all(
 @on_ranks
 def vetoed(early: bool) -> Any:
     """By rank 1 alone, in the second step; ``early``: after the gradients were clipped."""
-    net = Net()
-    optimizer = adamw(net.parameters())
-    model, amp = enabled(net, optimizer, "O2")
-    for step, x in enumerate(batches()):
-        amp.backward(model(x).square().mean())
+    run = branching()
+    for step, x in enumerate(joint_batches(STEPS)):
+        run.backward(run.loss(x))
         if early:
-            amp.clip_grad_norm_(1.0)
-        amp.veto(step == 1 and dist.get_rank() == 1)
+            run.amp.clip_grad_norm_(1.0)
+        run.amp.veto(step == 1 and dist.get_rank() == 1)
         if not early:
-            amp.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [outcome(amp), amp.explain(), amp.stats()["vetoes"]]
+            run.amp.clip_grad_norm_(1.0)
+        run.finish()
+    return [run.outcome(), run.amp.explain(), *run.counts("vetoes")]
 
 
 def test_a_veto_of_one_rank_is_everybodys(pair: Pair) -> None:
@@ -283,90 +232,73 @@ def test_a_veto_after_ranks_have_decided_is_the_same(pair: Pair) -> None:
 
 @on_ranks
 def vetoed_in_join() -> str:
-    net = Net()
-    optimizer = adamw(net.parameters())
-    model, amp = enabled(net, optimizer, "O2")
-    with model.join():
-        amp.backward(model(batches()[0]).square().mean())
-        with pytest.raises(RuntimeError, match="veto") as refused:
-            amp.veto(True)
-        optimizer.step()
-    assert amp.stats()["steps"] == 1
-    return str(refused.value)
+    run = branching()
+    with run.model.join():
+        run.backward(run.loss(joint_batches(1)[0]))
+        text = refused(lambda: run.amp.veto(True))
+        run.finish()
+    assert run.counts("steps") == [1]
+    return text
 
 
 def test_no_veto_where_ranks_may_be_missing(pair: Pair) -> None:
     for text in vetoed_in_join(pair):
-        assert text.startswith("amp.veto() inside of model.join(): expected all ranks")
+        assert text.startswith(
+            "RuntimeError: amp.veto() inside of model.join(): expected all ranks"
+        )
 
 
 @on_ranks
-def outlying(bad: str) -> list[Any]:
+def outlier_on_rank_1(bad: str) -> list[Any]:
     """In the last step rank 1 has an outlier: the loss, or the gradient, which DDP shares."""
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    model = DistributedDataParallel(net)
-    amp = tritonamp.enable(model, optimizer, level="O2", loss_scale=16.0, skip_outliers=6.0)
-    x = batches()[0]
-    for step in range(SIZE + 1):
-        loss = (1.0 + 0.02 * (step % 5)) * model(x).square().mean()
-        if step == SIZE and dist.get_rank() == 1:
-            extra = loss.detach() if bad == "loss" else loss - loss.detach()
-            loss = loss + 100.0 * extra
-        amp.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    last, window = amp.history[-1], amp.state_dict()["outliers"]["0"]
-    state = amp.stats()
-    amp.disable()
-    return [last.cause, last.detail, state["steps"], state["skipped"], window]
+
+    def worse(loss: Tensor) -> Tensor:
+        extra = loss.detach() if bad == "loss" else loss - loss.detach()
+        return loss + 100.0 * extra if dist.get_rank() == 1 else loss
+
+    sgd = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.0)}
+    run = branching(loss_scale=16.0, skip_outliers=6.0, **sgd)
+    found = outlying(run, share(joint_batches(1)[0]), worse)
+    return [*found, run.amp.history[-1].detail]
 
 
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
 def test_an_outlier_of_one_rank_is_everybodys(pair: Pair, bad: str) -> None:
     """Ranks judge the mean of their losses, and one norm: the same numbers to the last bit."""
-    first, second = outlying(pair, bad=bad)
+    first, second = outlier_on_rank_1(pair, bad=bad)
     assert first == second
-    assert (first[0], *first[2:4]) == ("outlier", SIZE, 1)
+    assert first[:3] == ["outlier", SIZE, 1]
 
 
 @on_ranks
-def with_muon() -> list[Any]:
-    net = Net()
-    matrices = [p for p in net.parameters() if p.dim() == 2]
-    rest = [p for p in net.parameters() if p.dim() != 2]
-    optimizer = tritonamp.optim.Muon(matrices, lr=0.01, adamw_params=rest)
-    model, amp = enabled(net, optimizer, "O2")
-    for step, x in enumerate(batches()):
-        bad = step == 2 and dist.get_rank() == 1
-        amp.backward(model(x).square().mean() * (math.nan if bad else 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    masters = [p.detach().double().flatten().tolist() for p in amp.master_params()]
-    return [outcome(amp), masters]
+def with_muon() -> dict[str, Any]:
+    def muon(params: list[Any]) -> torch.optim.Optimizer:
+        matrices = [p for p in params if p.dim() == 2]
+        rest = [p for p in params if p.dim() != 2]
+        return tritonamp.optim.Muon(matrices, lr=0.01, adamw_params=rest)
+
+    run = branching(optimizer=muon).walk(joint_batches(STEPS), on_rank_1(2, "loss"))
+    return run.outcome()
 
 
 def test_muon_steps_alike(pair: Pair) -> None:
     first, second = with_muon(pair)
     assert first == second
-    assert (first[0]["steps"], first[0]["skipped"]) == (STEPS - 1, 1)
+    assert (first["steps"], first["skipped"]) == (STEPS - 1, 1)
 
 
 @on_ranks
 def buffers() -> list[Any]:
     """Of a norm that rank 1 alone has shown NaN, after the next forward."""
     net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    optimizer = adamw(net.parameters())
-    model, amp = enabled(net, optimizer, "O2")
-    for step, x in enumerate(batches()):
-        amp.backward(harmed(model(x * math.nan if step == 2 and dist.get_rank() == 1 else x), None))
-        optimizer.step()
-        optimizer.zero_grad()
+    run = Replica(net, adamw)
+    for step, x in enumerate(joint_batches(STEPS)):
+        run.step(x * math.nan if step == 2 and dist.get_rank() == 1 else x)
     norm: Any = net[1]
     norm.momentum = 0.0
-    model(x)
+    run.model(share(x))
     found = [norm.running_mean.tolist(), norm.running_var.tolist(), str(norm.running_mean.dtype)]
-    return [*found, outcome(amp)["forward_faults"]]
+    return [*found, *run.counts("forward_faults")]
 
 
 def test_buffers_are_those_of_rank_0(pair: Pair) -> None:
@@ -378,69 +310,59 @@ def test_buffers_are_those_of_rank_0(pair: Pair) -> None:
 
 @on_ranks
 def raised() -> str:
-    net = Net()
-    optimizer = adamw(net.parameters())
-    model, amp = enabled(net, optimizer, "O2", on_nonfinite="raise")
-    amp.backward(harmed(model(batches()[0]), "loss" if dist.get_rank() == 1 else None))
-    try:
-        optimizer.step()
-    except tritonamp.NonFiniteError as error:
-        return str(error)
-    finally:
-        amp.disable()
-    return "stepped"
+    run = branching(on_nonfinite="raise")
+    return refused(lambda: run.walk(joint_batches(1), on_rank_1(0, "loss")))
 
 
 def test_all_ranks_raise(pair: Pair) -> None:
     for text in raised(pair):
         assert text.startswith(
-            "step 1 skipped (1 of 1): forward fault: the loss itself was inf or NaN"
+            "NonFiniteError: step 1 skipped (1 of 1): forward fault: the loss itself was inf or NaN"
         )
 
 
 # ZeroRedundancyOptimizer
 
 
-@on_ranks
-def divided(level: str) -> Any:
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.5)
+
+
+def divided_sgd(params: Any) -> torch.optim.Optimizer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, as it is imported
         from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, momentum=0.5)
+
+
+@on_ranks
+def divided_and_whole(level: str) -> list[dict[str, Any]]:
     found = []
-    for zero in (True, False):
-        torch.manual_seed(0)
-        net = Net()
-        settings = {"lr": 0.1, "momentum": 0.5}
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), **settings)
-        if zero:
-            optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, **settings)
-        try:
-            model, amp = enabled(net, optimizer, level)
-        except ValueError as error:
-            return str(error)
-        for step, x in enumerate(batches()):
-            amp.backward(
-                harmed(model(x), "gradient" if step == 2 and dist.get_rank() == 1 else None)
-            )
-            amp.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(outcome(amp))
+    for optimizer in (divided_sgd, sgd):
+        run = branching(level, optimizer=optimizer)
+        run.walk(joint_batches(STEPS), on_rank_1(2, "gradient"), max_norm=1.0)
+        found.append({**run.outcome(), "state": None})  # each rank has a part
     return found
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_an_optimizer_divided_among_the_ranks(pair: Pair, level: str) -> None:
-    first, second = divided(pair, level=level)
+    first, second = divided_and_whole(pair, level=level)
     assert first == second
     assert first[0] == first[1]
     assert first[0]["skipped"] == 1
 
 
+@on_ranks
+def divided_at_o2() -> str:
+    return refused(lambda: branching("O2", optimizer=divided_sgd))
+
+
 def test_divided_half_parameters_are_refused(pair: Pair) -> None:
-    for text in divided(pair, level="O2"):
+    for text in divided_at_o2(pair):
         assert text.startswith(
-            "optimizer: ZeroRedundancyOptimizer has divided the parameters among the ranks already"
+            "ValueError: optimizer: ZeroRedundancyOptimizer has divided the parameters among the "
+            "ranks already"
         )
 
 

@@ -7,11 +7,14 @@ The ranks are this file run as a script, see two_ranks.py.
 import copy
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import SCALE, scaler, share
+from runs import batch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
@@ -27,7 +30,7 @@ OPTIMIZERS = {
     "AdamW": torch.optim.AdamW,
     "optim.AdamW": tritonamp.optim.AdamW,
 }
-SCALE, STEPS, BAD = 2.0**10, 4, 1
+STEPS, BAD = 4, 1
 
 
 def harmed(kind: str, loss: Tensor, model: nn.Module) -> Tensor:
@@ -43,47 +46,74 @@ def harmed(kind: str, loss: Tensor, model: nn.Module) -> Tensor:
     return loss
 
 
-@on_ranks
-def train(kind: str, optimizer: str, grouped: bool, unscale: bool) -> dict[str, Any]:
-    """Rank 1 alone has the fault, in its second step."""
-    torch.manual_seed(0)
-    net = nn.Linear(4, 3)
-    model = DistributedDataParallel(copy.deepcopy(net))
-    stepper = OPTIMIZERS[optimizer](model.parameters(), lr=0.1)
-    scaler = tritonamp.GradScaler(
-        "cpu",
-        init_scale=SCALE,
-        growth_interval=100,
-        process_group=dist.group.WORLD if grouped else None,
-    )
-    moved = []
-    for step in range(STEPS):
-        before = [p.detach().clone() for p in model.parameters()]
-        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).chunk(2)[
-            dist.get_rank()
-        ]
-        loss = model(x).square().mean()
-        if step == BAD and dist.get_rank() == 1:
-            loss = harmed(kind, loss, model)
-        scaler.scale(loss).backward()
-        if step == BAD and dist.get_rank() == 1 and kind == "own gradient":  # after the reduction
-            next(model.parameters()).grad[0] = math.inf
-        if unscale:
-            scaler.unscale_(stepper)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(stepper)
-        scaler.update()
-        stepper.zero_grad()
-        moved.append(
-            any(not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+class ByScaler:
+    """A loop with a scaler alone, whose fault is in its second step, on rank 1.
+
+    Attributes:
+        moved: whether each step has changed parameters.
+        buckets: addresses of the gradients of each step.
+    """
+
+    def __init__(self, model: DistributedDataParallel, optimizer: str, group: Any = None) -> None:
+        self.model = model
+        self.stepper = OPTIMIZERS[optimizer](model.parameters(), lr=0.1)
+        self.scaler = tritonamp.GradScaler(
+            "cpu", init_scale=SCALE, growth_interval=100, process_group=group
         )
-        if step == BAD:
-            next(model.parameters())._backward_hooks = None
-    return {
-        "moved": moved,
-        "scale": scaler.get_scale(),
-        "params": [p.tolist() for p in model.parameters()],
-    }
+        self.moved, self.buckets = list[bool](), list[list[int]]()
+
+    def walk(
+        self,
+        loss_of: Callable[[Tensor, bool], Tensor],
+        after_backward: Callable[[], None] = lambda: None,
+        unscale: bool = True,
+        **zeroing: bool,
+    ) -> None:
+        """Take the steps.
+
+        Args:
+            loss_of: gives the loss of a batch, with or without the fault.
+            after_backward: what happens after the faulty backward.
+            unscale: whether gradients are unscaled and clipped by hand.
+            zeroing: arguments of ``zero_grad``.
+        """
+        for step in range(STEPS):
+            before = [p.detach().clone() for p in self.model.parameters()]
+            bad = step == BAD and dist.get_rank() == 1
+            self.scaler.scale(loss_of(share(batch(step, 6, 4)), bad)).backward()
+            if bad:
+                after_backward()
+            self.buckets.append([p.grad.data_ptr() for p in self.model.parameters()])
+            if unscale:
+                self.scaler.unscale_(self.stepper)
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.scaler.step(self.stepper)
+            self.scaler.update()
+            self.stepper.zero_grad(**zeroing)
+            pairs = zip(before, self.model.parameters(), strict=True)
+            self.moved.append(any(not torch.equal(p, q) for p, q in pairs))
+            if step == BAD:
+                next(self.model.parameters())._backward_hooks = None
+
+    def values(self) -> list[Any]:
+        return [p.tolist() for p in self.model.parameters()]
+
+
+@on_ranks
+def with_a_fault(kind: str, optimizer: str, grouped: bool, unscale: bool) -> dict[str, Any]:
+    model = DistributedDataParallel(nn.Linear(4, 3))
+    run = ByScaler(model, optimizer, dist.group.WORLD if grouped else None)
+
+    def loss_of(x: Tensor, bad: bool) -> Tensor:
+        loss = model(x).square().mean()
+        return harmed(kind, loss, model) if bad else loss
+
+    def spoil() -> None:  # after the reduction
+        if kind == "own gradient":
+            next(model.parameters()).grad[0] = math.inf
+
+    run.walk(loss_of, spoil, unscale)
+    return {"moved": run.moved, "scale": run.scaler.get_scale(), "params": run.values()}
 
 
 @pytest.mark.parametrize("unscale", [True, False], ids=["unscale", "step"])
@@ -94,9 +124,11 @@ def train(kind: str, optimizer: str, grouped: bool, unscale: bool) -> dict[str, 
     + [("own gradient", True)],
 )
 def test_ranks_agree(pair: Pair, kind: str, grouped: bool, optimizer: str, unscale: bool) -> None:
-    first, second = train(pair, kind=kind, optimizer=optimizer, grouped=grouped, unscale=unscale)
+    first, second = with_a_fault(
+        pair, kind=kind, optimizer=optimizer, grouped=grouped, unscale=unscale
+    )
     assert first == second
-    # whose gradients are good: nobody else has seen anything
+    # without a group no other rank has seen an inf loss whose gradients are finite
     skipped = grouped or kind != "inf loss"
     assert first["moved"] == [step != BAD or not skipped for step in range(STEPS)]
     fault = grouped and kind.endswith("loss")
@@ -104,31 +136,19 @@ def test_ranks_agree(pair: Pair, kind: str, grouped: bool, optimizer: str, unsca
 
 
 @on_ranks
-def train_in_half(views: bool) -> list[list[list[float]]]:
+def train_in_half(views: bool) -> list[Any]:
     """Rank 1 alone sees an inf, in the second step; the gradients stay in the buckets."""
-    torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 3).half(), gradient_as_bucket_view=views)
-    stepper = tritonamp.optim.AdamW(model.parameters(), lr=0.1)
-    scaler, buckets, moved = tritonamp.GradScaler("cpu", init_scale=SCALE), [], []
-    for step in range(STEPS):
-        before = [p.detach().clone() for p in model.parameters()]
-        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).chunk(2)
-        bad = step == BAD and dist.get_rank() == 1
-        loss = model(x[dist.get_rank()].half()).float().square().mean()
-        scaler.scale(loss * (2.0**15 if bad else 1.0)).backward()
-        buckets.append([p.grad.data_ptr() for p in model.parameters()])
-        scaler.unscale_(stepper)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(stepper)
-        scaler.update()
-        stepper.zero_grad(set_to_none=False)
-        moved.append(
-            not all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
-        )
-    assert not views or buckets[1] == buckets[2] == buckets[3]  # DDP makes them anew after one
-    assert moved == [step != BAD for step in range(STEPS)]
-    assert scaler.get_scale() == SCALE / 2
-    return [p.tolist() for p in model.parameters()]
+    run = ByScaler(model, "optim.AdamW")
+
+    def loss_of(x: Tensor, bad: bool) -> Tensor:
+        return model(x.half()).float().square().mean() * (2.0**15 if bad else 1.0)
+
+    run.walk(loss_of, set_to_none=False)
+    assert not views or run.buckets[1] == run.buckets[2] == run.buckets[3]  # DDP rebuilds once
+    assert run.moved == [step != BAD for step in range(STEPS)]
+    assert run.scaler.get_scale() == SCALE / 2
+    return run.values()
 
 
 @on_ranks
@@ -136,10 +156,10 @@ def scale_summands(value: float) -> list[float]:
     """Each rank holds a summand of the loss, as a row-parallel layer leaves it."""
     mesh = init_device_mesh("cpu", (2,))
     summand = torch.tensor(value if dist.get_rank() else 1.0)
-    scaler = tritonamp.GradScaler("cpu", init_scale=SCALE)
-    scaled: Any = scaler.scale(DTensor.from_local(summand, mesh, [Partial()]))
-    assert scaler.loss_nonfinite is not None
-    return [float(scaled.full_tensor()), float(scaler.loss_nonfinite)]
+    ours = scaler()
+    scaled: Any = ours.scale(DTensor.from_local(summand, mesh, [Partial()]))
+    assert ours.loss_nonfinite is not None
+    return [float(scaled.full_tensor()), float(ours.loss_nonfinite)]
 
 
 def test_a_loss_of_which_each_rank_has_a_summand(pair: Pair) -> None:
@@ -155,8 +175,8 @@ def test_half_parameters_under_ddp(pair: Pair, views: bool) -> None:
 
 @on_ranks
 def copies() -> list[Any]:
-    scaler = tritonamp.GradScaler("cpu", init_scale=SCALE, process_group=dist.group.WORLD)
-    return [s.state_dict() == scaler.state_dict() for s in (scaler.clone(), copy.deepcopy(scaler))]
+    ours = tritonamp.GradScaler("cpu", init_scale=SCALE, process_group=dist.group.WORLD)
+    return [s.state_dict() == ours.state_dict() for s in (ours.clone(), copy.deepcopy(ours))]
 
 
 def test_a_scaler_with_a_group_can_be_copied(pair: Pair) -> None:

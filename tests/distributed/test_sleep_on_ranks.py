@@ -11,66 +11,59 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from ranks import Shared, sharded, uneven_net
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import RANKS, Pair, of_ranks, on_ranks, serve
 
-import tritonamp
 from tritonamp.step import sleep
 
 pytestmark = of_ranks
 
 
-def wrapped(how: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 1))
+def model_by(how: str) -> nn.Module:
+    model = uneven_net()
     if how == "FSDP2":
-        policy = MixedPrecisionPolicy(param_dtype=torch.float16)
-        return fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)), mp_policy=policy)
+        return sharded(model, policy={"param_dtype": torch.float16})  # type: ignore[no-any-return]
     return DistributedDataParallel(model, gradient_as_bucket_view=how == "DDP views")
 
 
-def part(tensor: Any) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor).detach()
+class Sleepy(Shared):
+    """A run that is asleep after each backward and each step, unless ``weights`` is None."""
 
+    def __init__(self, how: str, weights: bool | None) -> None:
+        def adamw(params: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(params, lr=0.01)
 
-def trained(how: str, weights: bool | None) -> tuple[list[float], list[int]]:
-    """Train; asleep after each backward and step, unless ``weights`` is None."""
-    model = wrapped(how)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    amp = tritonamp.enable(model, optimizer, level="O2")
-    ema, moved = amp.ema(0.5), []
+        super().__init__(model_by(how), adamw, share=lambda x: x[dist.get_rank() :: RANKS])
+        self._weights, self.moved = weights, list[int]()
+        ema = self.amp.ema(0.5)
+        for step in range(4):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            bad = step == 1 and dist.get_rank() == 0
+            self.backward(self.loss(x, "loss" if bad else None))
+            self.maybe_sleep()
+            self.finish(0.1)
+            ema.update()
+            self.maybe_sleep()
+        values = [*self.amp.master_params(), *self.model.parameters(), *ema.state_dict().values()]
+        values += [x for state in self.optimizer.state.values() for x in state.values()]
+        parts: list[Any] = [getattr(x, "_local_tensor", x).detach() for x in values]
+        self.all_values = torch.cat([part.double().reshape(-1) for part in parts]).tolist()
+        assert self.counts("skipped") == [1]
+        self.end()
 
-    def maybe_sleep() -> None:
-        if weights is not None:
-            moved.append(amp.sleep(weights=weights))
-            amp.wake()
-
-    for step in range(4):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-        loss = (model(x[dist.get_rank() :: RANKS]).float() - 1).square().mean()
-        bad = step == 1 and dist.get_rank() == 0
-        amp.backward(loss * torch.inf if bad else loss)
-        maybe_sleep()
-        amp.clip_grad_norm_(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        ema.update()
-        maybe_sleep()
-    values = [*amp.master_params(), *model.parameters(), *ema.state_dict().values()]
-    values += [x for state in optimizer.state.values() for x in state.values()]
-    amp.disable()
-    return torch.cat([part(x).double().reshape(-1) for x in values]).tolist(), moved
+    def maybe_sleep(self) -> None:
+        if self._weights is not None:
+            self.moved.append(self.amp.sleep(weights=self._weights))
+            self.amp.wake()
 
 
 @on_ranks
 def sleeping(how: str, weights: bool) -> bool:
     with mock.patch.object(sleep, "_is_on_device", lambda tensor: tensor.layout is torch.strided):
-        never, _ = trained(how, None)
-        slept, moved = trained(how, weights)
-    return never == slept and all(moved) and len(moved) == 8
+        never, slept = Sleepy(how, None), Sleepy(how, weights)
+    return never.all_values == slept.all_values and all(slept.moved) and len(slept.moved) == 8
 
 
 @pytest.mark.parametrize("weights", [False, True])

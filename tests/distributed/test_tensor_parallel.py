@@ -16,9 +16,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
+from ranks import (
+    OPTIMIZERS,
+    STEP_SIZES,
+    Clipped,
+    Shared,
+    alike,
+    distance,
+    joint,
+    joint_batches,
+    outlying,
+    sharded,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -26,7 +38,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from two_ranks import Pair, of_ranks, on_ranks, serve, whole
+from two_ranks import Pair, of_ranks, on_ranks, refused, serve, whole
 
 import tritonamp
 from tritonamp.kernels.outliers import SIZE
@@ -38,7 +50,7 @@ STEPS = 4
 WIDE = 8
 
 
-class Block(nn.Module):
+class Neurons(nn.Module):
     """A norm, and a layer that splits its neurons."""
 
     def __init__(self) -> None:
@@ -50,24 +62,17 @@ class Block(nn.Module):
         return result
 
 
-class Net(nn.Module):
+class Layers(nn.Sequential):
     """(batch, 4, WIDE) to (batch, 4, 4)."""
 
-    def __init__(self) -> None:
+    def __init__(self, half: bool = False, seed: int = 0) -> None:
+        torch.manual_seed(seed)
         super().__init__()
-        self.first, self.block, self.head = nn.Linear(WIDE, WIDE), Block(), nn.Linear(WIDE, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.block(self.first(x)))
-        return result
+        self.first, self.block, self.head = nn.Linear(WIDE, WIDE), Neurons(), nn.Linear(WIDE, 4)
+        self.half() if half else None
 
 
-def net(half: bool = False, seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net().half() if half else Net()
-
-
-def spread(model: Net, way: str, **mp_policy: Any) -> Net:
+def parallel(model: Layers, way: str, **policy: Any) -> Layers:
     """``way``: "layers" or "sequence", with "FSDP2" or without; or "FSDP2" alone."""
     if "FSDP2" in way:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -90,64 +95,27 @@ def spread(model: Net, way: str, **mp_policy: Any) -> Net:
     if way != "FSDP2":
         parallelize_module(model.block, along, inner)
     if "FSDP2" in way:
-        options = {"mp_policy": MixedPrecisionPolicy(**mp_policy)} if mp_policy else {}
-        for part in (model.block, model):
-            fully_shard(part, mesh=mesh["data"], **options)
+        sharded(model, [model.block], policy or None, mesh=mesh["data"])
     return model
 
 
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(4, 4, WIDE, generator=generator) for _ in range(STEPS)]
+def joint_inputs() -> list[Tensor]:
+    return joint_batches(STEPS, 4, 4, WIDE)
 
 
-def share(way: str) -> Callable[[Tensor], Tensor]:
+def optimizer_of(kind: str, model: nn.Module) -> Callable[..., torch.optim.Optimizer]:
+    """Return a maker of an optimizer for all parameters of the model, frozen ones, too."""
+    return lambda _: OPTIMIZERS[kind](model.parameters())
+
+
+def part_of(way: str) -> Callable[[Tensor], Tensor]:
     """What this rank reads of a batch: the two ranks of one part of the layers read the same."""
     rank = dist.get_rank()
-    return (lambda x: x.chunk(2)[rank // 2]) if "FSDP2" in way else (lambda x: x)
-
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5),
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, eps=0.25, weight_decay=0.0),
-    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01, eps=0.25, foreach=False),
-}
-STEP_SIZES = {"SGD": 0.1 / (1 - 0.5), "AdamW": 2 * 0.01 / 0.25, "NAdam": 4 * 0.01 / 0.25}
-
-
-def train(
-    model: nn.Module, kind: str, read: Callable[[Tensor], Tensor], **options: Any
-) -> tuple[dict[str, Any], tritonamp.Amp, torch.optim.Optimizer]:
-    """With a fault in the second step, and true gradients asked for in the last."""
-    fault, here = options.pop("fault", None), dist.get_rank() == RANKS - 1
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10)
-    amp = tritonamp.enable(model, optimizer, scaler=scaler, **options)
-    losses, norms = [], []
-    for step, x in enumerate(batches()):
-        loss = (model(read(x)) - 1).square().mean()
-        losses.append(float(loss.detach()))
-        amp.backward(loss * (math.nan if step == 1 and here and fault == "loss" else 1.0))
-        if step == 1 and here and fault == "part":
-            grads: Any = [p.grad for p in model.parameters() if hasattr(p.grad, "placements")]
-            grads[-1]._local_tensor.view(-1)[0] = math.inf
-        if step == STEPS - 1:
-            amp.unscale_()
-        norms.append(float(amp.clip_grad_norm_(0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    stats = amp.stats()
-    found = {
-        "losses": losses,
-        "norms": [str(norm) for norm in norms],
-        "masters": [whole(p) for p in amp.master_params()],
-        "stats": [stats[key] for key in ("steps", "skipped", "forward_faults", "scale")],
-    }
-    return found, amp, optimizer
+    return (lambda x: x.chunk(2)[rank // 2]) if "FSDP2" in way else joint
 
 
 @on_ranks
-def run(
+def layers_and_alone(
     way: str,
     level: str,
     kind: str = "SGD",
@@ -158,35 +126,47 @@ def run(
     backend: str = "auto",
 ) -> dict[str, Any]:
     """``frozen``: the block, which stays half; ``wide``: gradients in FP32."""
-    options: dict[str, Any] = {"level": level, "fault": fault, "dtype": torch.float16}
+    options: dict[str, Any] = {"level": level, "dtype": torch.float16}
     options |= {"grad_dtype": torch.float32} if wide else {}
-    model = spread(net(came_half), way)
+    model = parallel(Layers(came_half), way)
     model.block.requires_grad_(not frozen)  # SequenceParallel has norms train, whatever they did
-    found, amp, optimizer = train(model, kind, share(way), **options, backend=backend)
-    sharded = {name for name, p in model.named_parameters() if hasattr(p, "placements")}
-    masters: Any = dict(amp.named_master_params())
+    here = dist.get_rank() == RANKS - 1
+    run = Clipped(
+        model,
+        joint_inputs(),
+        fault if here else None,
+        optimizer_of(kind, model),
+        share=part_of(way),
+        **options,
+        backend=backend,
+    )
+    found = run.outcome()
+    with_placements = {name for name, p in model.named_parameters() if hasattr(p, "placements")}
+    masters: Any = dict(run.amp.named_master_params())
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, master in masters.items():
         if name not in trained:
-            assert master.dtype is torch.float16 and not optimizer.state[master]
+            assert master.dtype is torch.float16 and not run.optimizer.state[master]
             continue
-        tensors = [master, *(t for t in optimizer.state[master].values() if t.dim())]
+        tensors = [master, *(t for t in run.optimizer.state[master].values() if t.dim())]
         assert all(t.dtype is torch.float32 for t in tensors)
-        assert all(hasattr(t, "placements") == (name in sharded) for t in tensors)
+        assert all(hasattr(t, "placements") == (name in with_placements) for t in tensors)
     state = model.state_dict()
     assert [whole(t) for t in state.values()] == found["masters"]
     assert {state[name].dtype for name in trained} == {torch.float32}
-    amp.disable()
+    run.end()
     came = torch.float16 if came_half else torch.float32
     assert {p.dtype for p in model.parameters()} == {came}
     rounded = [torch.tensor(v).to(came).double().tolist() for v in found["masters"]]
     assert [whole(p) for p in model.parameters()] == rounded
-    options["fault"] = "loss" if fault and dist.get_rank() == RANKS - 1 else None
-    single = net(came_half)
+    single = Layers(came_half)
     single.block.requires_grad_(not frozen)
-    alone, amp, _ = train(single, kind, lambda x: x, **options)
-    amp.disable()
-    return {"found": found, "alone": alone}
+    bad = "loss" if fault and here else None
+    alone = Clipped(single, joint_inputs(), bad, optimizer_of(kind, single), share=joint, **options)
+    return {
+        "found": {**found, "losses": run.losses},
+        "alone": {**alone.outcome(), "losses": alone.losses},
+    }
 
 
 WAYS = ["layers", "sequence", "layers, FSDP2", "sequence, FSDP2"]
@@ -202,21 +182,21 @@ RUNS = [
     {"way": "FSDP2", "level": "O2", "kind": "NAdam"},
     {"way": "sequence", "level": "O2", "kind": "NAdam"},
     {"way": "sequence, FSDP2", "level": "O2", "kind": "NAdam"},
-    {"way": "sequence, FSDP2", "level": "O2", "kind": "AdamW", "fault": "part"},
-    {"way": "sequence", "level": "O2", "fault": "part"},
+    {"way": "sequence, FSDP2", "level": "O2", "kind": "AdamW", "fault": "shard"},
+    {"way": "sequence", "level": "O2", "fault": "shard"},
     {"way": "sequence", "level": "O2", "backend": "triton"},
 ]
 
 
 @pytest.mark.parametrize("options", RUNS, ids=lambda o: " ".join(map(str, o.values())))
 def test_as_one_process_on_the_joint_batch(pair: Pair, options: dict[str, Any]) -> None:
-    answers = run(pair, **options)
+    answers = layers_and_alone(pair, **options)
     found, fault = answers[0]["found"], options.get("fault")
     for answer in answers:
-        for key in ("norms", "masters", "stats"):
-            assert answer["found"][key] == found[key], key
-    scale = 2.0**9 if fault == "part" else 2.0**10
-    assert found["stats"] == [STEPS - bool(fault), int(bool(fault)), int(fault == "loss"), scale]
+        assert {**answer["found"], "losses": None} == {**found, "losses": None}
+    scale = 2.0**9 if fault == "shard" else 2.0**10
+    counts = [found[key] for key in ("steps", "skipped", "forward_faults", "scale")]
+    assert counts == [STEPS - bool(fault), int(bool(fault)), int(fault == "loss"), scale]
     alone = answers[-1]["alone"]
     ulp = 2.0**-11
     losses = [a["found"]["losses"] for a in answers]
@@ -233,59 +213,47 @@ def test_as_one_process_on_the_joint_batch(pair: Pair, options: dict[str, Any]) 
             <= (STEPS * 10 * ulp * max(n for _, n in norms if math.isfinite(n)))
         )
     bound = STEPS * STEP_SIZES[options.get("kind", "SGD")] * 0.5 * 10 * ulp
-    pairs = zip(found["masters"], alone["masters"], strict=True)
-    assert max(abs(a - b) for p, q in pairs for a, b in zip(p, q, strict=True)) <= bound
+    assert distance(found["masters"], alone["masters"]) <= bound
 
 
 @on_ranks
-def outlying(way: str) -> list[Any]:
+def outlier_of_a_part(way: str) -> list[Any]:
     """The gradients of the last step are an outlier on the ranks that read one part of a batch."""
-    model = spread(net(), way)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    amp = tritonamp.enable(model, optimizer, level="O2", loss_scale=16.0, skip_outliers=6.0)
-    x, norms = share(way)(batches()[0]), []
-    for step in range(SIZE + 1):
-        loss = (1.0 + 0.02 * (step % 5)) * model(x).square().mean()
-        if step == SIZE and ("FSDP2" not in way or dist.get_rank() > 1):
-            loss = loss + 100.0 * (loss - loss.detach())
-        amp.backward(loss)
-        norms.append(float(amp.clip_grad_norm_(math.inf)))
-        optimizer.step()
-        optimizer.zero_grad()
-    last, window = amp.history[-1], amp.state_dict()["outliers"]["0"]
-    state = amp.stats()
-    amp.disable()
-    return [last.cause, state["steps"], state["skipped"], window, norms]
+    run = Shared(
+        parallel(Layers(), way),
+        lambda params: torch.optim.SGD(params, lr=0.0),
+        loss_scale=16.0,
+        skip_outliers=6.0,
+    )
+
+    def worse(loss: Tensor) -> Tensor:
+        is_bad = "FSDP2" not in way or dist.get_rank() > 1
+        return loss + 100.0 * (loss - loss.detach()) if is_bad else loss
+
+    return [*outlying(run, part_of(way)(joint_inputs()[0]), worse, math.inf), run.norms]
 
 
 @pytest.mark.parametrize("way", ["FSDP2", "sequence", "sequence, FSDP2"])
 def test_outliers_are_told_by_the_norm_of_the_whole(pair: Pair, way: str) -> None:
-    answers = outlying(pair, way=way)
-    assert all(answer == answers[0] for answer in answers)
-    assert answers[0][:3] == ["outlier", SIZE, 1]
+    assert alike(outlier_of_a_part(pair, way=way))[:3] == ["outlier", SIZE, 1]
 
 
 # What moves between ranks
 
 
 @on_ranks
-def moved(way: str) -> list[dict[str, int]]:
+def moved_by_us_and_by_torch(way: str) -> list[dict[str, int]]:
     """The collectives of steps at O2, and of the same by torch alone."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # torch's own, about views
     found = []
-    for ours in (True, False):
-        model = spread(net(True), way, param_dtype=torch.float16)
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
-        amp = tritonamp.enable(model, optimizer, level="O2") if ours else None
+    for level in ("O2", None):
+        run = Shared(parallel(Layers(half=True), way, param_dtype=torch.float16), "SGD", level)
         with Collectives() as collectives:
-            for x in batches():
-                loss = model(share(way)(x).half()).float().square().mean()
-                loss.backward() if amp is None else amp.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
+            for x in joint_inputs():
+                run.backward(run.model(part_of(way)(x).half()).float().square().mean())
+                run.finish()
         found.append(dict(collectives.found))
-        if amp is not None:
-            amp.disable()
+        run.end()
     return found
 
 
@@ -295,7 +263,7 @@ def test_a_step_moves_the_numbers_of_its_decision_more(pair: Pair, way: str) -> 
     # use
     sums = 2 * STEPS if way == "sequence" else 0
     expected = {"_allgather_base_ torch.float32 28": STEPS, "all_reduce torch.float32 32": sums}
-    for found, alone in moved(pair, way=way):
+    for found, alone in moved_by_us_and_by_torch(pair, way=way):
         ours, torchs = Counter(found), Counter(alone)
         assert ours - torchs == +Counter(expected)
         left = torchs - ours
@@ -306,44 +274,24 @@ def test_a_step_moves_the_numbers_of_its_decision_more(pair: Pair, way: str) -> 
 # Checkpoints
 
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]]:
-    state = optimizer.state_dict()["state"]
-    tensors = [t for i in sorted(state) for _, t in sorted(state[i].items())]
-    return [whole(t) for t in (*model.state_dict().values(), *tensors)]
-
-
-def enabled(model: nn.Module) -> dict[str, Any]:
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
-    scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10)
-    amp = tritonamp.enable(model, optimizer, level="O2", scaler=scaler)
-    return {"model": model, "optimizer": optimizer, "amp": amp}
-
-
-def steps(read: Callable[[Tensor], Tensor], model: Any, optimizer: Any, amp: Any) -> None:
-    for x in batches():
-        amp.backward((model(read(x)) - 1).square().mean())
-        amp.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+def stepping(model: Layers, way: str) -> Shared:
+    return Shared(model, share=part_of(way) if way else joint)
 
 
 @on_ranks
-def saved(path: str, way: str, other: str) -> list[Any]:
+def resumed_and_loaded_elsewhere(path: str, way: str, other: str) -> list[Any]:
     """Trains, saves and trains on; resumes the same way, and loads into the other one."""
-    parts = enabled(spread(net(), way))
-    steps(share(way), **parts)
-    tritonamp.save_sharded(path, **parts)
-    before = everything(parts["model"], parts["optimizer"])
-    again = enabled(spread(net(seed=1), way))
-    tritonamp.load_sharded(path, **again)
-    elsewhere = enabled(spread(net(seed=2), other))
-    tritonamp.load_sharded(path, **elsewhere)
-    found = [everything(p["model"], p["optimizer"]) for p in (again, elsewhere)]
-    for each in (parts, again):
-        steps(share(way), **each)
-    continued = [everything(p["model"], p["optimizer"]) for p in (parts, again)]
-    for each in (parts, again, elsewhere):
-        each["amp"].disable()
+    first, again, elsewhere = (
+        stepping(parallel(Layers(seed=seed), kind), kind)
+        for seed, kind in enumerate((way, way, other))
+    )
+    first.walk(joint_inputs(), max_norm=0.5)
+    tritonamp.save_sharded(path, **first.objects())
+    before = first.saved()
+    for each in (again, elsewhere):
+        tritonamp.load_sharded(path, **each.objects())
+    found = [each.saved() for each in (again, elsewhere)]
+    continued = [each.walk(joint_inputs(), max_norm=0.5).saved() for each in (first, again)]
     return [before, *found, *continued]
 
 
@@ -352,15 +300,15 @@ def test_resumes_bit_for_bit_and_loads_at_another_mesh(
     pair: Pair, tmp_path: Path, way: str
 ) -> None:
     path = str(tmp_path / "run")
-    answers = saved(pair, path=path, way=way, other=WAYS[(WAYS.index(way) + 1) % len(WAYS)])
-    assert all(answer == answers[0] for answer in answers)
-    before, again, elsewhere, continued, resumed = answers[0]
+    other = WAYS[(WAYS.index(way) + 1) % len(WAYS)]
+    answers = resumed_and_loaded_elsewhere(pair, path=path, way=way, other=other)
+    before, again, elsewhere, continued, resumed = alike(answers)
     assert before == again == elsewhere
     assert continued == resumed != before
-    alone = enabled(net(seed=3))
-    tritonamp.load_sharded(path, **alone)
-    found = everything(alone["model"], alone["optimizer"])
-    alone["amp"].disable()
+    alone = stepping(Layers(seed=3), "")
+    tritonamp.load_sharded(path, **alone.objects())
+    found = alone.saved()
+    alone.end()
     assert found == before
 
 
@@ -370,7 +318,7 @@ def test_resumes_bit_for_bit_and_loads_at_another_mesh(
 def built(what: str) -> tuple[Any, dict[str, Any]]:
     """A model, and options of enable."""
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    model, options = net(), dict[str, Any](level="O2")
+    model, options = Layers(), dict[str, Any](level="O2")
     if what == "FSDP2 in part":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         parallelize_module(model.block, mesh["tensor"], plan)
@@ -381,42 +329,41 @@ def built(what: str) -> tuple[Any, dict[str, Any]]:
         parallelize_module(model.block, along["tensor"], plan)
         parallelize_module(model, across["tensor"], {"head": ColwiseParallel()})
     elif what in ("heal, FSDP2", "replay, FSDP2"):
-        model = spread(model, "layers FSDP2")
+        model = parallel(model, "layers FSDP2")
     elif what != "too late":
-        model = spread(model, "sequence")
+        model = parallel(model, "sequence")
     heal = {"on_nonfinite": "heal"}
     options |= {"O3": {"level": "O3"}, "heal": heal, "heal, FSDP2": heal}.get(what, {})
     return model, options
 
 
 @on_ranks
-def told(what: str) -> Any:
+def enabling_and_a_step(what: str) -> str:
     """What enable, or a step, says."""
     model, options = built(what)
-    optimizer = OPTIMIZERS["SGD"](model.parameters())
-    try:
-        amp = tritonamp.enable(model, optimizer, **options)
-    except ValueError as error:
-        return str(error)
-    try:
-        if what == "too late":
-            spread(model, "layers")
-        loss = (model(batches()[0]) - 1).square().mean()
-        if what == "a DTensor":
-            mesh = next(p for p in model.parameters() if hasattr(p, "placements")).device_mesh
-            loss = DTensor.from_local(loss, mesh, [Replicate()])
-        amp.backward(loss)
-        norm = float(amp.clip_grad_norm_(math.inf))
-        optimizer.step()
-        if "replay" in what:
-            amp.explain(replay=True)
-        if what == "bundle":
-            amp.write_bundle("never made")
-        return [norm, amp.stats()["steps"]]
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        amp.disable()
+    return refused(lambda: act_and_step(what, Shared(model, "SGD", share=joint, **options)))
+
+
+def act_and_step(what: str, run: Shared) -> list[Any]:
+    if what == "too late":
+        parallel(run.model, "layers")
+    loss: Any = run.loss(joint_inputs()[0])
+    if what == "a DTensor":
+        mesh = next(p for p in run.model.parameters() if hasattr(p, "placements")).device_mesh
+        loss = DTensor.from_local(loss, mesh, [Replicate()])
+    run.backward(loss)
+    run.finish(math.inf)
+    if "replay" in what:
+        run.amp.explain(replay=True)
+    if what == "bundle":
+        run.amp.write_bundle("never made")
+    return [*run.norms, *run.counts("steps")]
+
+
+@on_ranks
+def norm_and_steps(what: str) -> list[Any]:
+    model, options = built(what)
+    return act_and_step(what, Shared(model, "SGD", share=joint, **options))
 
 
 REFUSED = {
@@ -434,12 +381,15 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_work_is_refused(pair: Pair, what: str) -> None:
-    for text in told(pair, what=what):
-        assert text.startswith(REFUSED[what])
+    kind = (
+        "ValueError" if REFUSED[what].startswith(("level", "on_nonf", "model")) else "RuntimeError"
+    )
+    for text in enabling_and_a_step(pair, what=what):
+        assert text.startswith(f"{kind}: {REFUSED[what]}")
 
 
 def test_a_loss_may_be_a_dtensor(pair: Pair) -> None:
-    plain, parts = told(pair, what="a loss"), told(pair, what="a DTensor")
+    plain, parts = norm_and_steps(pair, what="a loss"), norm_and_steps(pair, what="a DTensor")
     assert parts == plain
     assert plain[0][1] == 1 and plain[0][0] > 0.0
 

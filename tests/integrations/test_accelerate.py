@@ -6,6 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from clients import (
+    LEVELS_AND_KINDS,
+    LOSS,
+    ByHandOfTaken,
+    client_batches,
+    client_net,
+    optimizer_and_scheduler,
+    state_of,
+)
 from helpers import assert_same
 from torch import Tensor, nn
 
@@ -22,49 +31,9 @@ from tritonamp.integrations.accelerate import enable
 pytestmark = pytest.mark.clients
 
 BATCHES = 8
-RUNS = [
-    ("O0", "AdamW"),
-    ("O1", "SGD"),
-    ("O1", "AdamW"),
-    ("O2", "SGD"),
-    ("O2", "AdamW"),
-    ("O2", "optim.AdamW"),
-    ("O3", "AdamW"),
-    ("O5", "AdamW"),
-]
-LOSS = nn.functional.mse_loss
 
 
-def net() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def make_optimizer(model: nn.Module, kind: str = "AdamW") -> torch.optim.Optimizer:
-    if kind == "SGD":
-        return torch.optim.SGD(model.parameters(), lr=0.05)
-    return (torch.optim.AdamW if kind == "AdamW" else tritonamp.optim.AdamW)(
-        model.parameters(), lr=0.05
-    )
-
-
-def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-
-
-def batches(bad: int | None = None) -> list[tuple[Tensor, Tensor]]:
-    """Number ``bad`` has an inf."""
-    generator = torch.Generator().manual_seed(1)
-    made = [
-        (torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator))
-        for _ in range(BATCHES)
-    ]
-    if bad is not None:
-        made[bad][0][0, 0] = torch.inf
-    return made
-
-
-class Run:
+class Accelerated:
     """A training under Accelerate."""
 
     def __init__(
@@ -75,22 +44,20 @@ class Run:
         loaded: torch.dtype = torch.float32,
         **settings: Any,
     ) -> None:
-        self.accelerator = Accelerator(
+        self.accelerator: Any = Accelerator(
             cpu=True, gradient_accumulation_steps=accumulate, mixed_precision=mixed_precision
         )
         enable(self.accelerator, **settings)
-        model = net().to(loaded)
-        optimizer = make_optimizer(model, kind)
-        scheduler = make_scheduler(optimizer)
+        model = client_net().to(loaded)
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
-            model, optimizer, scheduler
+            model, *optimizer_and_scheduler(model, kind)
         )
         self.skips: list[bool] = []
         self.norms: list[float] = []
 
     @property
     def amp(self) -> tritonamp.Amp:
-        return self.accelerator.amp  # type: ignore[attr-defined]
+        return self.accelerator.amp  # type: ignore[no-any-return]
 
     def train(
         self, data: list[tuple[Tensor, Tensor]], norm: float = 0.0, value: float = 0.0
@@ -109,45 +76,20 @@ class Run:
                     self.skips.append(self.accelerator.optimizer_step_was_skipped)
                 self.scheduler.step()
                 self.optimizer.zero_grad()
-        return {name: value.clone() for name, value in self.model.state_dict().items()}
+        return state_of(self.model)
 
 
-def by_hand(
-    data: list[tuple[Tensor, Tensor]],
-    kind: str = "AdamW",
-    accumulate: int = 1,
-    norm: float = 0.0,
-    value: float = 0.0,
-    **settings: Any,
-) -> tuple[dict[str, Tensor], list[bool], list[float]]:
-    """The same in a loop of our own: parameters, which steps were skipped, norms."""
-    model = net()
-    optimizer = make_optimizer(model, kind)
-    scheduler, norms = make_scheduler(optimizer), []
-    amp = tritonamp.enable(model, optimizer, **settings)
-    for i, (x, y) in enumerate(data):
-        amp.backward(LOSS(model(x), y) / accumulate)
-        if (i + 1) % accumulate:
-            continue
-        if norm:
-            norms.append(float(amp.clip_grad_norm_(norm)))
-        if value:
-            amp.unscale_()
-            nn.utils.clip_grad_value_(list(amp.master_params()), value)
-        optimizer.step()
-        optimizer.zero_grad()
-        if amp.history[-1].cause is None:
-            scheduler.step()
-    state, skips = model.state_dict(), [record.cause is not None for record in amp.history]
-    amp.disable()
-    return state, skips, norms
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return optimizer_and_scheduler(model)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("level", "kind"), RUNS)
+@pytest.mark.parametrize(("level", "kind"), LEVELS_AND_KINDS)
 def test_the_loop_walks_our_steps(level: str, kind: str) -> None:
-    run, data = Run(kind, level=level), batches(bad=3)
+    run, data = Accelerated(kind, level=level), client_batches(BATCHES, bad=3)
     state = run.train(data)
-    expected, skips, _ = by_hand(data, kind, level=level)
+    hand = ByHandOfTaken(kind, level)
+    expected = hand.walk(data)
+    skips = [cause is not None for cause in hand.causes]
     assert_same(state, expected)
     assert run.skips == skips
     assert skips[3]
@@ -169,21 +111,21 @@ def test_the_loop_walks_our_steps(level: str, kind: str) -> None:
     ids=str,
 )
 def test_clipping_and_accumulation(level: str, how: dict[str, Any]) -> None:
-    data = batches(bad=5)
+    data = client_batches(BATCHES, bad=5)
     clip = {name: value for name, value in how.items() if name != "accumulate"}
-    run = Run(accumulate=how.get("accumulate", 1), level=level)
+    run = Accelerated(accumulate=how.get("accumulate", 1), level=level)
     state = run.train(data, **clip)
-    expected, skips, norms = by_hand(data, level=level, **how)
-    assert_same(state, expected)
-    assert run.skips == skips
-    assert str(run.norms) == str(norms)  # NaN is itself there
+    hand = ByHandOfTaken(level=level)
+    assert_same(state, hand.walk(data, **how))
+    assert run.skips == [cause is not None for cause in hand.causes]
+    assert str(run.norms) == str(hand.norms)  # NaN is itself there
     run.accelerator.free_memory()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_norms_of_a_part_and_of_another_kind(level: str) -> None:
-    run, (x, y) = Run(level=level), batches()[0]
-    plain = net()
+    run, (x, y) = Accelerated(level=level), client_batches(BATCHES)[0]
+    plain = client_net()
     LOSS(plain(x), y).backward()
     for parameters, norm_type in [(lambda m: m[0].parameters(), 2), (lambda m: m.parameters(), 1)]:
         run.optimizer.zero_grad()
@@ -198,18 +140,18 @@ def test_norms_of_a_part_and_of_another_kind(level: str) -> None:
 
 
 @pytest.mark.parametrize("loaded", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("level", "kind"), RUNS[2:7])
+@pytest.mark.parametrize(("level", "kind"), LEVELS_AND_KINDS[2:7])
 def test_resuming_is_not_stopping(
     level: str, kind: str, loaded: torch.dtype, tmp_path: Path
 ) -> None:
-    data = batches(bad=2)
-    run = Run(kind, level=level, loaded=loaded)
+    data = client_batches(BATCHES, bad=2)
+    run = Accelerated(kind, level=level, loaded=loaded)
     run.train(data[:3])
     run.accelerator.save_state(str(tmp_path))
     whole = run.train(data[3:])
     steps = run.amp.stats()["steps"]
     run.accelerator.free_memory()
-    resumed = Run(kind, level=level, loaded=loaded)
+    resumed = Accelerated(kind, level=level, loaded=loaded)
     resumed.accelerator.load_state(str(tmp_path))
     assert_same(resumed.train(data[3:]), whole)
     assert resumed.amp.stats()["steps"] == steps
@@ -219,17 +161,17 @@ def test_resuming_is_not_stopping(
 
 @pytest.mark.parametrize("kind", ["AdamW", "optim.AdamW", "enabled"])
 def test_our_scaler_in_a_plain_accelerator(kind: str) -> None:
-    accelerator, model = Accelerator(cpu=True), net()
-    optimizer = make_optimizer(model, kind if kind != "enabled" else "AdamW")
+    accelerator, model = Accelerator(cpu=True), client_net()
+    optimizer, scheduler = optimizer_and_scheduler(model, kind if kind != "enabled" else "AdamW")
     accelerator.scaler = tritonamp.GradScaler("cpu", init_scale=2.0**8)
     amp = (
         tritonamp.enable(model, optimizer, level="O2", scaler=accelerator.scaler)
         if kind == "enabled"
         else None
     )
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     skips = []
-    for x, y in batches(bad=3):
+    for x, y in client_batches(BATCHES, bad=3):
         accelerator.backward(LOSS(model(x), y))
         optimizer.step()
         skips.append(accelerator.optimizer_step_was_skipped)
@@ -242,13 +184,13 @@ def test_our_scaler_in_a_plain_accelerator(kind: str) -> None:
 
 
 def test_two_optimizers_are_told_apart() -> None:
-    first, second = net(), net()
+    first, second = client_net(), client_net()
     accelerator = Accelerator(cpu=True)
     # overflows nowhere
     enable(accelerator, level="O2", scaler=tritonamp.GradScaler("cpu", init_scale=2.0**10))
     models = first, second
-    *_, one, two = accelerator.prepare(*models, *map(make_optimizer, models))
-    for (x, y), bad in zip(batches() * 2, [None, 0, 1, None] * 4, strict=True):
+    *_, one, two = accelerator.prepare(*models, *map(optimizer_of, models))
+    for (x, y), bad in zip(client_batches(BATCHES) * 2, [None, 0, 1, None] * 4, strict=True):
         skipped = []
         for i, (model, optimizer) in enumerate(zip(models, (one, two), strict=True)):
             optimizer.zero_grad()
@@ -262,7 +204,7 @@ def test_two_optimizers_are_told_apart() -> None:
 
 @pytest.mark.smoke
 def test_autocast_is_the_op_policy() -> None:
-    run = Run(level="O1")
+    run = Accelerated(level="O1")
     x = torch.randn(3, 70000)
     with run.accelerator.autocast():
         assert run.model[0](torch.ones(2, 6)).dtype is torch.float16
@@ -275,14 +217,14 @@ def test_the_last_of_two_calls_counts() -> None:
     accelerator = Accelerator(cpu=True)
     enable(accelerator, level="O1")
     enable(accelerator, level="O2")
-    model = net()
-    accelerator.prepare(model, make_optimizer(model))
+    model = client_net()
+    accelerator.prepare(model, optimizer_of(model))
     assert accelerator.amp.policy.master_weights
     accelerator.free_memory()
 
 
 def test_trained_again_and_pickled() -> None:
-    run, data = Run(level="O2"), batches()
+    run, data = Accelerated(level="O2"), client_batches(BATCHES)
     run.train(data)
     copy = pickle.loads(pickle.dumps(run.optimizer))
     assert not copy.step_was_skipped
@@ -307,13 +249,13 @@ def test_mixed_precision_is_the_dtype(
     level: str | None, mixed_precision: str, said: torch.dtype | None, dtype: torch.dtype
 ) -> None:
     settings = {"level": level} if said is None else {"level": level, "dtype": said}
-    run = Run(mixed_precision=mixed_precision, **settings)
-    state = run.train(batches())
+    run = Accelerated(mixed_precision=mixed_precision, **settings)
+    state = run.train(client_batches(BATCHES))
     assert run.amp.policy.dtype is dtype
     run.accelerator.free_memory()
     assert run.accelerator.mixed_precision == mixed_precision  # as scripts ask
-    expected, *_ = by_hand(batches(), level=level, dtype=dtype)
-    assert_same(state, expected)
+    hand = ByHandOfTaken(level=level or "O1", dtype=dtype)
+    assert_same(state, hand.walk(client_batches(BATCHES)))
 
 
 @pytest.mark.parametrize("loaded", [torch.float16, torch.bfloat16], ids=str)
@@ -327,8 +269,8 @@ def test_the_dtype_of_the_model_is_the_default(loaded: torch.dtype) -> None:
     ]:
         accelerator = Accelerator(cpu=True)
         enable(accelerator, **settings)
-        model = net().to(loaded)
-        model, _ = accelerator.prepare(model, make_optimizer(model))
+        model = client_net().to(loaded)
+        model, _ = accelerator.prepare(model, optimizer_of(model))
         assert accelerator.amp.policy.dtype is dtype  # type: ignore[attr-defined]
         accelerator.free_memory()
         assert {p.dtype for p in model.parameters()} == {loaded}
@@ -336,7 +278,7 @@ def test_the_dtype_of_the_model_is_the_default(loaded: torch.dtype) -> None:
 
 def test_what_is_refused() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    accelerator.prepare(net())
+    accelerator.prepare(client_net())
     with pytest.raises(ValueError, match=r"it has prepared .* call enable before"):
         enable(accelerator, level="O2")
     AcceleratorState._reset_state(True)
@@ -347,10 +289,10 @@ def test_what_is_refused() -> None:
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True)
     enable(accelerator, level="O2")
-    model = net()
+    model = client_net()
     with pytest.raises(RuntimeError, match="prepare all models and optimizers in one call"):
-        accelerator.prepare(make_optimizer(model))
+        accelerator.prepare(optimizer_of(model))
     late = Accelerator(cpu=True)
-    late.prepare(model, make_optimizer(model))
+    late.prepare(model, optimizer_of(model))
     with pytest.raises(ValueError, match=r"call enable before accelerator\.prepare"):
         enable(late, level="O2")

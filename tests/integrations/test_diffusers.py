@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers import assert_same
-from tiny_models import dtypes, peft, stored
+from tiny_models import param_dtypes, peft, stored
 from torch import nn
 
 import tritonamp
@@ -109,7 +109,7 @@ def test_fine_tuning(level: str, half: torch.dtype, lora: bool, tmp_path: Path) 
     save = "save_lora_adapter" if lora else "save_pretrained"
     getattr(plain, save)(tmp_path / "enabled")
     accelerator.free_memory()
-    assert dtypes(unet, trains=True) == {half}
+    assert param_dtypes(unet, trains=True) == {half}
     getattr(plain, save)(tmp_path / "disabled")
     name = "pytorch_lora_weights" if lora else "diffusion_pytorch_model"
     files = [load_file(tmp_path / f / f"{name}.safetensors") for f in ("enabled", "disabled")]
@@ -144,4 +144,4 @@ def test_scripts_that_ask_for_mixed_precision(
     saved = load_file(tmp_path / "saved" / "pytorch_lora_weights.safetensors")
     assert {value.dtype for value in saved.values()} == {FP32}
     accelerator.free_memory()
-    assert dtypes(unet, trains=True) == {FP32}
+    assert param_dtypes(unet, trains=True) == {FP32}

@@ -21,7 +21,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def made(name: str) -> nn.Module:
+def model_of_experts(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "Mixtral":
         config = transformers.MixtralConfig(**SHAPE, num_local_experts=4)
@@ -34,7 +34,7 @@ def made(name: str) -> nn.Module:
 
 def losses(name: str, kind: str, level: str, dtype: torch.dtype) -> list[float]:
     """Losses of 8 steps on one batch."""
-    model = made(name)
+    model = model_of_experts(name)
     model.set_experts_implementation(kind)
     tokens = torch.randint(64, (4, 24), generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -5,158 +5,70 @@ The two ranks are this file run as a script, see two_ranks.py.
 """
 
 import contextlib
-import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from clients import (
+    LEVELS_AND_KINDS,
+    ByHand,
+    client_batches,
+    optimizer_and_scheduler,
+    state_of,
+)
 from helpers import assert_same
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision as StockMixedPrecision
 from lightning.pytorch.utilities import grad_norm
+from lightning_models import IGNORED, QUIET, Regression, fitted, loader, on_this_rank
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
-from two_ranks import Pair, on_ranks, serve
+from two_ranks import Pair, enable, on_ranks, serve
 
 import tritonamp
 from tritonamp.integrations.lightning import MixedPrecision
 
-pytestmark = [
-    pytest.mark.clients,
-    # Lightning's advice: more workers in the loader, a validation loop
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    # Lightning 2.6 with torch 2.15
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
+pytestmark = [pytest.mark.clients, *map(pytest.mark.filterwarnings, IGNORED)]
 
 BATCHES = 8
-RUNS = [
-    ("O0", "AdamW"),
-    ("O1", "SGD"),
-    ("O1", "AdamW"),
-    ("O2", "SGD"),
-    ("O2", "AdamW"),
-    ("O2", "optim.AdamW"),
-    ("O3", "AdamW"),
-    ("O5", "AdamW"),
-]
-QUIET: dict[str, Any] = dict(
-    accelerator="cpu",
-    devices=1,
-    logger=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-    enable_checkpointing=False,
-    max_epochs=1,
-)
 
 
-def data(bad: int | None = None) -> TensorDataset:
-    """Batches of 4; number ``bad`` has an inf."""
-    generator = torch.Generator().manual_seed(1)
-    x, y = (
-        torch.randn(4 * BATCHES, 6, generator=generator),
-        torch.randn(4 * BATCHES, 3, generator=generator),
-    )
-    if bad is not None:
-        x[4 * bad, 0] = torch.inf
-    return TensorDataset(x, y)
+class Validated(Regression):
+    """A model whose steps may go around the enabled forward, with a loss of validation."""
 
-
-def loader(bad: int | None = None) -> DataLoader[Any]:
-    return DataLoader(data(bad), batch_size=4)
-
-
-class Model(LightningModule):
     def __init__(self, optimizer: str = "AdamW", direct: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
-        self.optimizer, self.direct = optimizer, direct
-        self.lrs: list[float] = []
+        super().__init__(optimizer)
+        self.direct = direct
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-        x, y = batch
-        out = self.net(x) if self.direct else self(x)
-        return nn.functional.mse_loss(out, y)
+    def training_step(self, batch: list[Tensor], number: int) -> Any:
+        if self.direct:
+            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        return super().training_step(batch, number)
 
     def validation_step(self, batch: list[Tensor], _: int) -> None:
         self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
 
-    def configure_optimizers(self) -> Any:
-        optimizer, scheduler = make_optimizer(self, self.optimizer)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.lrs.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+class Walked(ByHand):
+    """The same run in a loop by hand; its names are those of the Lightning model."""
+
+    def parts_of(self, kind: str) -> tuple[nn.Module, Any, Any]:
+        model = Validated()
+        return (model, *optimizer_and_scheduler(model, kind))
 
 
-def make_optimizer(model: nn.Module, kind: str) -> Any:
-    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "AdamW": torch.optim.AdamW,
-        "optim.AdamW": tritonamp.optim.AdamW,
-        "optim.SGD": tritonamp.optim.SGD,
-        "optim.Lion": tritonamp.optim.Lion,
-        "SGD": torch.optim.SGD,
-    }
-    optimizer = kinds[kind](model.parameters(), lr=0.05)
-    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+def fit(model: Any, plugin: Any, bad: int | None = None, **settings: Any) -> Trainer:
+    return fitted(model, plugin, client_batches(BATCHES, bad), **settings)
 
 
-def by_hand(
-    level: str,
-    kind: str = "AdamW",
-    norm: float = 0.0,
-    value: float = 0.0,
-    accumulate: int = 1,
-    bad: int | None = None,
-    **fields: Any,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The same run in a loop of our own."""
-    model = Model()
-    optimizer, scheduler = make_optimizer(model, kind)
-    amp = tritonamp.enable(model, optimizer, level=level, **fields)
-    for i, (x, y) in enumerate(loader(bad)):
-        amp.backward(nn.functional.mse_loss(model(x), y) / accumulate)
-        if (i + 1) % accumulate:
-            continue
-        if norm:
-            amp.clip_grad_norm_(norm)
-        if value:
-            amp.unscale_()
-            nn.utils.clip_grad_value_(list(amp.master_params()), value)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    state, stats = model.state_dict(), amp.stats()
-    amp.disable()
-    return {name: value.clone() for name, value in state.items()}, stats
-
-
-def fit(
-    model: Model, plugin: Any, bad: int | None = None, ckpt_path: Any = None, **settings: Any
-) -> Trainer:
-    trainer = Trainer(plugins=[plugin], **{**QUIET, **settings})
-    trainer.fit(model, loader(bad), ckpt_path=ckpt_path)
-    return trainer
-
-
-@pytest.mark.parametrize(("level", "kind"), RUNS)
+@pytest.mark.parametrize(("level", "kind"), LEVELS_AND_KINDS)
 def test_the_trainer_walks_our_steps(level: str, kind: str) -> None:
-    model, plugin = Model(kind), MixedPrecision(level=level)
+    model, plugin = Validated(kind), MixedPrecision(level=level)
     fit(model, plugin, bad=3)
-    expected, stats = by_hand(level, kind, bad=3)
+    hand = Walked(kind, level)
+    expected, stats = hand.walk(client_batches(BATCHES, 3)), hand.amp.stats()
     assert_same(model.state_dict(), expected)
     assert plugin.amp is not None
     assert plugin.amp.stats() == stats
@@ -178,21 +90,21 @@ def test_the_trainer_walks_our_steps(level: str, kind: str) -> None:
 def test_clipping_and_accumulation(
     level: str, settings: dict[str, Any], hand: dict[str, Any]
 ) -> None:
-    model = Model()
+    model = Validated()
     fit(model, MixedPrecision(level=level), bad=5, **settings)
-    expected, _ = by_hand(level, bad=5, **hand)
+    data = client_batches(BATCHES, 5)
+    expected, unclipped = Walked(level=level).walk(data, **hand), Walked(level=level).walk(data)
     assert_same(model.state_dict(), expected)
-    unclipped, _ = by_hand(level, bad=5)
     assert any(not torch.equal(unclipped[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_steps_that_call_submodules(level: str) -> None:
     """``self.net(x)`` in place of ``self(x)`` goes around the enabled forward."""
-    model = Model(direct=True)
+    model = Validated(direct=True)
     fit(model, MixedPrecision(level=level))
-    assert not torch.equal(model.net[0].weight, Model().net[0].weight)
-    expected, _ = by_hand(level)
+    assert not torch.equal(model.net[0].weight, Validated().net[0].weight)
+    expected = Walked(level=level).walk(client_batches(BATCHES))
     for name, value in model.state_dict().items():
         # outputs are half here, so the loss's gradient is: 8 AdamW steps of lr 0.05 may each turn
         # their sign by it
@@ -200,9 +112,9 @@ def test_steps_that_call_submodules(level: str) -> None:
 
 
 def test_a_scheduler_made_before_moves_the_rate() -> None:
-    model = Model()
+    model = Validated()
     fit(model, MixedPrecision(level="O2"))
-    assert model.lrs == [0.05 * 0.5 ** ((i + 1) // 2) for i in range(BATCHES)]
+    assert model.rates == [0.05 * 0.5 ** ((i + 1) // 2) for i in range(BATCHES)]
 
 
 class NormLogger(Callback):
@@ -220,15 +132,15 @@ class NormLogger(Callback):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_hooks_see_true_gradients(level: str) -> None:
     clip, norms, plain = 0.1, NormLogger(), NormLogger()
-    model = Model()
+    model = Validated()
     fit(model, MixedPrecision(level=level), callbacks=[norms], gradient_clip_val=clip)
-    fit(Model(), MixedPrecision(level="O0"), callbacks=[plain], gradient_clip_val=clip)
+    fit(Validated(), MixedPrecision(level="O0"), callbacks=[plain], gradient_clip_val=clip)
     taken = [(a, b) for a, b in zip(norms.norms, plain.norms, strict=True) if a.isfinite()]
     assert len(taken) >= BATCHES - 2
     for found, expected in taken[:1]:  # later ones are of other weights
         # half activations and gradients: some roundings of 2^-11 each
         torch.testing.assert_close(found, expected, rtol=2.0**-6, atol=0)
-    expected_state, _ = by_hand(level, norm=clip)
+    expected_state = Walked(level=level).walk(client_batches(BATCHES), norm=clip)
     for name, value in model.state_dict().items():
         # the unscaled gradients take the clip coefficient in a rounding of their own
         torch.testing.assert_close(
@@ -236,18 +148,18 @@ def test_hooks_see_true_gradients(level: str) -> None:
         )
 
 
-@pytest.mark.parametrize(("level", "kind"), RUNS[2:7])
+@pytest.mark.parametrize(("level", "kind"), LEVELS_AND_KINDS[2:7])
 def test_resuming_is_not_stopping(level: str, kind: str, tmp_path: Path) -> None:
-    # the epoch ends with a skip; in the middle of one Lightning would begin it anew
+    # the epoch ends with a skip; in the middle of one Lightning would begin it again
     last = BATCHES - 1
-    whole = Model(kind)
+    whole = Validated(kind)
     fit(whole, MixedPrecision(level=level), bad=last, max_epochs=2)
     plugin = MixedPrecision(level=level)
-    trainer = fit(Model(kind), plugin, bad=last)
+    trainer = fit(Validated(kind), plugin, bad=last)
     assert plugin.amp is not None and plugin.amp.history[-1].cause is not None
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    second, resumed = Model(kind), MixedPrecision(level=level)
-    fit(second, resumed, bad=last, max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
+    second, resumed = Validated(kind), MixedPrecision(level=level)
+    fit(second, resumed, bad=last, max_epochs=2, start=tmp_path / "run.ckpt")
     assert_same(second.state_dict(), whole.state_dict())
     assert resumed.amp is not None and resumed.amp.stats()["steps"] > plugin.amp.stats()["steps"]
 
@@ -257,11 +169,11 @@ def test_resuming_is_not_stopping(level: str, kind: str, tmp_path: Path) -> None
 def test_resuming_a_half_model_is_not_stopping(
     level: str, half: torch.dtype, tmp_path: Path
 ) -> None:
-    models, states = [Model().to(half) for _ in range(2)], list[dict[str, Tensor]]()
+    models, states = [Validated().to(half) for _ in range(2)], list[dict[str, Tensor]]()
     for model, path in zip(models, [None, tmp_path / "epoch 0.ckpt"], strict=True):
         plugin = MixedPrecision(level=level)
         kept = KeepStates(tmp_path, states)
-        fit(model, plugin, max_epochs=2, ckpt_path=path, callbacks=[kept])
+        fit(model, plugin, max_epochs=2, start=path, callbacks=[kept])
         assert plugin.amp is not None and plugin.amp.policy.dtype is half
     first, second, resumed = states
     assert {value.dtype for value in first.values()} == {torch.float32}
@@ -278,35 +190,36 @@ class KeepStates(Callback):
         self.folder, self.states = folder, states
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.states.append({name: v.clone() for name, v in module.state_dict().items()})
+        self.states.append(state_of(module))
         trainer.save_checkpoint(self.folder / f"epoch {trainer.current_epoch}.ckpt")
 
 
 def test_a_checkpoint_of_lightnings_own_plugin(tmp_path: Path) -> None:
     stock = StockMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**7))
-    fit(Model(), stock, max_steps=2).save_checkpoint(tmp_path / "run.ckpt")
+    fit(Validated(), stock, max_steps=2).save_checkpoint(tmp_path / "run.ckpt")
     plugin = MixedPrecision(level="O2")
-    fit(Model(), plugin, ckpt_path=tmp_path / "run.ckpt")
+    fit(Validated(), plugin, start=tmp_path / "run.ckpt")
     assert plugin.amp is not None and plugin.amp.scaler.get_scale() == 2.0**7
 
 
 def test_validation_predictions_and_a_second_fit() -> None:
     plugin = MixedPrecision(level="O2")
     trainer = Trainer(plugins=[plugin], **QUIET)
-    model = Model()
-    trainer.validate(model, loader(), verbose=False)
+    model, data = Validated(), loader(client_batches(BATCHES))
+    trainer.validate(model, data, verbose=False)
     half = trainer.callback_metrics["val_loss"]
     with torch.no_grad():
-        exact = nn.functional.mse_loss(model(data().tensors[0]), data().tensors[1])
+        x, y = map(torch.cat, zip(*client_batches(BATCHES), strict=True))
+        exact = nn.functional.mse_loss(model(x), y)
     assert half != exact
     torch.testing.assert_close(half, exact, rtol=2.0**-8, atol=0)
-    trainer.fit(model, loader(), loader())
+    trainer.fit(model, data, data)
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(model, loader(), loader())
+    trainer.fit(model, data, data)
     assert trainer.global_step == 2 * BATCHES
 
 
-class NoLoss(Model):
+class NoLoss(Validated):
     def training_step(self, batch: list[Tensor], number: int) -> Tensor | None:  # type: ignore[override]
         return None if number % 2 else super().training_step(batch, number)
 
@@ -350,7 +263,7 @@ class Two(LightningModule):
             if self.clip:
                 self.clip_gradients(optimizer, self.clip, "norm")
             optimizer.step()
-            if self.way == "toggled":  # nobody clears what the loss leaves in the other network
+            if self.way == "toggled":  # the loss leaves gradients in the other network
                 optimizer.zero_grad()
                 self.untoggle_optimizer(optimizer)
 
@@ -366,7 +279,7 @@ def two_by_hand(level: str, clip: float, toggled: bool) -> dict[str, Tensor]:
     optimizers = model.configure_optimizers()
     amp = tritonamp.enable(model, optimizers, level=level)
     with amp.autocast():
-        for batch in loader():
+        for batch in client_batches(BATCHES):
             for optimizer, loss in zip(optimizers, model.losses(batch), strict=True):
                 optimizer.zero_grad()
                 amp.backward(loss, optimizer if toggled or optimizer is optimizers[1] else None)
@@ -376,7 +289,7 @@ def two_by_hand(level: str, clip: float, toggled: bool) -> dict[str, Tensor]:
                         [p for group in optimizer.param_groups for p in group["params"]], clip
                     )
                 optimizer.step()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = state_of(model)
     amp.disable()
     return state
 
@@ -397,17 +310,17 @@ def test_manual_optimization(level: str, way: str, clip: float) -> None:
 @pytest.mark.parametrize("kind", ["AdamW", "optim.AdamW", "SGD"])
 def test_our_scaler_in_lightnings_plugin(kind: str) -> None:
     scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10)
-    model = Model(kind)
+    model = Validated(kind)
     fit(model, StockMixedPrecision("16-mixed", "cpu", scaler), bad=3)
     assert scaler.get_scale() == 2.0**10  # the loss was inf, which is no matter of the scale
-    plain = Model(kind)
+    plain = Validated(kind)
     fit(
         plain,
         StockMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10)),
         bad=3,
     )
     for name, value in model.state_dict().items():
-        assert not torch.equal(value, Model().state_dict()[name]) or "net.1" in name
+        assert not torch.equal(value, Validated().state_dict()[name]) or "net.1" in name
         # of our AdamW and torch's, roundings of eight updates; and the halved scale only moves
         # powers of two
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
@@ -417,10 +330,10 @@ def stock_by_hand(
     kind: str, clip: dict[str, float], dtype: torch.dtype, bad: int
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The steps that Lightning's own plugin documents, in a loop of our own."""
-    model = Model(kind).to(dtype)
-    optimizer, scheduler = make_optimizer(model, kind)
+    model = Validated(kind).to(dtype)
+    optimizer, scheduler = optimizer_and_scheduler(model, kind)
     scaler, losses = tritonamp.GradScaler("cpu", init_scale=2.0**10), []
-    for x, y in loader(bad):
+    for x, y in client_batches(BATCHES, bad):
         with torch.autocast("cpu", torch.float16):
             losses.append(nn.functional.mse_loss(model(x), y))
         optimizer.zero_grad()
@@ -463,7 +376,7 @@ def test_our_optimizers_and_scaler_in_lightnings_plugin(
     settings: dict[str, Any] = {"gradient_clip_val": next(iter(clip.values()), None)}
     if clip:
         settings["gradient_clip_algorithm"] = next(iter(clip))
-    model = Model(kind).to(dtype)
+    model = Validated(kind).to(dtype)
     plugin = StockMixedPrecision("16-mixed", "cpu", scaler)
     fit(model, plugin, bad=3, callbacks=[logger], **settings)
     losses, state = stock_by_hand(kind, clip, dtype, bad=3)
@@ -471,7 +384,7 @@ def test_our_optimizers_and_scaler_in_lightnings_plugin(
         torch.stack(logger.losses), torch.stack(losses), rtol=0, atol=0, equal_nan=True
     )
     assert_same(model.state_dict(), state)
-    assert not torch.equal(state["net.0.weight"], Model().to(dtype).net[0].weight)
+    assert not torch.equal(state["net.0.weight"], Validated().to(dtype).net[0].weight)
 
 
 def test_half_weights_are_not_clipped_in_lightnings_plugin() -> None:
@@ -479,7 +392,7 @@ def test_half_weights_are_not_clipped_in_lightnings_plugin() -> None:
     scaler = tritonamp.GradScaler("cpu", init_scale=2.0**10)
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
         fit(
-            Model("optim.AdamW").half(),
+            Validated("optim.AdamW").half(),
             StockMixedPrecision("16-mixed", "cpu", scaler),
             gradient_clip_val=0.1,
         )
@@ -488,39 +401,34 @@ def test_half_weights_are_not_clipped_in_lightnings_plugin() -> None:
 # Two ranks
 
 
-def rank_loader(bad: int | None) -> DataLoader[Any]:
+def batches_of_rank(bad: int) -> list[Any]:
     """Every other batch; number ``bad`` of all has an inf, so that one rank alone sees it."""
-    rank = torch.distributed.get_rank()
-    chosen = [i for i in range(4 * BATCHES) if i // 4 % 2 == rank]
-    return DataLoader(torch.utils.data.Subset(data(bad), chosen), batch_size=4)
+    return client_batches(BATCHES, bad)[torch.distributed.get_rank() :: 2]
 
 
 @on_ranks
 def ddp(level: str, accumulate: int) -> dict[str, Any]:
     from lightning.pytorch.strategies import DDPStrategy
 
-    os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())
-    warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
-    warnings.filterwarnings("ignore", category=PossibleUserWarning)
-    model, plugin = Model(), MixedPrecision(level=level)
-    settings = {
-        **QUIET,
-        "devices": 2,
-        "accumulate_grad_batches": accumulate,
-        "gradient_clip_val": 0.1,
-    }
-    strategy = DDPStrategy(process_group_backend="gloo")
-    trainer = Trainer(
-        plugins=[plugin], strategy=strategy, use_distributed_sampler=False, **settings
+    on_this_rank()
+    model, plugin = Validated(), MixedPrecision(level=level)
+    fitted(
+        model,
+        plugin,
+        batches_of_rank(bad=2),
+        devices=2,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.1,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        use_distributed_sampler=False,
     )
-    trainer.fit(model, rank_loader(bad=2))
     assert plugin.amp is not None and "forward" not in vars(model)
 
-    hand = Model()
-    optimizer, scheduler = make_optimizer(hand, "AdamW")
+    hand = Validated()
+    optimizer, scheduler = optimizer_and_scheduler(hand)
     wrapped = nn.parallel.DistributedDataParallel(hand)
-    amp = tritonamp.enable(wrapped, optimizer, level=level)
-    for i, (x, y) in enumerate(rank_loader(bad=2)):
+    amp = enable(wrapped, optimizer, level=level)
+    for i, (x, y) in enumerate(batches_of_rank(bad=2)):
         boundary = (i + 1) % accumulate == 0
         with contextlib.nullcontext() if boundary else wrapped.no_sync():
             amp.backward(nn.functional.mse_loss(wrapped(x), y) / accumulate)
@@ -532,12 +440,10 @@ def ddp(level: str, accumulate: int) -> dict[str, Any]:
     assert_same(model.state_dict(), hand.state_dict())
     assert plugin.amp.stats() == amp.stats()
     result = {name: value.tolist() for name, value in model.state_dict().items()}
-    skipped = amp.stats()["skipped"]
-    amp.disable()
-    return {"state": result, "skipped": skipped}
+    return {"state": result, "skipped": amp.stats()["skipped"]}
 
 
-class Discarding(Model):
+class Discarding(Validated):
     """Throws its first batch away after it has clipped."""
 
     def __init__(self) -> None:

@@ -1,43 +1,26 @@
-"""The numbers of a run reach the logger that the run already has, and nobody waits for them."""
+"""The numbers of a run reach the logger that the run already has, and no read waits."""
 
 import csv
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from lightning.pytorch import LightningModule, Trainer
+from clients import LOSS, client_batches
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning_models import IGNORED, Regression, fitted
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import tritonamp
 from tritonamp.integrations import accelerate
 from tritonamp.integrations.lightning import MixedPrecision
 from tritonamp.readback import Readback
 
-pytestmark = [
-    pytest.mark.clients,
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    # Lightning 2.6 with torch 2.15
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
+pytestmark = [pytest.mark.clients, *map(pytest.mark.filterwarnings, IGNORED)]
 
-BATCHES = 6
-LOSS = nn.functional.mse_loss
-
-
-@pytest.fixture(autouse=True)
-def _no_shared_state() -> Iterator[None]:
-    """Accelerate keeps one state for the process."""
-    yield
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    PartialState._reset_state()
+BATCHES = 6  # of which the second has an inf
 
 
 @pytest.fixture
@@ -53,17 +36,6 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-def data() -> TensorDataset:
-    """Batches of 4, of which the second has an inf."""
-    x, y = torch.randn(4 * BATCHES, 6), torch.randn(4 * BATCHES, 3)
-    x[4, 0] = torch.inf
-    return TensorDataset(x, y)
-
-
-def loader() -> DataLoader[Any]:
-    return DataLoader(data(), batch_size=4)
-
-
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows of a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -76,7 +48,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
+def rows_of(folder: Path) -> list[dict[str, str]]:
     """What Lightning's CSVLogger has written."""
     with (folder / "run" / "0" / "metrics.csv").open() as file:
         return list(csv.DictReader(file))
@@ -85,17 +57,15 @@ def rows(folder: Path) -> list[dict[str, str]]:
 # Lightning
 
 
-class Model(LightningModule):
+class Logging(Regression):
+    """A model that logs its loss; ``manual``: trained by two optimizers, and by hand."""
+
     def __init__(self, manual: bool = False) -> None:
         super().__init__()
         self.automatic_optimization = not manual
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
-
-    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-        loss = LOSS(self(batch[0]), batch[1])
+    def training_step(self, batch: list[Tensor], number: int) -> Any:
+        loss = super().training_step(batch, number)
         self.log("loss", loss)
         if not self.automatic_optimization:
             self.manual_backward(loss)
@@ -106,19 +76,13 @@ class Model(LightningModule):
 
     def configure_optimizers(self) -> Any:
         if self.automatic_optimization:
-            return torch.optim.AdamW(self.parameters(), lr=0.05)
-        return [torch.optim.AdamW(part.parameters()) for part in (self.first, self.second)]
+            return super().configure_optimizers()
+        return [torch.optim.AdamW(part.parameters()) for part in (self.net[0], self.net[3])]
 
 
-def fit(model: Model, **settings: Any) -> tritonamp.Amp:
+def fit(model: Logging, **settings: Any) -> tritonamp.Amp:
     plugin = MixedPrecision(level="O2")
-    quiet = dict.fromkeys(
-        ("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
-    )
-    trainer = Trainer(
-        plugins=[plugin], accelerator="cpu", devices=1, max_epochs=1, **{**quiet, **settings}
-    )
-    trainer.fit(model, loader())
+    fitted(model, plugin, client_batches(BATCHES, 1), **settings)
     assert plugin.amp is not None
     return plugin.amp
 
@@ -126,12 +90,12 @@ def fit(model: Model, **settings: Any) -> tritonamp.Amp:
 @pytest.mark.parametrize("every", [1, 2])
 def test_lightnings_loggers(every: int, tmp_path: Path, waits: list[bool]) -> None:
     """At the steps of the run's own metrics."""
-    amp = fit(Model(), logger=CSVLogger(tmp_path, "run", "0"), log_every_n_steps=every)
+    amp = fit(Logging(), logger=CSVLogger(tmp_path, "run", "0"), log_every_n_steps=every)
     assert waits
     assert not any(waits)
-    found = [row for row in rows(tmp_path) if row["amp/scale"]]
+    found = [row for row in rows_of(tmp_path) if row["amp/scale"]]
     steps = [int(row["step"]) for row in found]
-    assert steps == [int(row["step"]) for row in rows(tmp_path) if row["loss"]]
+    assert steps == [int(row["step"]) for row in rows_of(tmp_path) if row["loss"]]
     assert steps == list(range(every - 1, BATCHES, every))
     norms = [record.grad_norm for record in amp.history]
     norms[1] = norms[0]  # where a step was skipped, the norm is that of the one before
@@ -143,18 +107,18 @@ def test_lightnings_loggers(every: int, tmp_path: Path, waits: list[bool]) -> No
 
 
 def test_two_optimizers_of_lightnings_log_once_a_batch(tmp_path: Path) -> None:
-    fit(Model(manual=True), logger=CSVLogger(tmp_path, "run", "0"), log_every_n_steps=1)
-    found = [int(row["step"]) for row in rows(tmp_path) if row["amp/scale"]]
+    fit(Logging(manual=True), logger=CSVLogger(tmp_path, "run", "0"), log_every_n_steps=1)
+    found = [int(row["step"]) for row in rows_of(tmp_path) if row["amp/scale"]]
     assert len(found) == len(set(found)) == BATCHES
 
 
 def test_without_a_logger_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tritonamp.Amp, "metrics", None)
-    fit(Model(), logger=False)
+    fit(Logging(), logger=False)
 
 
 def test_tensorboard_under_lightning(tmp_path: Path) -> None:
-    fit(Model(), logger=TensorBoardLogger(str(tmp_path), "run", "0"), log_every_n_steps=1)
+    fit(Logging(), logger=TensorBoardLogger(str(tmp_path), "run", "0"), log_every_n_steps=1)
     shown = scalars(tmp_path / "run" / "0")
     assert shown["amp/scale"] == [(step, 65536.0) for step in range(BATCHES)]
     assert shown["amp/skipped"] == [(step, float(step >= 1)) for step in range(BATCHES)]
@@ -173,7 +137,7 @@ def test_tensorboard_under_accelerate(tmp_path: Path, waits: list[bool]) -> None
     accelerator.log({"before": 1.0}, step=0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    for step, (x, y) in enumerate(loader()):
+    for step, (x, y) in enumerate(client_batches(BATCHES, 1)):
         accelerator.backward(LOSS(model(x), y))
         optimizer.step()
         optimizer.zero_grad()

@@ -6,10 +6,21 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same, storage_bytes
-from tiny_models import dtypes, loaded_gpt2, peft, stored, tokens, transformers, with_lora
+from runs import Training
+from tiny_models import (
+    loaded_gpt2,
+    losses_of,
+    param_dtypes,
+    peft,
+    rows_of,
+    stored,
+    tokens,
+    trainer_of,
+    transformers,
+    with_lora,
+)
 from torch import nn
 
-import tritonamp
 from tritonamp.integrations.transformers import enable
 
 load_file = pytest.importorskip("safetensors.torch").load_file
@@ -30,24 +41,22 @@ HALVES = pytest.mark.parametrize("half", [FP16, BF16], ids=str)
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
 
 
-def make(folder: Path, half: torch.dtype, fp32_adapters: bool, width: int = 32) -> Any:
+def adapted(folder: Path, half: torch.dtype, fp32_adapters: bool, width: int = 32) -> Any:
     base = loaded_gpt2(folder / "base", half, width)
     return with_lora(base, TARGETS, autocast_adapter_dtype=fp32_adapters)
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+class OnTokens(Training):
+    """A training of the adapters on one batch of tokens; level None trains without a handle."""
 
+    def __init__(self, model: nn.Module, level: str | None = None) -> None:
+        super().__init__(model, level=level)
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, amp: Any = None) -> list[float]:
-    losses, x = [], tokens()
-    for _ in range(STEPS):
-        loss = model(input_ids=x, labels=x).loss
-        loss.backward() if amp is None else amp.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    def loss(self, x: Any = None) -> torch.Tensor:
+        return self.model(input_ids=tokens(), labels=tokens()).loss  # type: ignore[no-any-return]
+
+    def go_on(self) -> list[float]:
+        return [float(self.step()) for _ in range(STEPS)]
 
 
 def adapters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -60,15 +69,15 @@ def adapters(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_adapters_train_as_in_fp32(
     level: str, half: torch.dtype, fp32_adapters: bool, tmp_path: Path
 ) -> None:
-    exact = make(tmp_path, half, fp32_adapters).float()
-    expected = train(exact, make_optimizer(exact))
-    model = make(tmp_path, half, fp32_adapters)
+    exact = adapted(tmp_path, half, fp32_adapters).float()
+    expected = OnTokens(exact).go_on()
+    model = adapted(tmp_path, half, fp32_adapters)
     base = stored(model, trains=False)
-    optimizer = make_optimizer(model)
-    amp = tritonamp.enable(model, optimizer, level=level)
+    run = OnTokens(model, level)
+    amp = run.amp
     assert amp.policy.dtype is half
-    assert dtypes(model, trains=True) == {FP32 if level == "O1" else half}
-    losses = train(model, optimizer, amp)
+    assert param_dtypes(model, trains=True) == {FP32 if level == "O1" else half}
+    losses = run.go_on()
     assert amp.stats()["skipped"] == 0
     assert stored(model, trains=False) == base and {d for d, _ in base.values()} == {half}
     assert {value.dtype for value in adapters(model).values()} == {FP32}
@@ -78,7 +87,7 @@ def test_adapters_train_as_in_fp32(
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < rounding
     assert expected[0] - expected[-1] > 10 * rounding
     amp.disable()
-    assert dtypes(model, trains=True) == {FP32 if fp32_adapters else half}
+    assert param_dtypes(model, trains=True) == {FP32 if fp32_adapters else half}
     assert stored(model, trains=False) == base
 
 
@@ -87,17 +96,16 @@ def test_adapters_train_as_in_fp32(
 def test_nothing_of_the_size_of_the_base_is_added(
     level: str, fp32_adapters: bool, tmp_path: Path
 ) -> None:
-    model = make(tmp_path, FP16, fp32_adapters, width=256)
+    model = adapted(tmp_path, FP16, fp32_adapters, width=256)
     base = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    optimizer = make_optimizer(model)
     before = storage_bytes()
-    amp = tritonamp.enable(model, optimizer, level=level)
-    train(model, optimizer, amp)
+    run = OnTokens(model, level)
+    run.go_on()
     model.save_pretrained(tmp_path / "saved")
     # half copy, master, two moments, gradients of two kinds
     assert storage_bytes() - before < trained * (2 + 4 + 4 + 4 + 2 + 4) + 20_000 < base / 8
-    amp.disable()
+    run.end()
 
 
 @KINDS
@@ -106,13 +114,12 @@ def test_nothing_of_the_size_of_the_base_is_added(
 def test_saved_adapters_load_without_us(
     level: str, half: torch.dtype, fp32_adapters: bool, tmp_path: Path
 ) -> None:
-    model = make(tmp_path, half, fp32_adapters)
-    optimizer = make_optimizer(model)
-    amp = tritonamp.enable(model, optimizer, level=level)
-    train(model, optimizer, amp)
+    model = adapted(tmp_path, half, fp32_adapters)
+    run = OnTokens(model, level)
+    run.go_on()
     trained = adapters(model)
     model.save_pretrained(tmp_path / "enabled")
-    amp.disable()
+    run.end()
     model.save_pretrained(tmp_path / "disabled")
     files = [load_file(tmp_path / name / SAVED) for name in ("enabled", "disabled")]
     assert_same(*files)
@@ -128,7 +135,7 @@ def test_saved_adapters_load_without_us(
     assert_same(merged.state_dict(), loaded.merge_and_unload().state_dict())
     merged.save_pretrained(tmp_path / "merged")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert dtypes(again, trains=True) == {half}
+    assert param_dtypes(again, trains=True) == {half}
     assert_same(again.state_dict(), merged.state_dict())
 
 
@@ -145,45 +152,38 @@ def same_values(files: dict[str, torch.Tensor], trained: dict[str, torch.Tensor]
 def test_adapters_are_loaded_into_the_parameters_that_train(
     level: str, fp32_adapters: bool, tmp_path: Path
 ) -> None:
-    """PEFT puts new FP32 parameters into the place of half ones, which nobody would train."""
-    other = make(tmp_path, FP16, True)
-    train(other, make_optimizer(other))
+    """PEFT replaces half parameters by new FP32 ones, which are in no optimizer."""
+    other = adapted(tmp_path, FP16, True)
+    OnTokens(other).go_on()
     other.save_pretrained(tmp_path / "other")
-    model = make(tmp_path, FP16, fp32_adapters)
-    optimizer = make_optimizer(model)
-    amp = tritonamp.enable(model, optimizer, level=level)
+    model = adapted(tmp_path, FP16, fp32_adapters)
+    run = OnTokens(model, level)
     params = list(model.parameters())
     model.load_adapter(tmp_path / "other", "default", is_trainable=True)
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     assert_same(adapters(model), adapters(other))
-    train(model, optimizer, amp)
+    run.go_on()
     assert not same_values(load_file(tmp_path / "other" / SAVED), adapters(model))
-    amp.disable()
+    run.end()
 
 
 # under Trainer
 
 
-def make_trainer(folder: Path, model: nn.Module, **arguments: Any) -> transformers.Trainer:
-    settings: dict[str, Any] = dict(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
+def trainer_on_tokens(folder: Path, model: nn.Module, **arguments: Any) -> Any:
+    data = rows_of(tokens())
+    return trainer_of(
+        folder,
+        model,
+        data,
+        more={"eval_dataset": data},
         max_steps=STEPS,
-        logging_steps=1,
         per_device_train_batch_size=4,
         per_device_eval_batch_size=4,
         learning_rate=1e-2,
         save_strategy="steps",
         save_steps=STEPS // 2,
-    )
-    data = [{"input_ids": row, "labels": row} for row in tokens()]
-    return transformers.Trainer(
-        model=model,
-        args=transformers.TrainingArguments(**{**settings, **arguments}),
-        train_dataset=data,
-        eval_dataset=data,
+        **arguments,
     )
 
 
@@ -192,11 +192,11 @@ def make_trainer(folder: Path, model: nn.Module, **arguments: Any) -> transforme
 @LEVELS
 def test_trainer(level: str, half: torch.dtype, fp32_adapters: bool, tmp_path: Path) -> None:
     best = dict(eval_strategy="steps", eval_steps=STEPS // 2, load_best_model_at_end=True)
-    trainer = make_trainer(tmp_path / "run", make(tmp_path, half, fp32_adapters), **best)
+    trainer = trainer_on_tokens(tmp_path / "run", adapted(tmp_path, half, fp32_adapters), **best)
     base = stored(trainer.model, trains=False)
     enable(trainer, level=level)
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = losses_of(trainer)
     assert losses[-1] < losses[0] - 10 * torch.finfo(half).eps
     assert stored(trainer.model, trains=False) == base
 
@@ -208,13 +208,15 @@ def test_trainer(level: str, half: torch.dtype, fp32_adapters: bool, tmp_path: P
     assert {v.dtype for v in saved.values()} == {FP32 if fp32_adapters else half}
     assert same_values(saved, adapters(trainer.model))
 
-    resumed = make_trainer(tmp_path / "resumed", make(tmp_path, half, fp32_adapters), **best)
+    resumed = trainer_on_tokens(
+        tmp_path / "resumed", adapted(tmp_path, half, fp32_adapters), **best
+    )
     enable(resumed, level=level)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"run/checkpoint-{STEPS // 2}"))
     assert_same(adapters(resumed.model), adapters(trainer.model))
     for each in (trainer, resumed):
         each.accelerator.free_memory()
-        assert dtypes(each.model, trains=True) == {FP32 if fp32_adapters else half}
+        assert param_dtypes(each.model, trains=True) == {FP32 if fp32_adapters else half}
 
 
 # quantised bases
@@ -276,12 +278,12 @@ def test_adapters_train_on_a_quantised_base(
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and is_quantised(m)]
     assert len(weights) >= 7
     states = [(type(w), w.dtype, address(w)) for w in weights]
-    optimizer = make_optimizer(model)
-    amp = tritonamp.enable(model, optimizer, level=level)
+    run = OnTokens(model, level)
+    amp = run.amp
     assert states == [(type(w), w.dtype, address(w)) for w in weights]
     # that one does not say what it computes in
     assert amp.policy.dtype is (FP16 if kind == "bitsandbytes, 8 bits" else half)
-    losses = train(model, optimizer, amp)
+    losses = run.go_on()
     assert losses[-1] < losses[0] - 0.05
     model.save_pretrained(tmp_path / "saved")
     assert {v.dtype for v in load_file(tmp_path / "saved" / SAVED).values()} == {FP32}

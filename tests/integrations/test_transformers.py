@@ -3,56 +3,39 @@ weights.
 """
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from clients import ByHandOfTaken, state_of
 from helpers import assert_same
+from tiny_models import VOCABULARY, gpt2_config, rows_of, trainer_of, transformers
 from torch import Tensor, nn
-
-if sys.version_info < (3, 11):
-    pytest.skip("transformers 5.23 needs Python 3.11", allow_module_level=True)
-os.environ["HF_HUB_OFFLINE"] = "1"  # before it is imported
-
-import transformers
-from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 
 import tritonamp
 from tritonamp.integrations.transformers import enable
+
+load_file = pytest.importorskip("safetensors.torch").load_file
+AcceleratorState = pytest.importorskip("accelerate.state").AcceleratorState
 
 pytestmark = pytest.mark.clients
 
 BATCHES, SIZE = 6, 4
 
 
-def language_model(kind: type = transformers.GPT2LMHeadModel) -> Any:
+def small_gpt2(kind: type = transformers.GPT2LMHeadModel) -> Any:
     torch.manual_seed(3)
-    config = transformers.GPT2Config(
-        vocab_size=17,
-        n_positions=8,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return kind(config)
+    return kind(gpt2_config(8))
 
 
-def data(batches: int = BATCHES) -> list[dict[str, Tensor]]:
-    tokens = torch.randint(0, 17, (SIZE * batches, 8), generator=torch.Generator().manual_seed(1))
-    return [{"input_ids": row, "labels": row} for row in tokens]
+def token_rows(batches: int = BATCHES) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return rows_of(torch.randint(0, VOCABULARY, (SIZE * batches, 8), generator=generator))
 
 
 class Poisoned(transformers.GPT2LMHeadModel):
-    """Its third loss in training is inf, other than that a GPT-2."""
+    """A GPT-2 whose third loss in training is inf."""
 
     losses = 0
 
@@ -65,71 +48,50 @@ class Poisoned(transformers.GPT2LMHeadModel):
         return output
 
 
-def make_trainer(folder: Path, model: nn.Module, **arguments: Any) -> transformers.Trainer:
-    settings: dict[str, Any] = dict(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        max_steps=BATCHES,
-        logging_steps=1,
-        per_device_train_batch_size=SIZE,
-        per_device_eval_batch_size=SIZE,
-        learning_rate=0.01,
-        save_strategy="no",
-        train_sampling_strategy="sequential",
+def small_trainer(folder: Path, model: nn.Module, **arguments: Any) -> Any:
+    settings: dict[str, Any] = dict(max_steps=BATCHES, train_sampling_strategy="sequential")
+    settings |= dict(
+        learning_rate=0.01, per_device_train_batch_size=SIZE, per_device_eval_batch_size=SIZE
     )
-    training_arguments = transformers.TrainingArguments(**{**settings, **arguments})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # Trainer's own has several groups
-    return transformers.Trainer(
-        model=model,
-        args=training_arguments,
-        train_dataset=data(),
-        eval_dataset=data(1),
-        optimizers=(optimizer, None),
-    )
+    more = {"eval_dataset": token_rows(1), "optimizers": (optimizer, None)}
+    return trainer_of(folder, model, token_rows(), more=more, **{**settings, **arguments})
 
 
-def train(
+def has_trained(
     folder: Path, level: str, kind: type = transformers.GPT2LMHeadModel, **arguments: Any
 ) -> Any:
-    trainer = make_trainer(folder, language_model(kind), **arguments)
+    trainer = small_trainer(folder, small_gpt2(kind), **arguments)
     enable(trainer, level=level)
     trainer.train()
     return trainer
 
 
-def state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
+class TrainerByHand(ByHandOfTaken):
+    """The same in a loop by hand, with the learning rates of its steps."""
 
+    def __init__(self, level: str, accumulate: int) -> None:
+        self._accumulate, self.rates = accumulate, list[float]()
+        super().__init__(level=level)
 
-def by_hand(level: str, kind: type, accumulate: int, norm: float) -> Any:
-    """The same in a loop of our own: parameters, norms, learning rates."""
-    model = language_model(kind).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    steps = BATCHES // accumulate
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: max(0.0, (steps - step) / steps)
-    )
-    amp = tritonamp.enable(model, optimizer, level=level)
-    norms, rates = [], []
-    # all: Trainer does not know that this class shifts labels
-    rows, tokens_in_batch = data(), SIZE * 8 * accumulate
-    for i in range(BATCHES):
-        tokens = torch.stack([row["input_ids"] for row in rows[SIZE * i : SIZE * (i + 1)]])
-        loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=tokens_in_batch).loss
-        amp.backward(loss)
-        if (i + 1) % accumulate:
-            continue
-        norms.append(float(amp.clip_grad_norm_(norm)))
-        optimizer.step()
-        optimizer.zero_grad()
-        rates.append(scheduler.get_last_lr()[0])
-        if amp.history[-1].cause is None:
-            scheduler.step()
-    result = state(model), norms, rates
-    amp.disable()
-    return result
+    def parts_of(self, kind: str) -> tuple[nn.Module, Any, Any]:
+        model = small_gpt2(Poisoned).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        steps = BATCHES // self._accumulate
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: max(0.0, (steps - i) / steps))
+        return model, optimizer, rate
+
+    def loss(self, rows: Any = None) -> Tensor:
+        """Return the loss, which ``walk`` divides once more: the model divides by all tokens."""
+        tokens = torch.stack([row["input_ids"] for row in rows])
+        # all: Trainer does not know that this class shifts labels
+        total = SIZE * 8 * self._accumulate
+        found = self.model(input_ids=tokens, labels=tokens, num_items_in_batch=total)
+        return found.loss * self._accumulate  # type: ignore[no-any-return]
+
+    def schedule(self) -> None:
+        self.rates.append(self.scheduler.get_last_lr()[0])
+        super().schedule()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +99,7 @@ def by_hand(level: str, kind: type, accumulate: int, norm: float) -> Any:
     [("O1", 1, 0.5), ("O1", 2, 0.0), ("O2", 1, 0.0), ("O2", 2, 0.5), ("O5", 1, 0.5)],
 )
 def test_trainer_walks_our_steps(level: str, accumulate: int, norm: float, tmp_path: Path) -> None:
-    trainer = train(
+    trainer = has_trained(
         tmp_path,
         level,
         Poisoned,
@@ -145,12 +107,14 @@ def test_trainer_walks_our_steps(level: str, accumulate: int, norm: float, tmp_p
         max_grad_norm=norm,
         max_steps=BATCHES // accumulate,
     )
-    expected, norms, rates = by_hand(level, Poisoned, accumulate, norm or float("inf"))
-    assert_same(state(trainer.model), expected)
+    rows, hand = token_rows(), TrainerByHand(level, accumulate)
+    batches = [rows[i : i + SIZE] for i in range(0, len(rows), SIZE)]
+    expected = hand.walk(batches, accumulate, norm or float("inf"))
+    assert_same(state_of(trainer.model), expected)
     logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     # the true one; NaN is itself there
-    assert str([entry["grad_norm"] for entry in logged]) == str(norms)
-    assert [entry["learning_rate"] for entry in logged] == rates
+    assert str([entry["grad_norm"] for entry in logged]) == str(hand.norms)
+    assert [entry["learning_rate"] for entry in logged] == hand.rates
     assert trainer.accelerator.amp.stats()["forward_faults"] == 1
     trainer.accelerator.free_memory()
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
@@ -159,12 +123,12 @@ def test_trainer_walks_our_steps(level: str, accumulate: int, norm: float, tmp_p
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_resuming_is_not_stopping(level: str, tmp_path: Path) -> None:
     saving = dict(save_strategy="steps", save_steps=3)
-    whole = train(tmp_path / "whole", level, Poisoned, **saving)
+    whole = has_trained(tmp_path / "whole", level, Poisoned, **saving)
     amp = whole.accelerator.amp
-    resumed = make_trainer(tmp_path / "resumed", language_model())  # its losses are all finite
+    resumed = small_trainer(tmp_path / "resumed", small_gpt2())  # its losses are all finite
     enable(resumed, level=level)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    assert_same(state(resumed.model), state(whole.model))
+    assert_same(state_of(resumed.model), state_of(whole.model))
     assert resumed.accelerator.amp.stats()["steps"] == amp.stats()["steps"]
     assert resumed.accelerator.amp.stats()["forward_faults"] == 1
     for trainer in (whole, resumed):
@@ -182,7 +146,7 @@ def test_the_models_loss_reads_half_logits(
         "cross_entropy",
         lambda x, *args, **kwargs: dtypes.add(x.dtype) or original(x, *args, **kwargs),
     )
-    trainer = make_trainer(tmp_path, language_model())
+    trainer = small_trainer(tmp_path, small_gpt2())
     enable(trainer, level="O2", fused_loss=fused_loss)
     trainer.train()
     assert dtypes == ({torch.float16} if fused_loss else set())
@@ -191,32 +155,36 @@ def test_the_models_loss_reads_half_logits(
 
 
 def test_evaluation_smoothing_and_what_is_saved(tmp_path: Path) -> None:
-    trainer = train(tmp_path, "O2", label_smoothing_factor=0.1, eval_strategy="steps", eval_steps=3)
+    trainer = has_trained(
+        tmp_path, "O2", label_smoothing_factor=0.1, eval_strategy="steps", eval_steps=3
+    )
     half = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(tmp_path / "saved"))
-    expected = state(trainer.model)
+    expected = state_of(trainer.model)
     trainer.accelerator.free_memory()
-    exact = make_trainer(tmp_path, trainer.model, label_smoothing_factor=0.1).evaluate()[
+    exact = small_trainer(tmp_path, trainer.model, label_smoothing_factor=0.1).evaluate()[
         "eval_loss"
     ]
     assert half != exact
     # some roundings to half of activations, the loss itself in FP32
     assert abs(half - exact) <= 2.0**-9 * exact
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "float32"
-    assert_same(state(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")), expected)
+    assert_same(
+        state_of(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")), expected
+    )
 
 
 def test_trainers_own_optimizer_and_a_second_training(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, language_model())
+    trainer = small_trainer(tmp_path, small_gpt2())
     trainer.optimizer = None
     enable(trainer, level="O2")
-    before = state(trainer.model)
+    before = state_of(trainer.model)
     for _ in range(2):
         trainer.train()
         assert any(
-            not torch.equal(before[name], value) for name, value in state(trainer.model).items()
+            not torch.equal(before[name], value) for name, value in state_of(trainer.model).items()
         )
-        before = state(trainer.model)
+        before = state_of(trainer.model)
     trainer.accelerator.free_memory()
 
 
@@ -225,10 +193,10 @@ def test_fp16_and_bf16_are_the_dtype(argument: str, tmp_path: Path) -> None:
     states = []
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[argument]
     for arguments, settings in [({argument: True}, {}), ({}, {"dtype": dtype})]:
-        trainer = make_trainer(tmp_path, language_model(), **arguments)
+        trainer = small_trainer(tmp_path, small_gpt2(), **arguments)
         enable(trainer, level="O2", **settings)
         trainer.train()
-        states.append(state(trainer.model))
+        states.append(state_of(trainer.model))
         assert trainer.accelerator.amp.policy.dtype is dtype
         trainer.accelerator.free_memory()
         AcceleratorState._reset_state(True)
@@ -236,7 +204,7 @@ def test_fp16_and_bf16_are_the_dtype(argument: str, tmp_path: Path) -> None:
 
 
 def test_full_evaluation_in_half_is_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, language_model(), bf16_full_eval=True)
+    trainer = small_trainer(tmp_path, small_gpt2(), bf16_full_eval=True)
     with pytest.raises(ValueError, match=r"bf16_full_eval False.*would round the model that train"):
         enable(trainer, level="O2")
 
@@ -244,8 +212,8 @@ def test_full_evaluation_in_half_is_refused(tmp_path: Path) -> None:
 # models that were loaded in half
 
 
-def loaded(folder: Path, dtype: torch.dtype) -> Any:
-    language_model().to(dtype).save_pretrained(folder)
+def small_gpt2_from_files(folder: Path, dtype: torch.dtype) -> Any:
+    small_gpt2().to(dtype).save_pretrained(folder)
     return transformers.GPT2LMHeadModel.from_pretrained(folder, dtype="auto")
 
 
@@ -260,12 +228,12 @@ def from_files(folder: Path) -> tuple[dict[str, Tensor], str]:
 def test_files_say_and_hold_the_dtype_that_was_loaded(
     level: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    model, name = loaded(tmp_path / "base", dtype), str(dtype).removeprefix("torch.")
+    model, name = small_gpt2_from_files(tmp_path / "base", dtype), str(dtype).removeprefix("torch.")
     names = set(from_files(tmp_path / "base")[0])
-    trainer = make_trainer(tmp_path / "run", model, save_strategy="steps", save_steps=BATCHES)
+    trainer = small_trainer(tmp_path / "run", model, save_strategy="steps", save_steps=BATCHES)
     enable(trainer, level=level)
     trainer.train()
-    trained = state(trainer.model)
+    trained = state_of(trainer.model)
     trainer.save_model(str(tmp_path / "by trainer"))
     trainer.model.save_pretrained(tmp_path / "by model")
     trainer.accelerator.free_memory()
@@ -283,7 +251,7 @@ def test_files_say_and_hold_the_dtype_that_was_loaded(
     for folder in (tmp_path / "by model", checkpoint):
         again = transformers.GPT2LMHeadModel.from_pretrained(folder)
         assert {p.dtype for p in again.parameters()} == {dtype}
-        assert_same(state(again), state(trainer.model))
+        assert_same(state_of(again), state_of(trainer.model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -293,13 +261,13 @@ def test_resuming_a_half_model_is_not_stopping(
 ) -> None:
     trainers = []
     for start in (None, str(tmp_path / "0" / "checkpoint-3")):
-        model = loaded(tmp_path / "base", dtype)
+        model = small_gpt2_from_files(tmp_path / "base", dtype)
         folder = tmp_path / str(len(trainers))
-        trainer = make_trainer(folder, model, save_strategy="steps", save_steps=3)
+        trainer = small_trainer(folder, model, save_strategy="steps", save_steps=3)
         enable(trainer, level=level)
         trainer.train(resume_from_checkpoint=start)
         trainers.append(trainer)
-    assert_same(*(state(trainer.model) for trainer in trainers))
+    assert_same(*(state_of(trainer.model) for trainer in trainers))
     assert trainers[0].accelerator.amp.policy.dtype is dtype
     for trainer in trainers:
         trainer.accelerator.free_memory()

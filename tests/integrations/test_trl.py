@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same
-from tiny_models import LINES, dtypes, loaded_llama, make_tokenizer, peft, stored
+from tiny_models import (
+    LINES,
+    loaded_llama,
+    losses_of,
+    make_tokenizer,
+    param_dtypes,
+    quiet,
+    sft_trainer_of,
+    stored,
+)
 
 from tritonamp.integrations.transformers import enable
 
@@ -27,40 +36,25 @@ HALVES = pytest.mark.parametrize("half", [FP16, BF16], ids=str)
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
 
 
-def make_trainer(
+def trainer_of_loaded(
     folder: Path, dtype: torch.dtype, lora: bool, as_dtype: Any = "auto", **arguments: Any
 ) -> Any:
     tokenizer = make_tokenizer()
-    model = loaded_llama(folder / "base", dtype, as_dtype, tokenizer)
-    settings: dict[str, Any] = dict(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
+    return sft_trainer_of(
+        folder,
+        loaded_llama(folder / "base", dtype, as_dtype, tokenizer),
+        tokenizer,
+        lora,
         max_steps=STEPS,
-        max_length=16,
-        logging_steps=1,
         per_device_train_batch_size=4,
         learning_rate=1e-2,
         save_strategy="steps",
         save_steps=STEPS // 2,
-    )
-    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-    torch.manual_seed(1)
-    return trl.SFTTrainer(
-        model=model,
-        args=trl.SFTConfig(**{**settings, **arguments}),
-        train_dataset=datasets.Dataset.from_dict({"text": LINES}),
-        processing_class=tokenizer,
-        peft_config=peft.LoraConfig(r=2, target_modules=targets) if lora else None,
+        **arguments,
     )
 
 
-def losses(trainer: Any) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def trained(model: Any) -> dict[str, torch.Tensor]:
+def trained_values(model: Any) -> dict[str, torch.Tensor]:
     names = stored(model, trains=True)
     return {name: value.clone() for name, value in model.state_dict().items() if name in names}
 
@@ -69,9 +63,9 @@ def trained(model: Any) -> dict[str, torch.Tensor]:
 @HALVES
 @LEVELS
 def test_fine_tuning(level: str, half: torch.dtype, lora: bool, tmp_path: Path) -> None:
-    exact = make_trainer(tmp_path / "exact", half, lora, as_dtype=FP32, bf16=False)
+    exact = trainer_of_loaded(tmp_path / "exact", half, lora, as_dtype=FP32, bf16=False)
     exact.train()
-    trainer = make_trainer(tmp_path / "run", half, lora, bf16=False)
+    trainer = trainer_of_loaded(tmp_path / "run", half, lora, bf16=False)
     base = stored(trainer.model, trains=False)
     enable(trainer, level=level)
     trainer.train()
@@ -81,19 +75,19 @@ def test_fine_tuning(level: str, half: torch.dtype, lora: bool, tmp_path: Path) 
     # rounding logits moves the loss by twice their half ulp; as much again for what comes before
     tokens = exact.processing_class(LINES, padding=True, return_tensors="pt").input_ids
     rounding = 2 * torch.finfo(half).eps * exact.model(tokens).logits.abs().max().item()
-    pairs = zip(losses(trainer), losses(exact), strict=True)
+    pairs = zip(losses_of(trainer), losses_of(exact), strict=True)
     assert max(abs(a - b) for a, b in pairs) < rounding
-    assert losses(exact)[0] - losses(exact)[-1] > rounding
+    assert losses_of(exact)[0] - losses_of(exact)[-1] > rounding
 
-    values = trained(trainer.model)
+    values = trained_values(trainer.model)
     assert {value.dtype for value in values.values()} == {FP32}
     trainer.save_model(str(tmp_path / "saved"))
     name = "adapter_model" if lora else "model"
     saved = load_file(tmp_path / "saved" / f"{name}.safetensors")
     trainer.accelerator.free_memory()
     # PEFT makes adapters in FP32
-    assert {v.dtype for v in saved.values()} == dtypes(trainer.model, trains=True)
-    assert dtypes(trainer.model, trains=True) == {FP32 if lora else half}
+    assert {v.dtype for v in saved.values()} == param_dtypes(trainer.model, trains=True)
+    assert param_dtypes(trainer.model, trains=True) == {FP32 if lora else half}
     expected = {n.replace(".default.", "."): v for n, v in values.items()}
     assert_same(saved, {n: expected[n].to(v.dtype) for n, v in saved.items()})
 
@@ -104,11 +98,11 @@ def test_resuming_is_not_stopping(level: str, lora: bool, tmp_path: Path) -> Non
     """With TRL's default, which is bf16=True."""
     trainers = []
     for start in (None, str(tmp_path / "0" / f"checkpoint-{STEPS // 2}")):
-        trainer = make_trainer(tmp_path / str(len(trainers)), BF16, lora)
+        trainer = trainer_of_loaded(tmp_path / str(len(trainers)), BF16, lora)
         enable(trainer, level=level)
         trainer.train(resume_from_checkpoint=start)
         trainers.append(trainer)
-    assert_same(*(trained(trainer.model) for trainer in trainers))
+    assert_same(*(trained_values(trainer.model) for trainer in trainers))
     for trainer in trainers:
         assert trainer.args.bf16 and trainer.accelerator.amp.policy.dtype is BF16
         trainer.accelerator.free_memory()
@@ -116,18 +110,13 @@ def test_resuming_is_not_stopping(level: str, lora: bool, tmp_path: Path) -> Non
 
 def make_grpo(folder: Path, half: torch.dtype, as_dtype: torch.dtype) -> Any:
     tokenizer = make_tokenizer()
-    settings: dict[str, Any] = dict(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
+    settings = quiet(
+        folder,
         max_steps=4,
         num_generations=4,
         max_completion_length=6,
-        logging_steps=1,
         per_device_train_batch_size=4,
         learning_rate=1e-2,
-        save_strategy="no",
         bf16=False,
     )
     model = loaded_llama(folder / "base", half, as_dtype, tokenizer)
@@ -148,14 +137,14 @@ def test_grpo(half: torch.dtype, tmp_path: Path) -> None:
     exact.train()
     trainer = make_grpo(tmp_path / "run", half, half)
     enable(trainer, level="O2")
-    before = trained(trainer.model)
+    before = trained_values(trainer.model)
     trainer.train()
     stats = trainer.accelerator.amp.stats()
     assert (stats["steps"], stats["skipped"]) == (4, 0)
     first, same = (t.state.log_history[0] for t in (trainer, exact))
     assert first["reward"] == same["reward"] and first["reward_std"] > 0
     assert first["grad_norm"] == pytest.approx(same["grad_norm"], rel=20 * torch.finfo(half).eps)
-    after = trained(trainer.model)
+    after = trained_values(trainer.model)
     assert all(not torch.equal(before[name], after[name]) for name in before)
     trainer.accelerator.free_memory()
-    assert dtypes(trainer.model, trains=True) == {half}
+    assert param_dtypes(trainer.model, trains=True) == {half}

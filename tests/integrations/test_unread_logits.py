@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import peft, transformers
+from clients import state_of
+from tiny_models import losses_of, peft, trainer_of, transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -52,7 +53,7 @@ class Largest(TorchDispatchMode):
 
 
 class Doubled(torch.autograd.Function):
-    """A function of somebody else's, which Python's overrides do not reach."""
+    """A user's function, which Python's overrides do not reach."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -219,13 +220,13 @@ MODELS: dict[str, tuple[type, Any, bool]] = {
 """Class, config, and whether something else reads the logits."""
 
 
-def made(name: str) -> Any:
+def model_named(name: str) -> Any:
     cls, config, _ = MODELS[name]
     torch.manual_seed(3)
     return cls(config)
 
 
-def data() -> list[dict[str, Tensor]]:
+def rows_with_few_targets() -> list[dict[str, Tensor]]:
     """Rows of which some have few targets, so that the mean over a batch is not that of means."""
     tokens = torch.randint(0, WORDS, (SIZE * BATCHES, LENGTH), generator=torch.Generator())
     labels = tokens.clone()
@@ -233,7 +234,7 @@ def data() -> list[dict[str, Tensor]]:
     return [{"input_ids": x, "labels": y} for x, y in zip(tokens, labels, strict=True)]
 
 
-def trained(
+def seen_in_training(
     folder: Path,
     model: nn.Module,
     kind: type = transformers.Trainer,
@@ -245,37 +246,25 @@ def trained(
 ) -> tuple[list[float], dict[str, Tensor], int]:
     """Train, and return losses, what the steps subtracted, and the most rows of logits made."""
     settings: dict[str, Any] = dict(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
         max_steps=1,
-        logging_steps=1,
         max_grad_norm=0.0,
         per_device_train_batch_size=SIZE,
         per_device_eval_batch_size=SIZE,
         gradient_accumulation_steps=BATCHES,
         lr_scheduler_type="constant",
-        save_strategy="no",
         train_sampling_strategy="sequential",
     )
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    trainer = kind(
-        model=model,
-        args=transformers.TrainingArguments(**{**settings, **arguments}),
-        train_dataset=data(),
-        eval_dataset=data()[:SIZE],
-        optimizers=(torch.optim.SGD(model.parameters(), lr=1.0), None),
-        **(more or {}),
-    )
+    before, data = state_of(model), rows_with_few_targets()
+    optimizers = torch.optim.SGD(model.parameters(), lr=1.0), None
+    more = {"eval_dataset": data[:SIZE], "optimizers": optimizers, **(more or {})}
+    trainer = trainer_of(folder, model, data, kind, more, **{**settings, **arguments})
     enable(trainer, level=level, fused_loss=fused_loss)
     with Largest() as largest:
         trainer.train(resume_from_checkpoint=resume)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     after = model.state_dict()
     steps = {name: value - after[name] for name, value in before.items()}
     trainer.accelerator.amp.disable()
-    return losses, steps, largest.rows
+    return losses_of(trainer), steps, largest.rows
 
 
 @pytest.mark.parametrize(
@@ -284,9 +273,9 @@ def trained(
 )
 def test_the_loss_is_that_of_all_logits(name: str, level: str, tmp_path: Path) -> None:
     """Over two batches that make one step, of which each has another number of targets."""
-    losses, steps, rows = trained(tmp_path, made(name), level=level)
-    expected, expected_steps, all_rows = trained(
-        tmp_path, made(name), level=level, fused_loss=False
+    losses, steps, rows = seen_in_training(tmp_path, model_named(name), level=level)
+    expected, expected_steps, all_rows = seen_in_training(
+        tmp_path, model_named(name), level=level, fused_loss=False
     )
     assert all_rows == ROWS and rows == (ROWS if MODELS[name][2] else 16)
     eps = torch.finfo(BF16 if level == "O5" else FP16).eps
@@ -301,9 +290,9 @@ def test_the_loss_is_that_of_all_logits(name: str, level: str, tmp_path: Path) -
 
 def test_resuming_is_not_stopping(tmp_path: Path) -> None:
     saving = dict(max_steps=4, save_strategy="steps", save_steps=2)
-    model, resumed = made("own head"), made("own head")
-    trained(tmp_path / "0", model, **saving)
-    _, _, rows = trained(
+    model, resumed = model_named("own head"), model_named("own head")
+    seen_in_training(tmp_path / "0", model, **saving)
+    _, _, rows = seen_in_training(
         tmp_path / "1", resumed, resume=str(tmp_path / "0" / "checkpoint-2"), **saving
     )
     assert rows == 16
@@ -315,7 +304,7 @@ def test_resuming_is_not_stopping(tmp_path: Path) -> None:
 
 
 class ReadingTrainer(transformers.Trainer):
-    """Looks at the logits, as many people's do."""
+    """A Trainer that reads the logits, as users' classes do."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
@@ -338,39 +327,39 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS)
 def test_where_others_need_logits_they_are_all_there(settings: Any, tmp_path: Path) -> None:
-    _, _, rows = trained(tmp_path, made("own head"), **settings)
+    _, _, rows = seen_in_training(tmp_path, model_named("own head"), **settings)
     assert rows == ROWS
 
 
 def adapted() -> Any:
     return peft.get_peft_model(
-        made("own head"), peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"])
+        model_named("own head"), peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"])
     )
 
 
 def with_forward() -> Any:
-    model = made("own head")
+    model = model_named("own head")
     model.lm_head.forward = functools.partial(nn.Linear.forward, model.lm_head)
     return model
 
 
 def with_hook() -> Any:
     """Halves the logits in place, of which the loss is then."""
-    model = made("own head")
+    model = model_named("own head")
     model.lm_head.register_forward_hook(lambda _, __, logits: logits.mul_(0.5))
     return model
 
 
 def with_loss() -> Any:
-    model = made("own head")
+    model = model_named("own head")
     model.loss_function = lambda logits, labels, **_: logits.float().logsumexp(-1).mean()
     return model
 
 
 @pytest.mark.parametrize("model", [adapted, with_forward, with_hook, with_loss])
 def test_other_heads_and_losses_have_all_logits(model: Any, tmp_path: Path) -> None:
-    losses, _, rows = trained(tmp_path, model())
-    expected, *_ = trained(tmp_path, model(), fused_loss=False)
+    losses, _, rows = seen_in_training(tmp_path, model())
+    expected, *_ = seen_in_training(tmp_path, model(), fused_loss=False)
     assert rows == ROWS
     assert abs(losses[0] - expected[0]) <= torch.finfo(FP16).eps  # as above
 
@@ -378,7 +367,9 @@ def test_other_heads_and_losses_have_all_logits(model: Any, tmp_path: Path) -> N
 def test_evaluation_has_its_logits(tmp_path: Path) -> None:
     seen: list[Any] = []
     metrics = {"compute_metrics": lambda found: seen.append(found.predictions.shape) or {}}
-    trained(tmp_path, made("own head"), more=metrics, eval_strategy="steps", eval_steps=1)
+    seen_in_training(
+        tmp_path, model_named("own head"), more=metrics, eval_strategy="steps", eval_steps=1
+    )
     assert seen == [(SIZE, LENGTH, WORDS)]
 
 
@@ -390,7 +381,7 @@ def test_prompts_of_peft_are_before_the_logits(tmp_path: Path) -> None:
         cls, _, _ = MODELS["own head"]
         base = cls(transformers.LlamaConfig(**{**shape(), "max_position_embeddings": LENGTH + 2}))
         model = peft.get_peft_model(base, config)
-        results.append(trained(tmp_path, model, fused_loss=fused))
+        results.append(seen_in_training(tmp_path, model, fused_loss=fused))
     (losses, _, rows), (expected, _, all_rows) = results
     assert rows == 16 and all_rows == ROWS + 2 * SIZE
     assert abs(losses[0] - expected[0]) <= torch.finfo(FP16).eps
