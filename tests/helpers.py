@@ -58,7 +58,7 @@ def disabled_after(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
     yield noted
     for run in made:
-        if run.amp._enabled:
+        if run.amp is not None and run.amp._enabled:
             run.amp.disable()
 
 
