@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import torchs_database
+from modules import Apply
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -72,15 +73,6 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "differences": (lambda: Apply(lambda x: x - x.roll(1, 0)), series),
     "indices": (lambda: Apply(lambda x: F.one_hot((x % 16).long(), 16).float().sum(1)), series),
 }
-
-
-class Apply(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def model_of(program: str) -> tuple[nn.Sequential, Tensor]:

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from modules import Apply
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,15 +17,6 @@ FP16, BF16 = torch.float16, torch.bfloat16
 EPS = {FP16: 2.0**-10, BF16: 2.0**-7}
 
 both_formats = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["float16", "bfloat16"])
-
-
-class Apply(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def around(*modules, width=16):
@@ -145,7 +137,7 @@ def test_at_o3_the_result_of_a_module_in_fp32_is_half_again():
     assert "to do: fp32_modules=['1'] (tried: they part nowhere)" in found
 
 
-class Loop(nn.Module):
+class Repeated(nn.Module):
     """A model that calls one operation of one line again and again."""
 
     def __init__(self, calls, function):
@@ -162,7 +154,9 @@ class Loop(nn.Module):
 def test_an_operation_that_drifts_is_named(dtype, little):
     """A sum around 64, where half an ulp is 0.03125 in float16: what is added is lost."""
     calls = 120
-    summed = nn.Sequential(Apply(lambda x: x.tanh().abs() + 64), Loop(calls, lambda x: x + little))
+    summed = nn.Sequential(
+        Apply(lambda x: x.tanh().abs() + 64), Repeated(calls, lambda x: x + little)
+    )
     found = compare(around(summed, Apply(lambda x: x / 64)), batch(8, 16), dtype=dtype)
     assert found.first is None
     drift = found.drift
@@ -193,7 +187,7 @@ def test_an_operation_that_is_called_on_what_others_put_off_does_not_drift():
 @both_formats
 def test_a_recurrence_that_forgets_does_not_drift(dtype):
     cell = nn.Linear(16, 16)
-    found = compare(around(Loop(60, lambda x: torch.tanh(cell(x)))), batch(8, 16), dtype=dtype)
+    found = compare(around(Repeated(60, lambda x: torch.tanh(cell(x)))), batch(8, 16), dtype=dtype)
     assert found.parted is None
 
 

@@ -28,9 +28,13 @@ numpy_warns = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarnin
 
 
 def unaligned(tensor: Tensor) -> Tensor:
-    """Return a copy one element behind an address that is a multiple of 16 bytes."""
-    memory = tensor.new_full((tensor.numel() + 16,), 7.0)
-    return memory[1 : 1 + tensor.numel()].view(tensor.shape).copy_(tensor)
+    """Return a copy, dense and of the same order in memory, one element behind an address that is a
+    multiple of 16 bytes.
+    """
+    memory = tensor.new_full((tensor.numel() + 16,), 7)
+    assert memory.data_ptr() % 16 == 0
+    dense = torch.empty_like(tensor)
+    return memory[1 : 1 + tensor.numel()].as_strided(dense.shape, dense.stride()).copy_(tensor)
 
 
 def made(
