@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def until_nobody_reads() -> int:
-    """Run ``main``; end quietly with status 1 if its output has no reader any more."""
+    """Run ``main``; end quietly with status 1 if the reader of the output has gone."""
     try:
         status = main()
         sys.stdout.flush()

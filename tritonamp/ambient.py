@@ -17,10 +17,10 @@ class Generators(NamedTuple):
     """States of the random number generators.
 
     Attributes:
-        python: of ``random``.
-        numpy: of ``numpy.random``, as its ``set_state`` takes it; None: not recorded.
-        cpu: of torch on the CPU.
-        cuda: of torch on some CUDA devices.
+        python: state of ``random``.
+        numpy: state of ``numpy.random``, as its ``set_state`` takes it; None: not recorded.
+        cpu: state of torch's generator on the CPU.
+        cuda: states of torch's generators on some CUDA devices.
     """
 
     python: Any
@@ -30,7 +30,7 @@ class Generators(NamedTuple):
 
     @classmethod
     def now(cls, devices: Iterable[torch.device] = ()) -> "Generators":
-        """Record the generators: beside the CPU's, those of the CUDA devices among ``devices``."""
+        """Record the generators of the CPU, and of the CUDA devices among ``devices``."""
         numpy = sys.modules.get("numpy")
         return cls(
             random.getstate(),
@@ -50,13 +50,13 @@ class Generators(NamedTuple):
 
 
 class AmbientState(NamedTuple):
-    """Random generators, grad mode and autocast, as they were in one thread at one moment.
+    """Random generators, grad mode and autocast of one thread at one moment.
 
     Attributes:
-        generators: None: not recorded.
+        generators: states of random generators; None: not recorded.
         grad: whether gradients are recorded.
         cache: whether autocast caches casts of weights.
-        autocast: for each device type, whether autocast is on, and its dtype.
+        autocast: device type, whether autocast is on, and autocast's dtype, for each device type.
     """
 
     generators: Generators | None
@@ -66,7 +66,7 @@ class AmbientState(NamedTuple):
 
     @classmethod
     def now(cls, generators: Generators | None = None) -> "AmbientState":
-        """Record grad mode and autocast of this thread beside ``generators``."""
+        """Record grad mode and autocast of this thread, together with ``generators``."""
         autocast = tuple(
             [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _DEVICE_TYPES]
         )
@@ -137,7 +137,11 @@ class AmbientWatch:
 
 @contextlib.contextmanager
 def preserve(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Put generators (those of ``devices`` among them), grad mode and autocast back at the end."""
+    """Restore generators, grad mode and autocast at the end of the block.
+
+    Args:
+        devices: devices whose generators are restored in addition to the CPU's.
+    """
     before = AmbientState.now(Generators.now(devices))
     try:
         yield
@@ -148,7 +152,7 @@ def preserve(devices: Iterable[torch.device]) -> Iterator[None]:
 def is_traced() -> bool:
     """Tell whether functorch or a dispatch mode is active: ops may not run as they are called.
 
-    That includes all tracing but torch.compile's, which ``torch.compiler.is_compiling`` tells.
+    That includes all tracing except torch.compile's, which ``torch.compiler.is_compiling`` reports.
     """
     # private (torch 2.11 to 2.15): nothing public asks for functorch's transforms or for modes
     functorch = torch._C._functorch.peek_interpreter_stack() is not None

@@ -1,4 +1,4 @@
-"""What ``Amp.state_dict`` holds, and the other formats that ``Amp.load_state_dict`` takes."""
+"""The content of ``Amp.state_dict``, and the other formats that ``Amp.load_state_dict`` takes."""
 
 import math
 import re
@@ -20,18 +20,19 @@ _EMPTY = ": an empty state is that of a GradScaler with enabled=False, leave it 
 
 
 class ResumeState(NamedTuple):
-    """All that a resume needs beside the states of models and optimizers.
+    """The state that a resume needs in addition to the states of models and optimizers.
 
     Attributes:
-        scalers: states of scalers by loss_id; None: the policy keeps those that it has.
-        counts: how many decisions had each outcome of ``COUNTS``.
-        loss_scale: of the policy.
-        healed: names of modules.
-        faults: the counts of ``Response``, and as "last_good" the gradient statistics of the last
-            good step, which the cause of a fault is found by.
+        scalers: states of scalers by loss_id; None: the scalers stay as they are.
+        counts: number of decisions with each outcome of ``COUNTS``.
+        loss_scale: ``Policy.loss_scale``.
+        healed: names of healed modules.
+        faults: counts of ``Response``. Its entry "last_good" holds the gradient statistics of the
+            last good step, by which the cause of a fault is found.
         schedulers: outstanding steps of schedulers, by number of the optimizer.
-        outliers: the windows that outliers are found by, by loss_id.
-        state: the format of optimizer state in the run that saved. For people: any format loads.
+        outliers: windows of losses and norms, by loss_id.
+        state: format of optimizer state in the run that saved. Only people read it, because any
+            format loads.
     """
 
     scalers: dict[int, dict[str, Any]] | None
@@ -55,12 +56,12 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
 
     Args:
         state_dict: the state.
-        loss_scale: of the policy that is to take it.
-        scaler: gives what apex does not save.
+        loss_scale: ``Policy.loss_scale`` of the run that loads.
+        scaler: scaler whose settings fill in the numbers that apex does not save.
 
     Raises:
-        ValueError: other keys (listed), numbers that no scaler has, windows of outliers of another
-            length, or a loss scale that the policy does not have.
+        ValueError: the state has other keys (listed), numbers that no scaler has, windows of
+            outliers of another length, or a loss scale that the policy does not have.
     """
     state = _parse(state_dict, loss_scale, scaler)
     for loss_id, scaler_state in (state.scalers or {}).items():
@@ -84,7 +85,7 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
             f"got a state with {state.loss_scale!r}: enable with loss_scale={state.loss_scale!r}, "
             "or leave this state out"
         )
-    return state._replace(scalers=None)  # a dynamic scale does not begin at somebody's fixed one
+    return state._replace(scalers=None)  # a dynamic scale does not begin at a fixed one
 
 
 def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> ResumeState:
@@ -124,7 +125,7 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
 
 
 def _checked_counts(counts: Any) -> dict[str, int]:
-    """Return counts by name; raise ValueError where other names, or none, are given."""
+    """Return counts by name; raise ValueError if the names differ from ``COUNTS``."""
     if not isinstance(counts, dict) or set(counts) | _COUNTED_LATER != set(COUNTS):
         raise ValueError(f"amp.load_state_dict: expected counts of {list(COUNTS)}, got {counts!r}")
     return {name: counts.get(name, 0) for name in COUNTS}

@@ -1,14 +1,14 @@
-"""Which tensors of one ``Amp`` are in host memory; code that is about to touch them asks here."""
+"""Which tensors of one ``Amp`` are in host memory. Code that is about to use them asks here."""
 
 
 class Asleep:
     """The parts of one ``Amp`` that are in host memory.
 
-    Their tensors on the device have no memory: a kernel that reads one would crash.
+    Their tensors on the device have no memory, so a kernel that reads one would crash.
 
     Attributes:
-        training: masters, optimizer state, gradients and averages are away.
-        weights: the model's parameters and buffers are away, too.
+        training: whether masters, optimizer state, gradients and averages are away.
+        weights: whether the model's parameters and buffers are away, too.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What ``enable`` refuses, before it changes anything."""
+"""The checks of ``enable``, which run before it changes anything."""
 
 import inspect
 import logging
@@ -28,10 +28,10 @@ logger = logging.getLogger("tritonamp")
 
 
 def check_models(models: Sequence[Any]) -> list[nn.Module]:
-    """Return the modules to enable: of a compiled one the original, of a DDP the module inside it.
+    """Return the modules to enable: the original of a compiled module, the module inside a DDP.
 
     Raises:
-        ValueError: not modules, enabled already, or without real parameters.
+        ValueError: an element is no module, is enabled already, or has no real parameters.
     """
     if not models:
         raise ValueError("model: expected a module or a list of modules, got an empty list")
@@ -76,8 +76,8 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
     """Return the optimizers to enable.
 
     Raises:
-        ValueError: not optimizers, enabled already, of a kind that cannot skip, or over foreign
-            parameters.
+        ValueError: an element is no optimizer, is enabled already, cannot skip a step, or holds
+            parameters of another model.
     """
     params = {p for model in models for p in model.parameters()}
     for optimizer in optimizers:
@@ -131,7 +131,7 @@ def _check_optimizer(optimizer: Any, params: set[nn.Parameter]) -> None:
 
 
 def warn_of_zero_eps(optimizers: Sequence[Optimizer], policy: Policy) -> None:
-    """Log which optimizers would divide by an eps that is zero in the half parameters' dtype."""
+    """Log which optimizers would divide by an eps that is 0 in the half parameters' dtype."""
     if not policy.cast_model or policy.trains_fp32_values:
         return
     for optimizer in optimizers:
@@ -152,11 +152,11 @@ def check_scaler(scaler: Any, policy_fields: Mapping[str, Any]) -> None:
     """Check the scaler that the user gave.
 
     Args:
-        scaler: the user's.
-        policy_fields: those that differ from the level's.
+        scaler: the user's scaler.
+        policy_fields: policy fields that differ from the level's.
 
     Raises:
-        ValueError: a scaler of another kind, a disabled one, or one beside a fixed loss scale.
+        ValueError: the scaler is of another kind or disabled, or the loss scale is fixed.
     """
     if not isinstance(scaler, GradScaler):
         kind = f"{type(scaler).__module__}.{type(scaler).__qualname__}"
@@ -181,10 +181,10 @@ def check_scaler(scaler: Any, policy_fields: Mapping[str, Any]) -> None:
 
 
 def check_max_norm(max_norm: Any) -> None:
-    """Check the norm that gradients are clipped to; a tensor is taken as it is, unread.
+    """Check the norm to which gradients are clipped; a tensor is accepted unread.
 
     Raises:
-        ValueError: not a number, negative, or NaN.
+        ValueError: ``max_norm`` is no number, negative, or NaN.
     """
     if isinstance(max_norm, torch.Tensor):
         return
@@ -198,10 +198,10 @@ def check_max_norm(max_norm: Any) -> None:
 
 
 def check_flag(flag: Any) -> None:
-    """Check what ``amp.veto`` is given; a tensor is not read.
+    """Check the argument of ``amp.veto``; a tensor is not read.
 
     Raises:
-        ValueError: neither a bool nor a 0-d bool tensor.
+        ValueError: ``flag`` is neither a bool nor a 0-d bool tensor.
     """
     if isinstance(flag, torch.Tensor):
         if flag.dim() == 0 and flag.dtype is torch.bool:
@@ -218,10 +218,10 @@ def check_flag(flag: Any) -> None:
 
 
 def check_pipeline(loss_fn: Any, policy: Policy) -> None:
-    """Check what ``amp.pipeline_loss`` is given, and the policy of the stage.
+    """Check the argument of ``amp.pipeline_loss``, and the policy of the stage.
 
     Raises:
-        ValueError: not a function, or a policy under which a stage would run batches again.
+        ValueError: ``loss_fn`` is no function, or the policy would have a stage run batches again.
     """
     if not callable(loss_fn):
         raise ValueError(
@@ -235,10 +235,10 @@ def check_pipeline(loss_fn: Any, policy: Policy) -> None:
 
 
 def check_cast_inputs(models: Sequence[nn.Module], policy: Policy) -> None:
-    """Check the arguments that are to be cast.
+    """Check the arguments of ``forward`` that are to be cast.
 
     Raises:
-        ValueError: no model's forward takes one of them.
+        ValueError: no model's forward takes one of the arguments.
     """
     if isinstance(policy.cast_inputs, bool):
         return
@@ -257,10 +257,10 @@ def check_sharding(
 ) -> None:
     """Refuse parameters that are divided among the ranks in a way that cannot work.
 
-    FSDP, tensor parallelism and ZeroRedundancyOptimizer divide them.
+    FSDP, tensor parallelism and ZeroRedundancyOptimizer divide parameters.
 
     Raises:
-        ValueError: FSDP1, parameters that are spread over meshes apart or kept in main memory, a
+        ValueError: FSDP1, parameters that are spread over separate meshes or kept in main memory, a
             policy that cannot be carried out, or a ZeroRedundancyOptimizer of half parameters.
     """
     if policy.cast_model and policy.master_weights:
@@ -280,11 +280,11 @@ def check_sharding(
 
 
 def check_gradients(models: Sequence[nn.Module], policy: Policy) -> None:
-    """Refuse ``grad_dtype`` where DDP or FSDP2 would reduce in half all the same.
+    """Refuse ``grad_dtype`` if DDP or FSDP2 would still reduce gradients in half.
 
     Args:
-        models: as they were given, DDPs included.
-        policy: of them.
+        models: models as the caller gave them, DDPs included.
+        policy: policy of the models.
 
     Raises:
         ValueError: such a DDP, or FSDP2 with another ``reduce_dtype``.
@@ -316,5 +316,5 @@ def _check_sharded_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _class_if_imported(module: str, name: str) -> Any:
-    """Return a class for isinstance, or (): before its module is imported it has no instances."""
+    """Return a class for isinstance; () before its module is imported, when it has no instances."""
     return getattr(sys.modules.get(module), name, ())

@@ -1,9 +1,9 @@
 """Give an object a generated subclass of its own class, and take it off again.
 
-The object stays the object; only its class changes, to a subclass of its own class with the same
+The object keeps its identity. Only its class changes, to a subclass of its own class with the same
 name. Nothing is bound to one instance, so copies, replicas and other threads behave like the
 original. ``torch.distributed.fsdp.fully_shard`` does the same. A pickle is that of the plain
-object: it needs nothing of ours to be loaded.
+object, so it loads without tritonamp.
 """
 
 import copy
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 
 class _Pickled(threading.local):
-    """The object whose class pickle is about to ask for, in this thread."""
+    """The object whose class pickle is about to read, in this thread."""
 
     last: Any = None
 
@@ -24,14 +24,15 @@ _pickled = _Pickled()
 
 
 class Swapped:
-    """The base of each kind of generated class, with what differs between the kinds.
+    """The base of each kind of generated class; the attributes say how the kinds differ.
 
     Attributes:
-        _belongings: the attributes of an instance that ``install`` sets and ``uninstall`` removes.
-        _set_aside: the name of an instance attribute that would hide one of the generated class,
-            and its name meanwhile; both "" if there is none.
-        _kept_by_copies: whether copies are of the generated class, too; else they are of the plain
-            one, as pickles are.
+        _belongings: names of the instance attributes that ``install`` sets and ``uninstall``
+            removes.
+        _set_aside: name of an instance attribute that would hide one of the generated class, and
+            its name meanwhile; both "" if there is none.
+        _kept_by_copies: whether copies have the generated class, too; otherwise they have the plain
+            class, as pickles have.
     """
 
     _belongings: ClassVar[tuple[str, ...]] = ()
@@ -50,9 +51,9 @@ class Swapped:
 
     @property
     def __class__(self) -> type:
-        """The class; once after ``__reduce_ex__`` the plain one.
+        """The class; the plain class once after ``__reduce_ex__``.
 
-        Pickle reads it next, and refuses to write ``__newobj__`` of any other class.
+        Pickle reads the attribute next, and refuses to write ``__newobj__`` of any other class.
         """
         cls: type = type(self)
         if _pickled.last is self:
@@ -62,14 +63,14 @@ class Swapped:
 
     @__class__.setter
     def __class__(self, cls: type) -> None:
-        """Put the object into another class, generated unless it is already."""
+        """Put the object into another class, or the subclass that is generated from it."""
         kind: Any = type(self).__bases__[0]
         if not issubclass(cls, Swapped):
             cls = _generated(kind, cls, *kind._variant(self, cls))  # type: ignore[arg-type]
         _set_class(self, cls)
 
     def _plain_state(self, state: Any) -> Any:
-        """Return the state of the plain object, given that of this one."""
+        """Return the state of the plain object, given the state of this object."""
         if not isinstance(state, dict):
             return state
         name, aside = self._set_aside
@@ -77,13 +78,13 @@ class Swapped:
         return {names.get(k, k): v for k, v in state.items() if k not in self._belongings}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Be pickled as an object of the class that this one was generated from."""
+        """Return the pickle of an object of the class that this class was generated from."""
         reduced, is_plain = self._plain_reduced(max(protocol, 2))
         _pickled.last = self if is_plain else None
         return reduced
 
     def _plain_reduced(self, protocol: int) -> tuple[Any, bool]:
-        """Return how the plain object is rebuilt, and whether that names its class."""
+        """Return the arguments that rebuild the plain object, and whether they name its class."""
         reduced: Any = super().__reduce_ex__(protocol)
         new_object = copyreg.__newobj__  # type: ignore[attr-defined]
         if not isinstance(reduced, tuple) or reduced[0] is not new_object:
@@ -114,7 +115,7 @@ _set_class = vars(object)["__class__"].__set__
 
 @functools.cache
 def _generated(kind: type[Swapped], base: type, *variant: Hashable) -> type:
-    """Return the subclass of ``base`` for one kind: same name, module and signatures."""
+    """Return the subclass of ``base`` for one kind: same name, module and docstring."""
     namespace: dict[str, Any] = {
         name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")
     }
@@ -123,10 +124,10 @@ def _generated(kind: type[Swapped], base: type, *variant: Hashable) -> type:
 
 
 def base_class(cls: type) -> type:
-    """Return the class that a generated one was made from; of any other class, itself.
+    """Return the class that a generated class was made from; any other class is returned itself.
 
-    Of a class that somebody derived from a generated one, as ``register_parametrization`` does for
-    a module, it is a new class like it, derived from the plain one.
+    If ``cls`` derives from a generated class, as after ``register_parametrization`` of a module,
+    the result is a new class like ``cls`` that derives from the plain class.
     """
     if not issubclass(cls, Swapped):
         return cls
@@ -146,6 +147,11 @@ def is_installed(instance: object) -> bool:
 
 def install(instance: Any, kind: type[Swapped], *belongings: Any) -> None:
     """Give ``instance`` the generated subclass of its class, and its ``belongings``.
+
+    Args:
+        instance: any object with a ``__dict__``.
+        kind: base of the generated class.
+        *belongings: values of the attributes that ``kind._belongings`` names.
 
     Raises:
         ValueError: Python cannot change the class of such an object.

@@ -1,4 +1,4 @@
-"""Names of the tensors of one model, or of several; and of dtypes."""
+"""Names of tensors of one or several models, and of dtypes."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,15 @@ def short(dtype: torch.dtype) -> str:
 
 
 def prefixes(models: Sequence[nn.Module]) -> list[str]:
-    """Return what the names of each model begin with: "", or of several models its number."""
+    """Return the beginning of each model's names: "" for one model, else the model's number."""
     return [f"{i}." if len(models) > 1 else "" for i in range(len(models))]
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
-    """Return parameter to full name, in the order of the models; of tied ones the first name."""
+    """Return parameter to full name, in the order of the models.
+
+    A tied parameter has its first name.
+    """
     names: dict[Tensor, str] = {}
     for prefix, model in zip(prefixes(models), models, strict=True):
         for name, param in model.named_parameters():

@@ -1,6 +1,7 @@
-"""Leaves of nested values, as torch's pytrees have them, but fast enough for every forward.
+"""Leaves of nested values, as in torch's pytrees, but fast enough for every forward.
 
-Tuples, lists, dictionaries and plain leaves are handled here; all other classes by torch.
+This module handles tuples, lists, dictionaries and plain leaves, and leaves all other classes to
+torch.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Optimizers with FP32 arithmetic whatever the parameters are stored in."""
+"""Optimizers with FP32 arithmetic, for parameters of any floating dtype."""
 
 import inspect
 from collections import defaultdict
@@ -37,9 +37,10 @@ __all__ = ["SGD", "Adam", "AdamW", "Lion", "Muon"]
 class _SupportsAmpScaling:
     """The flag by which ``torch.amp.GradScaler`` leaves unscaling and skipping to the step.
 
-    True after ``fused=True``, as in torch's own optimizers, and with half parameters, whose
-    gradients torch's scaler cannot unscale. Else torch's scaler unscales, and reads on the host
-    whether to skip; Lightning, which reads the flag before it clips, clips as usual.
+    It is True after ``fused=True``, as in torch's own optimizers, and with half parameters, because
+    torch's scaler cannot unscale their gradients. Otherwise torch's scaler unscales, and reads on
+    the host whether to skip. Lightning reads the flag before it clips, and clips as usual if it is
+    False.
     """
 
     def __get__(self, optimizer: "_Fused | None", owner: type) -> bool:
@@ -49,12 +50,12 @@ class _SupportsAmpScaling:
 
 
 class _Fused:
-    """What the optimizers here add to torch's: FP32 masters of half parameters, skips on device.
+    """The additions to torch's optimizers: FP32 masters of half parameters, skips on the device.
 
-    ``tritonamp.GradScaler`` knows them by ``step.by_fused_rule`` and by ``_widen_gradients``.
+    ``tritonamp.GradScaler`` recognises them by ``step.by_fused_rule`` and by ``_widen_gradients``.
 
     Attributes:
-        fused_rule: how they step.
+        fused_rule: rule by which the optimizer steps.
     """
 
     fused_rule: FusedRule
@@ -87,10 +88,10 @@ class _Fused:
         them.
 
         Args:
-            closure: re-evaluates the model and returns the loss.
+            closure: function that evaluates the model again and returns the loss.
 
         Raises:
-            RuntimeError: sparse gradients that this kind of optimizer does not take.
+            RuntimeError: sparse gradients, which this kind of optimizer does not take.
         """
         loss = None
         if closure is not None:
@@ -121,21 +122,21 @@ class _Fused:
     @between_graphs
     @leaves_inference_mode
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, as in torch; the next backward makes half ones of half parameters.
+        """Clear the gradients, as in torch; the next backward gives half parameters half gradients.
 
         Args:
-            set_to_none: False: they become zeros.
+            set_to_none: False: gradients become zeros.
         """
         self._narrow_gradients()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _widen_gradients(self) -> None:
-        """Make half gradients FP32, until the step; ``GradScaler.unscale_`` calls it."""
+        """Make half gradients FP32 until the step; ``GradScaler.unscale_`` calls this."""
         if not self.defaults.get("differentiable"):  # whose step is torch's, in half
             self._shown_gradients.widen(p for group in self.param_groups for p in group["params"])
 
     def _narrow_gradients(self) -> None:
-        """Make those gradients half again; ``GradScaler`` calls it if there is no step."""
+        """Make widened gradients half again; ``GradScaler`` calls this if there is no step."""
         self._shown_gradients.round_back()
 
     def _as_dense(self, grad: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ class _Fused:
         return grad
 
     def _grad_scale_and_found_inf(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the factor on the gradients, and whether to skip, from attributes of a scaler."""
+        """Return the factor on the gradients and the flag to skip, from attributes of a scaler."""
         scale = scalar(getattr(self, "grad_scale", None))
         found_inf = scalar(getattr(self, "found_inf", None))
         if scale is None:
@@ -200,7 +201,8 @@ class _Fused:
         """Return the state as torch does, with moments and masters in FP32.
 
         Args:
-            packed: in the format that the optimizer keeps, which loads everywhere, too.
+            packed: keep the format that the optimizer was built with, which every format loads,
+                too.
         """
         state_dict: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         if packed:
@@ -209,13 +211,13 @@ class _Fused:
 
     @leaves_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as torch does, but FP32 state of half parameters stays FP32.
+        """Load a state as torch does, but keep FP32 state of half parameters in FP32.
 
         Adam and AdamW also take a state of apex's FusedAdam.
 
         Raises:
-            ValueError: it is no state of such an optimizer over such parameters; nothing was
-                changed then.
+            ValueError: ``state_dict`` is no state of such an optimizer over such parameters;
+                nothing was changed then.
         """
         load: Any = super().load_state_dict  # type: ignore[misc]
         if is_installed(self):  # ``EnabledOptimizer`` calls this, and keeps the state in FP32
@@ -229,8 +231,9 @@ class Adam(_Fused, torch.optim.Adam):
 
     Half parameters get FP32 moments and an FP32 master (``master_param`` in the state); the
     parameter is the rounded master. ``tritonamp.GradScaler`` leaves unscaling and skipping to the
-    step, without a host read; torch's does so with half parameters and after ``fused=True``, else
-    it reads on the host. ``foreach``, ``capturable`` and otherwise ``fused`` make no difference.
+    step, without a host read. torch's scaler does the same with half parameters and after
+    ``fused=True``, else it reads on the host. ``foreach``, ``capturable`` and otherwise ``fused``
+    make no difference.
     """
 
     fused_rule: FusedRule = ADAM
@@ -241,8 +244,9 @@ class AdamW(_Fused, torch.optim.AdamW):
 
     Half parameters get FP32 moments and an FP32 master (``master_param`` in the state); the
     parameter is the rounded master. ``tritonamp.GradScaler`` leaves unscaling and skipping to the
-    step, without a host read; torch's does so with half parameters and after ``fused=True``, else
-    it reads on the host. ``foreach``, ``capturable`` and otherwise ``fused`` make no difference.
+    step, without a host read. torch's scaler does the same with half parameters and after
+    ``fused=True``, else it reads on the host. ``foreach``, ``capturable`` and otherwise ``fused``
+    make no difference.
     """
 
     fused_rule: FusedRule = ADAM
@@ -253,10 +257,10 @@ class SGD(_Fused, torch.optim.SGD):
 
     Half parameters get an FP32 momentum buffer and an FP32 master (``master_param`` in the state);
     the parameter is the rounded master. ``tritonamp.GradScaler`` leaves unscaling and skipping to
-    the step, without a host read; torch's does so with half parameters and after ``fused=True``,
-    else it reads on the host. ``foreach`` and otherwise ``fused`` make no difference. Sparse
-    gradients are made dense. Dampening costs one host read a step: torch does not dampen the first
-    step, which may have been skipped.
+    the step, without a host read. torch's scaler does the same with half parameters and after
+    ``fused=True``, else it reads on the host. ``foreach`` and otherwise ``fused`` make no
+    difference. Sparse gradients are made dense. Dampening costs one host read per step, because
+    torch does not dampen the first step, and that step may have been skipped.
     """
 
     fused_rule: FusedRule = SGD_RULE
@@ -271,21 +275,21 @@ class Lion(_Fused, torch.optim.Optimizer):
         param   = param * (1 - lr * weight_decay) - lr * update
         exp_avg = beta2 * exp_avg + (1 - beta2) * grad
 
-    Parameters may be of any floating dtype; half ones get an FP32 ``exp_avg`` and an FP32 master
-    (``master_param`` in the state), and are the rounded master. ``tritonamp.GradScaler`` leaves
-    unscaling and skipping to the step, without a host read; torch's does so with half parameters,
-    else it reads on the host.
+    Parameters may have any floating dtype. Half parameters get an FP32 ``exp_avg`` and an FP32
+    master (``master_param`` in the state); the parameter is the rounded master.
+    ``tritonamp.GradScaler`` leaves unscaling and skipping to the step, without a host read. torch's
+    scaler does the same with half parameters, else it reads on the host.
 
     Args:
         params: parameters, or parameter groups.
         lr: learning rate; a tenth to a third of AdamW's is usual.
-        betas: of the update, and of ``exp_avg``.
-        weight_decay: decoupled; three to ten times AdamW's is usual.
-        maximize: step along the gradient.
-        state: "fp32" or "bf16": the format of ``exp_avg``.
+        betas: decay rates of the update and of ``exp_avg``.
+        weight_decay: decoupled weight decay; three to ten times AdamW's is usual.
+        maximize: step along the gradient instead of against it.
+        state: format of ``exp_avg``, "fp32", "bf16" or "8bit".
 
     Raises:
-        ValueError: a hyperparameter out of its range.
+        ValueError: a hyperparameter is out of its range.
     """
 
     fused_rule: FusedRule = LION
@@ -321,25 +325,25 @@ class Muon(_Fused, torch.optim.Muon):
     Half parameters get an FP32 momentum buffer and an FP32 master (``master_param`` in the state);
     the parameter is the rounded master. Matrices of equal shape are orthogonalised together, in
     bfloat16 as in torch, but normalised in FP32 first. ``tritonamp.GradScaler`` leaves unscaling
-    and skipping to the step, without a host read; torch's does so with half parameters, else it
-    reads on the host.
+    and skipping to the step, without a host read. torch's scaler does the same with half
+    parameters, else it reads on the host.
 
     Args:
-        params: parameters of two dimensions, or groups of them.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: see
-            ``torch.optim.Muon``.
-        adamw_params: parameters, or groups with AdamW's hyperparameters, that AdamW steps on in the
-            same step: embeddings, heads, norms and biases. Their groups come last, and have
+        params: parameters of two dimensions, or groups of such parameters.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn:
+            arguments of ``torch.optim.Muon``.
+        adamw_params: parameters, or groups with AdamW's hyperparameters, on which AdamW steps in
+            the same step: embeddings, heads, norms and biases. Their groups come last, and have
             "betas".
 
     Raises:
-        ValueError: a hyperparameter out of its range, or a parameter that is no matrix, by name
-            where the parameters have names.
+        ValueError: a hyperparameter is out of its range, or a parameter is no matrix; the message
+            has the parameter's name if there are names.
     """
 
     @property
     def fused_rule(self) -> FusedRule:  # type: ignore[override]
-        """How the present groups step."""
+        """The rule for the present groups."""
         return MUON_AND_ADAMW if any(map(is_adamws, self.param_groups)) else MUON
 
     def __init__(
@@ -355,7 +359,7 @@ class Muon(_Fused, torch.optim.Muon):
         """Add matrices, or, in a group that has "betas", parameters for AdamW.
 
         Raises:
-            ValueError: a parameter is no matrix, or complex; or the first group for AdamW comes
+            ValueError: a parameter is complex or no matrix; or the first group for AdamW comes
                 after a step, whose state has no place for it.
         """
         if is_adamws(param_group) and self.fused_rule is MUON and self.state:

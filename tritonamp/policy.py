@@ -26,50 +26,51 @@ class Policy:
     together at construction; a conflict is a ValueError that says what to change.
 
     Attributes:
-        dtype: the half format, torch.float16 or torch.bfloat16.
+        dtype: half format, torch.float16 or torch.bfloat16.
         cast_model: parameters are stored in ``dtype``.
         keep_norms_fp32: normalisation layers keep FP32 parameters (only with ``cast_model``).
         op_policy: the forward runs under the op table (autocast plus overrides).
         master_weights: the optimizer steps on FP32 copies of the half parameters (only with
             ``cast_model`` or ``half_parameters``).
         loss_scale: "dynamic", or a fixed number; 1.0 means no scaling.
-        init_scale: the first value of a dynamic loss scale.
-        cast_inputs: True: all FP32 tensors given to the model are cast to ``dtype``. Names of
-            ``forward``'s arguments, or positions from 0: only tensors in these are cast. False:
-            none is cast. ``dtype`` stands for True, None for False.
-        cast_outputs: the dtype that half tensors returned by the model are cast to; None: they are
+        init_scale: first value of a dynamic loss scale.
+        cast_inputs: True: all FP32 tensors that the model is given are cast to ``dtype``. Names of
+            ``forward``'s arguments, or positions from 0: only tensors in these arguments are cast.
+            False: no tensor is cast. ``dtype`` stands for True, None for False.
+        cast_outputs: dtype to which half tensors are cast that the model returns; None: they are
             not cast.
-        softmax_dtype: output dtype of softmax on half input under the op policy; None keeps the
-            input's (FP32 accumulation inside either way), torch.float32 is what torch.autocast
-            does.
-        state_dict_dtype: torch.float32 (``model.state_dict()`` is what a plain model loads) or
-            ``dtype``.
+        softmax_dtype: output dtype of softmax on half input under the op policy. None: the input's
+            dtype. torch.float32: as in torch.autocast. Softmax accumulates in FP32 either way.
+        state_dict_dtype: dtype of ``model.state_dict()``: torch.float32, which a plain model loads,
+            or ``dtype``.
         grad_dtype: torch.float32: gradients of half parameters are accumulated, and under DDP
-            reduced, in FP32, at two bytes a parameter more; None: in the parameters' dtype.
-        state: the format of optimizer state. "fp32"; "bf16": moments in bfloat16; "8bit": moments
-            of one byte, and FP32 masters kept as the half parameter and 16 more bits (Adam,
-            AdamW and Lion).
+            reduced, in FP32, at two more bytes per parameter. None: gradients have the parameters'
+            dtype.
+        state: format of optimizer state. "fp32"; "bf16": moments in bfloat16; "8bit": moments of
+            one byte, and FP32 masters kept as the half parameter and 16 more bits (Adam, AdamW and
+            Lion).
         offload: "state": FP32 masters and optimizer state stay in pinned host memory, and go
             through the device part by part while the optimizer steps, with the same bits. For CUDA
             devices and Adam, AdamW, SGD or Lion, without FSDP2 and CUDA graphs. None: they stay on
             the device.
-        half_parameters: parameters that are half before ``enable`` stay half; without it those
-            that train get FP32 values.
-        fp32_modules: names ("encoder.head") or classes of modules that stay FP32, parameters and
-            arithmetic.
-        fuse_norms: hand-written RMSNorms that compute the same run as ``rms_norm`` (only with
-            ``op_policy``).
-        on_nonfinite: the response to a skip for which a lower scale cannot help. "skip": a line
-            in the log; "explain": the failing batch runs again, and the operation is named; "heal":
-            also, modules compute in FP32 from then on if that cures such faults; "raise":
+        half_parameters: True: parameters that are half before ``enable`` stay half. False: those
+            that require gradients get FP32 values.
+        fp32_modules: names ("encoder.head") or classes of modules whose parameters and arithmetic
+            stay FP32.
+        fuse_norms: hand-written RMSNorms with the arithmetic of ``rms_norm`` run as ``rms_norm``
+            (only with ``op_policy``).
+        on_nonfinite: response to a skip for which a lower scale cannot help. "skip": a line in the
+            log. "explain": the failing batch runs again, and the operation is named. "heal": in
+            addition, modules compute in FP32 from then on if that cures such faults. "raise":
             NonFiniteError.
             All but "skip" read the decision on the host at every step, and keep the gradients of
             the model's outputs until then.
-        raise_after: faults in a row until "raise" raises.
+        raise_after: number of faults in a row until "raise" raises.
         track_lost_updates: Adam and AdamW count the updates that did not change the half value of
             their parameter.
-        skip_outliers: a step is skipped if its loss or its gradient norm lies so many standard
-            deviations above those of the last 63 steps; at most 4 of any 64 steps. None: none is.
+        skip_outliers: number of standard deviations above the last 63 steps from which a loss or
+            gradient norm makes a step an outlier, which is skipped; at most 4 of any 64 steps.
+            None: no step is an outlier.
     """
 
     dtype: torch.dtype = torch.float16
@@ -130,12 +131,12 @@ class Policy:
 
     @classmethod
     def from_json(cls, text: str) -> "Policy":
-        """Return the policy that ``to_json`` wrote; fields that are left out have their defaults.
+        """Return the policy that ``to_json`` wrote; missing fields have their defaults.
 
-        Imports the modules of the classes that ``fp32_modules`` names.
+        The modules of the classes that ``fp32_modules`` names are imported.
 
         Raises:
-            ValueError: not such a text, or fields that contradict one another.
+            ValueError: ``text`` is no such text, or its fields contradict one another.
         """
         plain, known = json.loads(text), {field.name for field in dataclasses.fields(cls)}
         if not isinstance(plain, dict) or not plain.keys() <= known:
@@ -159,22 +160,22 @@ class Policy:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients carry a loss scale, so a plain ``loss.backward()`` is wrong."""
+        """Whether gradients carry a loss scale, so that a plain ``loss.backward()`` is wrong."""
         return self.loss_scale != 1.0
 
     @property
     def trains_fp32_values(self) -> bool:
-        """Whether parameters that train have FP32 values: masters, or FP32 parameters."""
+        """Whether trainable parameters have FP32 values: masters, or FP32 parameters."""
         return self.master_weights or not (self.cast_model or self.half_parameters)
 
     def bytes_per_parameter(self, state: str | None = None) -> float:
         """Return the bytes that a parameter takes on its device in training with Adam or AdamW.
 
-        They are of the parameter itself (half if this policy casts it), its gradient, and, without
-        ``offload``, of the FP32 master and both moments.
+        The bytes are those of the parameter (half if this policy casts it) and its gradient, and,
+        without ``offload``, of the FP32 master and both moments.
 
         Args:
-            state: another format of state than this policy's.
+            state: format of state; None: this policy's.
         """
         state, is_half = state or self.state, self.cast_model or self.half_parameters
         parameter = 2 if is_half else 4
@@ -187,7 +188,10 @@ class Policy:
 
 
 def _normalised_cast_inputs(given: Any, dtype: torch.dtype) -> Any:
-    """Return arguments as a tuple; ``dtype`` or None, as for cast_outputs, as True or False."""
+    """Return ``cast_inputs`` as a bool or a tuple.
+
+    ``dtype`` and None become True and False, because ``cast_outputs`` takes a dtype or None.
+    """
     if given is None or given is dtype:
         return given is not None
     if isinstance(given, str):
@@ -350,10 +354,10 @@ def resolve(level: str | Policy, dtype: torch.dtype | None = None, **fields: Any
     """Return the policy for ``level`` with single fields overridden.
 
     Args:
-        level: "O0" to "O3", "O4"/"O5" (bf16 O1/O2), or a Policy.
-        dtype: half format; None means the level's own. bfloat16 has FP32's range, so a level's
-            dynamic loss scale becomes 1.0 unless ``loss_scale`` is given.
-        fields: fields of Policy.
+        level: "O0" to "O3", "O4" and "O5" (O1 and O2 in bfloat16), or a Policy.
+        dtype: half format; None: the level's own. bfloat16 has FP32's range, so a level's dynamic
+            loss scale becomes 1.0 unless ``loss_scale`` is given.
+        **fields: fields of Policy.
 
     Raises:
         ValueError: unknown level or field, or fields that contradict one another.
@@ -379,11 +383,11 @@ def check_field_names(fields: Iterable[str], others: Iterable[str] = ()) -> None
     """Refuse names that are no fields of Policy, and suggest the nearest right ones.
 
     Args:
-        fields: the names.
-        others: further right ones, which may be the nearest.
+        fields: names to check.
+        others: names that are no fields but may be suggested.
 
     Raises:
-        ValueError: lists the unknown ones.
+        ValueError: lists the unknown names.
     """
     known = sorted(field.name for field in dataclasses.fields(Policy))
     unknown = sorted(set(fields) - {*known})
@@ -411,7 +415,7 @@ def _base_policy(level: str | Policy) -> tuple[Policy, torch.dtype | None]:
 
 
 def _level_hint(level: Any) -> str:
-    """Return which level was meant by a wrong name; "" where none is near."""
+    """Return a hint at the level that a wrong name stands for; "" if none is near."""
     if isinstance(level, str) and level[:1] in ("0", "o") and f"O{level[1:]}" in _NAMES:
         return f" (it begins with the capital letter O, not the digit zero: 'O{level[1:]}')"
     near = difflib.get_close_matches(str(level).upper(), _NAMES, 1)

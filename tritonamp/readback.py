@@ -1,4 +1,4 @@
-"""Copies of device numbers to the host, without waiting: read when they have arrived."""
+"""Copies of device numbers to the host, which are read once they have arrived, without waiting."""
 
 import ctypes
 from collections import deque
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class Reading(NamedTuple):
-    """Numbers as they were when the copy ran.
+    """Numbers with the values that they had when the copy ran.
 
     Attributes:
-        values: float64, valid until the next ``Readback.start``.
-        attached: what ``start`` was given along with them.
+        values: float64 numbers, valid until the next ``Readback.start``.
+        attached: object that was given to ``start`` with the numbers.
     """
 
     values: Sequence[float]
@@ -25,8 +25,8 @@ class Readback:
     """Copies of one tensor on their way to the host, in order.
 
     Args:
-        numbers: float64 of shape (n,), on any device: what will be copied, or a tensor like it.
-        most: copies under way; while there are so many, no more are started.
+        numbers: the tensor, or one like it: float64 of shape (n,), on any device.
+        most: largest number of copies under way; further ones are not started.
     """
 
     def __init__(self, numbers: Tensor, most: int = 4) -> None:
@@ -35,7 +35,12 @@ class Readback:
         self._last: _HostBuffer | None = None  # of the last start; None: there was no room
 
     def start(self, numbers: Tensor, attached: Any) -> None:
-        """Start copying the numbers, as they are when the device comes to it."""
+        """Start to copy the numbers that the tensor holds when the device comes to the copy.
+
+        Args:
+            numbers: float64 of the shape that the constructor was given.
+            attached: any object; the ``Reading`` has it.
+        """
         self._last = None
         if self._free:
             self._last = buffer = self._free.pop()
@@ -43,9 +48,9 @@ class Readback:
             self._started.append((buffer, attached))
 
     def restart(self, numbers: Tensor, attached: Any) -> None:
-        """Copy the numbers into the copy that was started last, which keeps what it has attached.
+        """Copy the numbers into the copy that was started last, which keeps its ``attached``.
 
-        If that was read, or had no room, it is a ``start`` with ``attached``.
+        If that copy was read, or had no room, this is ``start(numbers, attached)``.
         """
         if self._last is not None and self._started and self._started[-1][0] is self._last:
             self._last.fill(numbers)
@@ -58,7 +63,11 @@ class Readback:
             self._free.append(self._started.pop()[0])
 
     def ready(self, wait: bool = False) -> Iterator[Reading]:
-        """Yield the copies that have arrived, oldest first; with ``wait`` all of them."""
+        """Yield the copies that have arrived, the oldest first.
+
+        Args:
+            wait: wait for all copies.
+        """
         while self._started and self._started[0][0].is_filled(wait):
             buffer, attached = self._started.popleft()
             self._free.append(buffer)
@@ -66,10 +75,12 @@ class Readback:
 
 
 class _HostBuffer:
-    """A piece of main memory; pinned if the numbers are on a GPU, else CUDA is not initialised.
+    """A piece of main memory for numbers; it is pinned only if the numbers are on a GPU.
+
+    A CPU tensor therefore does not initialise CUDA.
 
     Attributes:
-        values: the memory as a sequence: reading it goes past torch, so it costs no op.
+        values: the memory as a sequence; reading it bypasses torch, so it costs no operation.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -80,13 +91,17 @@ class _HostBuffer:
         self._filled = torch.cuda.Event() if pinned else None
 
     def fill(self, numbers: Tensor) -> None:
-        """Copy the numbers here, without waiting where they are on a GPU."""
+        """Copy the numbers here, without waiting if they are on a GPU."""
         self._numbers.copy_(numbers, non_blocking=True)
         if self._filled is not None:
             self._filled.record(torch.cuda.current_stream(numbers.device))
 
     def is_filled(self, wait: bool) -> bool:
-        """Return whether the last ``fill`` is done, after waiting for it if asked to."""
+        """Return whether the last ``fill`` is done.
+
+        Args:
+            wait: wait until it is done.
+        """
         if self._filled is None:
             return True
         if wait:

@@ -38,37 +38,38 @@ class GradScaler(torch.amp.GradScaler):
         squares of gradients beyond FP32   -> skip if the optimizer squares, the scale stays
         growth_interval steps in a row     -> grow, never above max_scale
 
-    Same use and same ``state_dict`` as ``torch.amp.GradScaler``. Differences: nothing on the step
-    path reads the device on the host, except for optimizers that cannot skip on the device by
-    themselves (other than those of ``tritonamp.optim`` and torch's with ``fused=True``: one read a
-    step); half parameters of ``tritonamp.optim`` have FP32 gradients from ``unscale_`` to the step;
-    a step without gradients is a no-op, not an error.
+    Use and ``state_dict`` are those of ``torch.amp.GradScaler``. There are three differences. The
+    host does not read the device on the step path, except for optimizers that cannot skip on the
+    device, at one read per step; the optimizers of ``tritonamp.optim``, and torch's with
+    ``fused=True``, can. Half parameters of ``tritonamp.optim`` have FP32 gradients from
+    ``unscale_`` to the step. A step without gradients is a no-op, not an error.
 
     Args:
-        device: "cuda", "cpu", ...; None: "cuda" where there is one.
-        init_scale: the scale to begin with.
-        growth_factor: the factor of the scale when it grows.
-        backoff_factor: the factor of the scale after an overflow.
-        growth_interval: clean steps in a row until the scale grows.
+        device: "cuda", "cpu", ...; None: "cuda" if CUDA is available, else "cpu".
+        init_scale: first scale.
+        growth_factor: factor of the scale when it grows.
+        backoff_factor: factor of the scale after an overflow.
+        growth_interval: number of clean steps in a row until the scale grows.
         enabled: False: every method works without a scale, as in torch.
-        min_scale: the scale never goes below; positive.
-        max_scale: the scale never goes above.
-        hysteresis: overflows, without a clean step between them, until the scale backs off.
-        mode: "interval", or "headroom": the scale also grows, step by step, as long as the largest
-            scaled gradient leaves a factor of 16 to what float16 holds, so that it is back soon
+        min_scale: lower bound of the scale; positive.
+        max_scale: upper bound of the scale.
+        hysteresis: number of overflows, without a clean step between them, until the scale backs
+            off.
+        mode: "interval", or "headroom": the scale also grows step by step as long as the largest
+            scaled gradient is at least a factor of 16 below float16's maximum. So it is back soon
             after a burst of overflows. All factors and bounds must be powers of two then.
-        backoff_on_fault: a non-finite loss lowers the scale as an overflow does, which is what
-            torch and apex do; but (in a single process) not below 1, where half gradients would
-            begin to vanish for nothing.
-        process_group: the ranks that train one model together, as for ``DistributedDataParallel``;
-            they agree on what each has seen by one all-reduce of two numbers for each optimizer.
-            None: where there are several processes, skips and scale follow the gradients alone,
-            which DDP has reduced, and the losses, which differ from rank to rank, are not looked
-            at. Has no effect under ``tritonamp.enable``, which knows the ranks. Pickles and deep
-            copies are without it.
+        backoff_on_fault: a non-finite loss lowers the scale as an overflow does, as in torch and
+            apex; but (in a single process) not below 1, because half gradients would begin to
+            vanish there.
+        process_group: group of the ranks that train one model together, as for
+            ``DistributedDataParallel``. The ranks agree by one all-reduce of two numbers per
+            optimizer. None: with several processes, skips and scale follow the gradients alone,
+            which DDP has reduced. Losses, which differ from rank to rank, are ignored. Has no
+            effect under ``tritonamp.enable``, which knows the ranks. Pickles and deep copies lack
+            the group.
 
     Raises:
-        ValueError: bounds that contradict one another.
+        ValueError: bounds contradict one another.
     """
 
     def __init__(
@@ -161,6 +162,9 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             outputs: a tensor or an iterable of tensors.
+
+        Raises:
+            ValueError: ``outputs`` is neither.
         """
         if not self._enabled:
             return outputs
@@ -187,8 +191,8 @@ class GradScaler(torch.amp.GradScaler):
         assert self._scale is not None
         return self._scale
 
-    # private, called by GradScaler of torch 2.11 to 2.15 where it first needs the scale: what we
-    # keep on the device beside it is made with it
+    # Private. GradScaler of torch 2.11 to 2.15 calls it where it first needs the scale. Our other
+    # tensors on the device are made together with the scale.
     @leaves_inference_mode
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         refuse_capture(torch.device(dev), "the loss scale")
@@ -210,20 +214,20 @@ class GradScaler(torch.amp.GradScaler):
     def loss_nonfinite(self) -> Tensor | None:
         """Whether a loss scaled since the last ``update`` was non-finite.
 
-        1 or 0, 0-d float32; None: none was scaled. Once a CUDA graph has captured ``scale``, and
-        not ``update``, there may always have been a replay.
+        A 0-d float32 tensor, 1 or 0; None: no loss was scaled. It is never None once a CUDA graph
+        has captured ``scale`` without ``update``, because replays are not seen.
         """
         return self._loss_nonfinite if self._scaled else None
 
     @property
     def is_replayed(self) -> bool:
-        """Whether a CUDA graph has captured ``scale``, and not ``update``."""
+        """Whether a CUDA graph has captured ``scale`` without ``update``."""
         return self._replayed
 
     def take_loss_nonfinite(self) -> Tensor:
         """Return the flag of the losses scaled since the last update, and reset it.
 
-        1 where one was non-finite, else 0, also where none was scaled.
+        The flag is 1 if one of the losses was non-finite, else 0, also if none was scaled.
         """
         assert self._loss_nonfinite is not None
         flag = self._loss_nonfinite.clone()
@@ -233,7 +237,7 @@ class GradScaler(torch.amp.GradScaler):
         return flag
 
     def note_flag(self, flag: Tensor) -> None:
-        """Note, for the next ``update``, the flag of a decision that was made elsewhere.
+        """Note the flag of a decision that was made elsewhere, for the next ``update``.
 
         Args:
             flag: 0-d, as ``Evidence.loss_nonfinite``.
@@ -262,12 +266,12 @@ class GradScaler(torch.amp.GradScaler):
         return self._memory
 
     def record_decision(self, optimizer: Optimizer, found_inf: Tensor, amax: Tensor) -> None:
-        """Note, for the next ``update``, a decision that was made elsewhere.
+        """Note a decision that was made elsewhere, for the next ``update``.
 
         Args:
-            optimizer: the optimizer that has stepped or skipped.
-            found_inf: 0-d, not 0: it was a skip.
-            amax: magnitudes of its scaled gradients.
+            optimizer: optimizer that has stepped or skipped.
+            found_inf: 0-d flag, not 0 if the decision was a skip.
+            amax: largest magnitudes of the optimizer's scaled gradients.
         """
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {
             found_inf.device: found_inf
@@ -288,9 +292,9 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, once between two updates.
 
-        Half parameters of an optimizer of ``tritonamp.optim`` get FP32 gradients, exact ones: clip
-        and look at them as at any. After ``step``, ``update`` or ``optimizer.zero_grad()`` they are
-        half again.
+        Half parameters of an optimizer of ``tritonamp.optim`` get exact FP32 gradients, which may
+        be clipped and read as any others. They are half again after ``step``, ``update`` or
+        ``optimizer.zero_grad()``.
 
         Raises:
             ValueError: float16 gradients of an optimizer that keeps no FP32 masters.
@@ -305,7 +309,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale the optimizer's gradients and return whether one is non-finite, by device.
+        """Unscale the optimizer's gradients, and return a flag per device: is one non-finite?
 
         Private: GradScaler of torch 2.11 to 2.15 calls it from ``unscale_`` and, to check only,
         with ``allow_fp16``, from ``step``.
@@ -348,7 +352,10 @@ class GradScaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
     def _groups(self, grads: Sequence[Any]) -> list[Any]:
-        """Return the process groups to agree with: under FSDP2 each rank has seen only its part."""
+        """Return the process groups to agree with.
+
+        Under FSDP2 these are the groups of the mesh, because each rank has seen only its part.
+        """
         if grads and hasattr(grads[0], "device_mesh"):
             groups: list[Any] = grads[0].device_mesh.get_all_groups()
             return groups
@@ -357,14 +364,14 @@ class GradScaler(torch.amp.GradScaler):
     @between_graphs
     @leaves_inference_mode
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Run ``optimizer.step()`` on unscaled gradients, or skip where something is non-finite.
-
-        Args:
-            optimizer: its gradients come from the backward of a scaled loss.
-            *args: passed on.
-            **kwargs: passed on.
+        """Run ``optimizer.step()`` on true gradients, or skip if a gradient or loss is not finite.
 
         Without gradients it is a no-op, which ``update`` does not count.
+
+        Args:
+            optimizer: optimizer whose gradients come from the backward of a scaled loss.
+            *args: arguments of ``optimizer.step``.
+            **kwargs: keyword arguments of ``optimizer.step``.
 
         Raises:
             RuntimeError: a closure was passed, or ``step`` was called twice since the last update.
@@ -399,7 +406,7 @@ class GradScaler(torch.amp.GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def _is_without_gradients(self, optimizer: Optimizer) -> bool:
-        """Tell whether there is nothing to step on; ranks that agree by a group step together."""
+        """Tell whether there is nothing to step on; never so if ranks agree by a group."""
         params = (param for group in optimizer.param_groups for param in group["params"])
         return self._process_group is None and all(param.grad is None for param in params)
 
@@ -421,8 +428,8 @@ class GradScaler(torch.amp.GradScaler):
     def _step_on_device(self, optimizer: Any, found_inf: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer that unscales and skips on the device.
 
-        The contract is that of torch's own scaler and ``_step_supports_amp_scaling``: it sets
-        ``grad_scale`` (times one that the user has set) and ``found_inf`` for the time of the step.
+        The contract is that of torch's own scaler and ``_step_supports_amp_scaling``. The optimizer
+        has ``grad_scale`` (times one that the user has set) and ``found_inf`` during the step.
         """
         state = self._per_optimizer_states[id(optimizer)]
         grad_scale = getattr(optimizer, "grad_scale", None)
@@ -466,9 +473,9 @@ class GradScaler(torch.amp.GradScaler):
         """Move the scale after one decision.
 
         Args:
-            found_inf: 0-d float32, not 0: it was a skip.
-            loss_nonfinite: 0-d float32, not 0: because of the loss; or OUTLYING, EXCEEDING, or
-                VETOED.
+            found_inf: 0-d float32, not 0 if the decision was a skip.
+            loss_nonfinite: 0-d float32, not 0 if the loss caused the skip; or OUTLYING, EXCEEDING,
+                or VETOED.
         """
         largest, self._largest = self._largest, None
         rule, nothing, floor = self.rule, found_inf.new_zeros(0), None
@@ -489,7 +496,7 @@ class GradScaler(torch.amp.GradScaler):
     def state_dict(self) -> dict[str, Any]:
         """Return the state under torch's keys. Reads the device.
 
-        ``hysteresis`` above 1 and "headroom" keep their memory under keys of their own.
+        A ``hysteresis`` above 1 and mode "headroom" have keys of their own.
         """
         state = super().state_dict()
         if self._enabled and self._hysteresis > 1:
@@ -528,7 +535,7 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of ``torch.amp.GradScaler``.
 
-        A scale beyond the bounds goes to the bound.
+        A scale beyond a bound becomes the bound.
         """
         super().load_state_dict(state_dict)
         if not self._enabled:
@@ -554,7 +561,7 @@ def _memories_of_gradients() -> "weakref.WeakKeyDictionary[Optimizer, Memory]":
 def keeps_masters(optimizer: Any) -> bool:
     """Tell whether the optimizer keeps FP32 masters of half parameters, as ``optim``'s do.
 
-    Half gradients can become FP32 ones then.
+    Half gradients can become FP32 gradients then.
     """
     return hasattr(optimizer, "_widen_gradients")
 
@@ -562,7 +569,8 @@ def keeps_masters(optimizer: Any) -> bool:
 def _steps_on_device(optimizer: Any) -> bool:
     """Return whether the step unscales and skips on the device.
 
-    A class that is derived from ours, or hands its attributes on (apex's LARC), may have another.
+    A class that derives from one of ours, or that forwards attributes (apex's LARC), may have
+    another step.
     """
     if not hasattr(getattr(type(optimizer), "step", None), "by_fused_rule"):
         return False
@@ -570,11 +578,11 @@ def _steps_on_device(optimizer: Any) -> bool:
 
 
 def is_watched(optimizer: Any) -> bool:
-    """Return whether a ``step`` was put on the instance to see if it is called, as Accelerate does.
+    """Return whether a ``step`` on the instance watches for calls, as Accelerate's does.
 
-    It must not be called for a skip, which costs one host read a step. LR schedulers put one there,
-    too, and mark it with the private ``_wrapped_by_lr_sched`` (torch 2.11 to 2.15): theirs only
-    notes that there was a call, skip or not.
+    Such a ``step`` must not be called for a skip, which costs one host read per step. LR schedulers
+    put a ``step`` there, too, marked by the private ``_wrapped_by_lr_sched`` (torch 2.11 to 2.15).
+    Theirs only notes that there was a call, skip or not.
     """
     step = vars(optimizer).get("step")
     return not (
@@ -587,7 +595,7 @@ def is_watched(optimizer: Any) -> bool:
 def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``loss * scale``, and a 0-d flag: was the loss non-finite?
 
-    A half loss is scaled in FP32: times 65536 it would be inf.
+    A half loss is scaled in FP32, because 65536 times a half loss would be inf.
     """
     value = loss.detach()
     # Not 0 of inf and NaN alone: fewer launches than isfinite. Not in place, which would save one
@@ -600,7 +608,7 @@ def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_all_ranks(amax: Tensor, flag: Tensor, groups: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Return this rank's magnitudes with the largest on any rank behind, and the largest flag."""
+    """Return this rank's magnitudes followed by the largest of any rank, and the largest flag."""
     largest = amax.max() if len(amax) else torch.zeros_like(flag)
     both = torch.stack([largest, flag]).nan_to_num(nan=math.inf, posinf=math.inf)
     for group in groups:
@@ -609,7 +617,7 @@ def _of_all_ranks(amax: Tensor, flag: Tensor, groups: Sequence[Any]) -> tuple[Te
 
 
 def _grads(optimizer: Optimizer) -> list[Tensor]:
-    """Return the optimizer's gradients; of a sparse one its values, coalesced in place."""
+    """Return the optimizer's gradients; a sparse gradient is coalesced in place, for its values."""
     grads = []
     for group in optimizer.param_groups:
         for param in group["params"]:

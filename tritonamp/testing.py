@@ -1,6 +1,6 @@
-"""Injected faults, for tests of what a training loop does about them.
+"""Injected faults, for tests of a training loop's reaction to them.
 
-Not imported by tritonamp itself: ``import tritonamp.testing``.
+tritonamp itself does not import this module: ``import tritonamp.testing``.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     "error in step": (),
     "out of memory": (),
 }
-"""The kinds of faults, and the causes that ``amp.history`` may give the step; (): none, the step is
-taken, or the loop gets an exception.
+"""Kind of a fault to the causes that ``amp.history`` may name for the step; (): no cause, because
+the step is taken or the loop gets an exception.
 """
 
 KINDS = tuple(CAUSES)
@@ -39,7 +39,7 @@ _TOO_LARGE = 2.0 * 65504  # for float16, not for FP32
 
 
 class InjectedError(RuntimeError):
-    """Raised on purpose by a ``FaultInjector``."""
+    """The error that a ``FaultInjector`` raises on purpose."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,20 @@ class Fault:
     Attributes:
         kind: one of ``KINDS``.
 
-            - "batch": a number of the first floating tensor that the model is given becomes
-              ``value``;
-            - "loss": what ``FaultInjector.loss`` is given becomes ``value``;
-            - "overflow": a number of the output of module ``place`` becomes ``value``;
-            - "gradient": a number of the gradient of parameter ``place`` becomes ``value``; the
+            - "batch": one number of the model's first floating input becomes ``value``;
+            - "loss": the tensor that is given to ``FaultInjector.loss`` becomes ``value``;
+            - "overflow": one number of the output of module ``place`` becomes ``value``;
+            - "gradient": one number of the gradient of parameter ``place`` becomes ``value``; the
               loss is finite;
-            - "scale": in the backward, at the output of module ``place``, a number becomes too
+            - "scale": in the backward, at the output of module ``place``, one number becomes too
               large for float16;
-            - "missing gradient": that of parameter ``place`` becomes None;
+            - "missing gradient": the gradient of parameter ``place`` becomes None;
             - "error in forward", "error in backward": module ``place`` raises ``InjectedError``;
-            - "error in step", "out of memory": ``optimizer.step`` raises it, or
+            - "error in step", "out of memory": ``optimizer.step`` raises ``InjectedError``, or
               ``torch.OutOfMemoryError``.
-        place: a module's or a parameter's name.
+        place: name of a module or parameter.
         value: inf or NaN.
-        step: the number that the step has in ``amp.history``; of one that raised: that of the next
+        step: number of the step in ``amp.history``; if the step raised, the number of the next
             attempt.
     """
 
@@ -79,7 +78,7 @@ class Fault:
 
     @property
     def causes(self) -> tuple[str, ...]:
-        """The causes that ``amp.history`` may give the step; (): none."""
+        """The causes that ``amp.history`` may name for the step; (): no cause."""
         return CAUSES[self.kind]
 
 
@@ -102,22 +101,22 @@ class FaultInjector:
         # the scale may skip, too
         assert {fault.step for fault in injector.injected if fault.causes} <= skipped
 
-    Faults are injected by hooks, which exist inside of ``step`` only. The same seed gives the same
-    faults; torch's random numbers are left alone.
+    Hooks inject the faults, and exist inside ``step`` only. The same seed gives the same faults.
+    torch's random numbers are not used.
 
     Args:
-        model: enabled or not.
-        optimizer: needed by the ``KINDS`` that raise in its step.
-        rate: the probability of a fault in a step.
-        seed: of the faults' kinds, places and steps.
-        kinds: to choose from; default all (without ``optimizer`` those that need none).
+        model: a model, enabled or not.
+        optimizer: the optimizer; only the ``KINDS`` that raise in its step need it.
+        rate: probability of a fault in a step.
+        seed: seed for kinds, places and steps of the faults.
+        kinds: kinds to choose from; None: all (without ``optimizer``, those that need none).
 
     Attributes:
-        injected: the faults that happened, in order. A fault that could not happen (its module was
-            not run, the batch holds integers) is not listed.
+        injected: faults that happened, in order. A fault that could not happen (its module was not
+            run, the batch holds integers) is not listed.
 
     Raises:
-        ValueError: a rate outside of 0 to 1, or an unknown kind.
+        ValueError: a rate outside 0 to 1, or an unknown kind.
     """
 
     def __init__(
@@ -147,16 +146,19 @@ class FaultInjector:
 
     @contextlib.contextmanager
     def step(self, fault: Fault | None = None) -> Iterator[Fault | None]:
-        """Have ``fault``, or one that is drawn, happen in the block.
+        """Have ``fault``, or a fault that is drawn, happen in the block.
 
         The block reaches from the forward to the optimizer's step.
 
+        Args:
+            fault: the fault; None: draw one, or none.
+
         Yields:
-            that fault; None: this step is left alone.
+            the fault; None: this step has none.
 
         Raises:
             ValueError: ``fault`` is of an unknown kind, or at a place that the model does not have.
-            RuntimeError: ``fault`` did not happen: nothing came by its place.
+            RuntimeError: ``fault`` did not happen, because its place was not reached.
         """
         if fault is not None:
             self._check_fault(fault)
@@ -279,7 +281,7 @@ class FaultInjector:
                 return
 
     def _zeros_but_one(self, tensor: Tensor, value: float) -> Tensor:
-        """Return FP32 zeros of the shape of ``tensor``, with one ``value`` among them."""
+        """Return FP32 zeros of the shape of ``tensor``, with one number replaced by ``value``."""
         self._happened = True
         spoiled = torch.zeros(tensor.numel(), device=tensor.device)
         spoiled[self._random.randrange(tensor.numel())] = value
@@ -287,10 +289,10 @@ class FaultInjector:
 
 
 def compile_failure() -> contextlib.AbstractContextManager[None]:
-    """Inside of this block no Triton kernel can be compiled, nor run from an earlier compilation.
+    """Return a context in which no Triton kernel can be compiled, nor run if compiled earlier.
 
     Under ``backend="auto"`` each operation warns once, and runs in eager torch for the rest of the
-    block; ``amp.stats()["kernel_failures"]`` lists them. ``backend="triton"`` raises. Where kernels
-    do not run (no NVIDIA GPU) nothing changes.
+    block; ``amp.stats()["kernel_failures"]`` lists the operations. ``backend="triton"`` raises.
+    Nothing changes where kernels do not run (no NVIDIA GPU).
     """
     return _implementations.compile_failure()

@@ -19,20 +19,22 @@ from tritonamp.kernels.cast import fp32_value, rounds_to
 
 
 class Fp32Values:
-    """The FP32 values behind half tensors: masters where an optimizer has them, else the originals.
+    """The FP32 values behind half tensors: masters of an optimizer, or else the original values.
 
-    A half tensor that somebody else wrote to (a loaded checkpoint, an averaged copy) overrides its
-    FP32 value where the two no longer agree. Writes are noticed by ``Tensor._version`` and by the
-    tensor's address: those through ``.data`` escape unless they give the tensor other memory.
-    Masters are where their half tensors are, and follow in each step. Originals are in main memory,
-    and follow when somebody asks for them: from a GPU that takes a copy that the host waits for.
-    Packed and offloaded values are no tensors by themselves: see ``LentValue``.
+    A half tensor that was written to (by a loaded checkpoint, an averaged copy) overrides its FP32
+    value where the two no longer agree. Writes are noticed by ``Tensor._version`` and by the
+    tensor's address. Writes through ``.data`` are not noticed, unless they give the tensor other
+    memory.
+
+    Masters are on the device of their half tensors, and follow in each step. Originals are in main
+    memory, and follow when they are read; from a GPU that takes a copy, for which the host waits.
+    Packed and offloaded values are ``LentValue`` objects instead of tensors.
 
     Args:
         home: host memory of masters between steps; None: masters are on the device.
 
     Attributes:
-        asleep: says what is away from the device.
+        asleep: record of the tensors that are away from the device.
     """
 
     def __init__(self, home: Home | None = None) -> None:
@@ -54,11 +56,12 @@ class Fp32Values:
         return iter(self._halves)
 
     def lend(self, half: Tensor, packs: bool) -> None:
-        """Keep the FP32 value of ``half`` in another form than a tensor, from now on.
+        """Keep the FP32 value of ``half`` as a ``LentValue`` from now on.
 
         Args:
             half: the half tensor.
-            packs: keep 16 bits beside it; else the FP32 value in host memory.
+            packs: True: keep 16 bits in addition to the half tensor. False: keep the FP32 value in
+                host memory.
         """
         if half in self._lent:
             return
@@ -69,17 +72,17 @@ class Fp32Values:
             assert self._home is not None
             value = half.detach().float() if value is None else value
             self._lent[half] = self._unsettled[half] = OffloadedValue(half, value, self._home)
-        self.add(half, torch.empty(0))  # nobody reads it, but all lists go by index
+        self.add(half, torch.empty(0))  # a placeholder, because all lists go by index
 
     def lend_packed(
         self, half: Tensor, remainder: Tensor | None, strides: tuple[int, ...] | None
     ) -> Tensor:
-        """Keep ``half`` and 16 bits, unless these are kept already, as its FP32 value.
+        """Keep ``half`` and 16 bits as its FP32 value, unless these bits are kept already.
 
         Args:
             half: the half tensor.
-            remainder: the 16 bits; None: zeros. See ``PackedValue``.
-            strides: see ``PackedValue``.
+            remainder: the 16 bits, as for ``PackedValue``; None: zeros.
+            strides: strides of the 16 bits, as for ``PackedValue``.
 
         Returns:
             the 16 bits, in the order of memory of ``half``.
@@ -91,9 +94,9 @@ class Fp32Values:
         return self._lent[half].beside()
 
     def beside(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return what is kept beside each parameter: 16 bits, or an FP32 tensor in host memory.
+        """Return the stored form of each parameter's FP32 value: 16 bits, or an FP32 host tensor.
 
-        A parameter without a lent value stands for itself. Writes into lent FP32 tensors until now
+        A parameter without a lent value stands for itself. Writes to lent FP32 tensors until now
         count.
         """
         self.settle_lent()
@@ -101,14 +104,14 @@ class Fp32Values:
         return [lent[param].beside() if param in lent else param for param in params]
 
     def settle_lent(self) -> None:
-        """Take over what was written into lent FP32 tensors."""
+        """Take over writes to lent FP32 tensors."""
         for half, value in [*self._unsettled.items()]:
             value.settle()
             if not value.needs_settling:
                 del self._unsettled[half]
 
     def note_step(self) -> None:
-        """Give up lent FP32 tensors, since a step has written to the half tensors."""
+        """Give up lent FP32 tensors, because a step has written to the half tensors."""
         for value in self._unsettled.values():
             value.note_step()
 
@@ -126,23 +129,26 @@ class Fp32Values:
         return self._values[i]
 
     def held(self, halves: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each half tensor whose FP32 value is lent as a tensor now, and that tensor."""
+        """Yield each half tensor whose FP32 value is lent at present, and the lent FP32 tensor."""
         for half in halves if self._unsettled else ():
             if (view := self._lent[half].view) is not None:
                 yield half, view
 
     def read(self, half: Tensor) -> Tensor:
-        """Return the FP32 value, for a reader who drops it at once: a lent one is not kept."""
+        """Return the FP32 value for a reader who drops it at once; a lent tensor is not kept."""
         if half in self._lent:
             self.asleep.check_training()
             return self._lent[half].read()
         return self.get(half)
 
     def refresh(self, indices: Sequence[int]) -> bool:
-        """Bring the FP32 values of these half tensors up to date in place.
+        """Bring the FP32 values of some half tensors up to date in place.
+
+        Args:
+            indices: results of ``indices``.
 
         Returns:
-            whether somebody has written to a half tensor, or given it other memory.
+            whether a half tensor was written to, or has other memory.
         """
         self.settle_lent()
         halves, pointers, seen = self._halves, self._pointers, self._versions
@@ -155,12 +161,13 @@ class Fp32Values:
         return changed
 
     def unlike(self, half: Tensor) -> Tensor | None:
-        """Return how many elements of a half tensor are not its rounded FP32 value, 0-d.
+        """Return in how many elements a half tensor differs from its rounded FP32 value.
 
-        That happens where the user has written to either side through ``.data``.
+        They differ after the user has written to either side through ``.data``.
 
         Returns:
-            None where a write that torch has counted is to be taken over, or the value is lent.
+            the number, 0-d. None if the value is lent or on another device, or if torch has counted
+            a write, which ``refresh`` or ``push`` takes over.
         """
         i = self._index[half]
         value = self._values[i]
@@ -172,7 +179,7 @@ class Fp32Values:
         return ((rounded != half) & ((rounded == rounded) | (half == half))).sum()
 
     def _update(self, i: int) -> None:
-        """Give value number i what its half tensor holds, where it rounds to anything else."""
+        """Copy half tensor number i into its value, where the value rounds to anything else."""
         half, value = self._halves[i], self._values[i]
         with torch.no_grad():
             value.copy_(fp32_value(half.detach().to(value.device), value.detach()))
@@ -199,7 +206,7 @@ class Fp32Values:
     def master(self, half: Tensor) -> Tensor:
         """Return the FP32 value as a leaf on the half tensor's device, for an optimizer.
 
-        One that has none yet gets that of its half value, which is exact.
+        A half tensor without an FP32 value gets its own value, which is exact.
         """
         if half not in self._index:
             data = half.detach().float()
@@ -214,7 +221,7 @@ class Fp32Values:
         return value
 
     def add(self, half: Tensor, value: Tensor) -> None:
-        """Make ``value``, which rounds to what ``half`` holds, the FP32 value of ``half``."""
+        """Make ``value``, which rounds to ``half``, the FP32 value of ``half``."""
         i = self._index.setdefault(half, len(self._halves))
         if i == len(self._halves):
             self._halves.append(half)
@@ -225,9 +232,9 @@ class Fp32Values:
         self._mark_agreed(i)
 
     def adopt(self, half: Tensor, value: Tensor) -> Tensor:
-        """Make ``value`` the FP32 value of ``half``; return it, brought up to date in place.
+        """Make ``value`` the FP32 value of ``half``, and return it, brought up to date in place.
 
-        Where the half value is one neighbour of a tie, it becomes the even one.
+        If ``value`` is a tie between two half values, ``half`` becomes the even one.
         """
         if half not in self._index or self._values[self._index[half]] is not value:
             with torch.no_grad():
@@ -237,7 +244,7 @@ class Fp32Values:
         return self.get(half)
 
     def load(self, half: Tensor, value: Tensor) -> None:
-        """Take a value from a checkpoint, before it is rounded into ``half``."""
+        """Take over a value of a checkpoint, before it is rounded into ``half``."""
         self.asleep.check_training()
         if half in self._lent:
             if half.shape == value.shape:
@@ -250,13 +257,19 @@ class Fp32Values:
                 target.copy_(value)
 
     def indices(self, halves: Sequence[Tensor]) -> list[int]:
-        """Return what ``refresh`` and ``mark_rounded`` know these by; it never changes."""
+        """Return the numbers by which ``refresh`` and ``mark_rounded`` know half tensors.
+
+        The numbers never change.
+        """
         return [self._index[half] for half in halves]
 
     def mark_rounded(self, indices: Sequence[int]) -> None:
-        """Note that these half tensors hold the rounded FP32 values now.
+        """Note that some half tensors hold the rounded FP32 values.
 
-        The others must not have changed since ``refresh``.
+        A half tensor that no step has written to must be unchanged since ``refresh``.
+
+        Args:
+            indices: results of ``indices``.
         """
         if len(indices) == len(self._halves):  # two questions for all, not two for each
             self._versions = array("Q", versions(self._halves))

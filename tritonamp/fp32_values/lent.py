@@ -1,4 +1,4 @@
-"""An FP32 value that is no tensor by itself, and is lent to others as one."""
+"""An FP32 value that is not stored as an FP32 tensor on the device, and is lent as one."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -16,28 +16,29 @@ class Home(Protocol):
     """Host memory that steps stream to the device and back: ``step.offload.Offload``."""
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor in that memory."""
+        """Return a copy of a tensor in this memory."""
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """Return a copy on the device; the host does not wait."""
 
     def wait(self) -> None:
-        """Wait for all that the device still reads or writes there."""
+        """Wait for all reads and writes of the device in this memory."""
 
 
 class LentValue(ABC):
-    """The FP32 value of a half tensor, kept beside it in a form of its own.
+    """The FP32 value of a half tensor, stored in a form of its own.
 
-    ``get`` makes an FP32 tensor. What is written into it counts at the next ``settle``, which comes
-    before each forward, step and save; after a step it is out of date, and a write to it raises.
+    ``get`` makes an FP32 tensor. A write to that tensor counts at the next ``settle``, which comes
+    before each forward, step and save. After a step the tensor is out of date, and a write to it
+    raises an error.
 
     Args:
-        half: float16 or bfloat16.
+        half: a float16 or bfloat16 tensor.
 
     Attributes:
-        half: the half tensor; FP32 while its module is healed, and then its own value.
-        view: the FP32 tensor that was lent; None: there is none since the last step.
-        made_by: the field of the policy that has made it so, for messages.
+        half: the half tensor. While its module is healed it is FP32, and its own value.
+        view: FP32 tensor that was lent; None: none was lent since the last step.
+        made_by: policy field that asks for this form, for messages.
     """
 
     made_by: str
@@ -51,27 +52,28 @@ class LentValue(ABC):
 
     @abstractmethod
     def beside(self) -> Tensor:
-        """Return what is kept beside the half tensor; the tensor itself while it is FP32."""
+        """Return the stored form of the value, or the half tensor itself while it is FP32."""
 
     @abstractmethod
     def read(self) -> Tensor:
-        """Return the FP32 value in a tensor that nobody writes to, and that nothing here keeps."""
+        """Return the FP32 value in a tensor that is not kept, and must not be written to."""
 
     @abstractmethod
     def load(self, value: Tensor) -> None:
-        """Take a value that counts at the next ``settle``, wherever it rounds to the half tensor's.
+        """Take over a value that counts at the next ``settle``, where it rounds to the half tensor.
 
-        It has the half tensor's shape, and is on any device.
+        Args:
+            value: a tensor of the half tensor's shape, on any device.
         """
 
     @abstractmethod
     def _set(self, value: Tensor) -> None:
-        """Keep an FP32 value, and round it into the half tensor."""
+        """Store an FP32 value, and round it into the half tensor."""
 
     @torch.no_grad()
     @leaves_inference_mode
     def get(self) -> Tensor:
-        """Return the FP32 value to read and write; until the next step always the same tensor."""
+        """Return the FP32 value to read and write, in the same tensor until the next step."""
         value = self.read()
         if self.half.dtype not in HALF_DTYPES:
             return value
@@ -84,15 +86,15 @@ class LentValue(ABC):
 
     @property
     def needs_settling(self) -> bool:
-        """Whether somebody may hold an FP32 tensor of it."""
+        """Whether the user may hold an FP32 tensor of this value."""
         return self.view is not None or self._stale is not None
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Take over what was written into the FP32 tensor.
+        """Take over writes to the FP32 tensor.
 
         Raises:
-            RuntimeError: it was written to after a step.
+            RuntimeError: the tensor was written to after a step.
         """
         self._check_stale()
         view, (half_version, view_version) = self.view, self._versions
@@ -108,7 +110,7 @@ class LentValue(ABC):
             self._release()
 
     def note_step(self) -> None:
-        """Give up the FP32 tensor: a step has written to the half tensor and to what is beside."""
+        """Give up the FP32 tensor, because a step has written to half tensor and stored form."""
         self._release()
 
     def _release(self) -> None:

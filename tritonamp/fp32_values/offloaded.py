@@ -11,13 +11,13 @@ from tritonamp.policy import HALF_DTYPES
 class OffloadedValue(LentValue):
     """The FP32 value of a half tensor, in host memory between steps.
 
-    A half tensor that somebody else wrote to, or gave other memory, overrides the value where the
-    two no longer agree, as for a master beside it.
+    A half tensor that was written to, or that has other memory, overrides the value where the two
+    no longer agree, as for a master on the device.
 
     Args:
-        half: float16 or bfloat16, on the device.
-        value: its FP32 value, on any device.
-        home: the host memory.
+        half: a float16 or bfloat16 tensor on the device.
+        value: FP32 value of ``half``, on any device.
+        home: host memory for the value.
     """
 
     made_by = "offload='state'"
@@ -30,11 +30,7 @@ class OffloadedValue(LentValue):
         self._agreed_with = self._half_state()
 
     def beside(self) -> Tensor:
-        """Return the FP32 value in host memory.
-
-        Returns:
-            the half tensor itself while it is FP32.
-        """
+        """Return the FP32 value in host memory, or the half tensor itself while it is FP32."""
         if self.half.device != self._device:  # moved since
             raise self._wrong_device(self._device)
         return self._master if self.half.dtype in HALF_DTYPES else self.half
@@ -58,7 +54,7 @@ class OffloadedValue(LentValue):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Take over writes into the lent tensor, and into the half tensor."""
+        """Take over writes to the lent tensor and to the half tensor."""
         super().settle()
         if self._agreed_with != self._half_state() and self.half.dtype in HALF_DTYPES:
             self._keep(fp32_value(self.half.detach(), self._home.fetch(self.beside())))
@@ -80,5 +76,5 @@ class OffloadedValue(LentValue):
         self._master.copy_(value)
 
     def _half_state(self) -> tuple[int, int]:
-        """Return what a write to the half tensor, or other memory for it, changes."""
+        """Return address and version of the half tensor; a write, or other memory, changes them."""
         return self.half.data_ptr(), self.half._version

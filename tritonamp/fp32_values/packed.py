@@ -17,17 +17,17 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class PackedValue(LentValue):
-    """The FP32 value of a half tensor, in two bytes beside the tensor's own.
+    """The FP32 value of a half tensor, in 16 bits per element in addition to the tensor.
 
-    Somebody else may write to the half tensor: the 16 bits stay, at most half a unit in the last
-    place of what was written (a whole one below a power of two).
+    If the half tensor is written to, the 16 bits stay. They are at most half a unit in the last
+    place of the written value, or a whole unit below a power of two.
 
     Args:
-        half: float16 or bfloat16; its rounding of ties may change by one unit (bfloat16).
-        value: its FP32 value; None: that of ``half`` and ``remainder``.
+        half: a float16 or bfloat16 tensor; its rounding of ties may change by one unit (bfloat16).
+        value: FP32 value of ``half``; None: the value that ``half`` and ``remainder`` make.
         remainder: the 16 bits, int16 of shape (padded(n),), taken over; None: zeros.
         strides: ``memory_strides`` of ``half`` when ``remainder`` was made; None: the present ones.
-        home: host memory that holds the 16 bits; None: they are beside the half tensor.
+        home: host memory that holds the 16 bits; None: they are on the device of ``half``.
     """
 
     made_by = "state='8bit'"
@@ -47,7 +47,7 @@ class PackedValue(LentValue):
         self._home = home
         self._remainder = remainder if home is None else home.pin(remainder)
         self._strides = strides or memory_strides(half)
-        # for which the 16 bits are known to lie in order
+        # dtype, device and strides for which the 16 bits are known to lie in order
         self._layout = half.dtype, half.device, half.stride() if strides is None else strides
         if value is not None:
             self._set(value)
@@ -56,7 +56,7 @@ class PackedValue(LentValue):
         """Return the 16 bits, int16 of shape (padded(n),), in the order of the tensor's memory.
 
         Returns:
-            the tensor itself while it is FP32.
+            the 16 bits, or the half tensor itself while it is FP32.
         """
         half = self.half
         if (half.dtype, half.device, half.stride()) == self._layout:

@@ -1,4 +1,4 @@
-"""``enable`` and ``Amp``: the only room that knows all the others."""
+"""``enable`` and ``Amp``: the only package that knows all the others."""
 
 from tritonamp.runtime.amp import Amp as Amp
 from tritonamp.runtime.enabling import enable as enable

@@ -51,11 +51,11 @@ class Amp:
         optimizer.step()           # unscale, check, clip, update, half copies; or a skip
         optimizer.zero_grad()
 
-    As a context manager (``with tritonamp.enable(...) as amp:``) it disables at the end, after an
-    exception, too.
+    As a context manager (``with tritonamp.enable(...) as amp:``) it disables at the end of the
+    block, also after an exception.
 
     Attributes:
-        scaler: the GradScaler of ``loss_id`` 0, usable as in a ``torch.amp`` loop.
+        scaler: GradScaler of ``loss_id`` 0, usable as in a ``torch.amp`` loop.
     """
 
     def __init__(self, request: Request) -> None:
@@ -65,8 +65,8 @@ class Amp:
         dispatch.acquire()
         copies.acquire(self._parts.fp32_values)
         scaled_gradients.acquire(self._parts.scaled_gradients)
-        # Called by disable(), or when the models are gone without it: every module of theirs holds
-        # the context. At exit there is nothing to put back.
+        # Called by ``disable``, or when the models are gone without a call of it, because each of
+        # their modules holds the context. At exit there is nothing to put back.
         values = weakref.ref(self._parts.fp32_values)
         self._release = weakref.finalize(self._parts.context, _release, values)
         self._release.atexit = False
@@ -78,7 +78,8 @@ class Amp:
     def _parts(self) -> Parts:
         """The objects of this Amp, for methods that touch masters, optimizer state or gradients.
 
-        Raises RuntimeError while these are asleep; ``autocast`` and ``wake`` read ``_built``.
+        Raises RuntimeError while these are asleep; ``autocast`` and ``wake`` read ``_built``
+        instead.
         """
         self._built.sleep.asleep.check_training()
         return self._built
@@ -105,10 +106,16 @@ class Amp:
         """Run ``loss.backward()`` on the scaled loss.
 
         Args:
-            loss: a scalar.
-            optimizer: the one or ones this loss feeds; default all. Together they step, or skip.
-            loss_id: losses with different ids have loss scales of their own.
+            loss: a scalar tensor.
+            optimizer: the optimizer, or the optimizers, that this loss feeds; None: all. They step
+                together, or skip together.
+            loss_id: number of the loss; losses with different numbers have loss scales of their
+                own.
             retain_graph: as in ``Tensor.backward``.
+
+        Raises:
+            ValueError: an argument of another kind, or an optimizer that is not enabled here.
+            RuntimeError: the model was enabled without an optimizer, or was disabled.
         """
         self._check_enabled("backward")
         with self.scale_loss(loss, optimizer, loss_id) as scaled:
@@ -123,14 +130,18 @@ class Amp:
         *,
         scaler: GradScaler | None = None,
     ) -> AbstractContextManager[Tensor]:
-        """Give the scaled loss, for a backward of your own inside the ``with`` block.
+        """Yield the scaled loss, for a backward of your own inside the ``with`` block.
 
         Args:
             loss: a tensor.
-            optimizer: as for ``backward``.
-            loss_id: as for ``backward``.
-            scaler: used in the place of that of ``loss_id``. The caller saves and loads it; its
-                window of outliers begins anew in a resumed run.
+            optimizer: optimizers as for ``backward``.
+            loss_id: number of the loss, as for ``backward``.
+            scaler: scaler to use instead of ``loss_id``'s. The caller saves and loads its
+                state; its window of outliers is empty in a resumed run.
+
+        Raises:
+            ValueError: an argument of another kind, or an optimizer that is not enabled here.
+            RuntimeError: the model was enabled without an optimizer, or was disabled.
         """
         self._check_enabled("scale_loss")
         if not isinstance(loss, Tensor):
@@ -150,22 +161,22 @@ class Amp:
     ) -> Callable[..., Tensor]:
         """Return the loss function for the schedule of a pipeline of which the model is a stage.
 
-        For ``torch.distributed.pipelining``, whose schedules run the backwards themselves: it
-        takes the place of ``amp.backward``. From this call on the ranks of all stages decide
-        together at each step: call it on every rank, and step on every rank.
+        The schedules of ``torch.distributed.pipelining`` run the backwards themselves, so this
+        replaces ``amp.backward``. From this call on, the ranks of all stages decide together at
+        each step. Call it on every rank, and step on every rank.
 
         ::
 
             schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=amp.pipeline_loss(criterion))
 
         Args:
-            loss_fn: as for the schedule: of output and target of a micro-batch.
-            process_group: all ranks that train the model: of all stages, and of their replicas
+            loss_fn: function of a micro-batch's output and target, as for the schedule.
+            process_group: group of all ranks that train the model: all stages, and their replicas
                 under DDP or FSDP2. None: all ranks of the job.
 
         Returns:
-            a function that returns the value of ``loss_fn``, in FP32 if that is half; its backward
-            carries the loss scale.
+            a function that returns the value of ``loss_fn``, in FP32 if that value is half; its
+            backward carries the loss scale.
 
         Raises:
             ValueError: ``loss_fn`` is not a function; ``on_nonfinite`` of the policy is not "skip",
@@ -183,11 +194,11 @@ class Amp:
 
     @property
     def _is_stage(self) -> bool:
-        """Whether other ranks have other state than this one; ``tritonamp.save`` reads it."""
+        """Whether other ranks have other state than this rank; ``tritonamp.save`` reads it."""
         return self._built.ranks.staged
 
     def _check_fed(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
-        """Return the optimizers that the caller means, all enabled here."""
+        """Return the optimizers that the caller means, all enabled here; None means all."""
         feeds = self._parts.optimizers if optimizer is None else as_list(optimizer)
         if not feeds:
             raise RuntimeError(
@@ -205,8 +216,11 @@ class Amp:
     def fed_by(self, loss: Tensor) -> list[Optimizer]:
         """Return the optimizers whose parameters a loss was computed from, for ``backward``.
 
-        All of them if the graph of the loss has none of their parameters, as under FSDP2. With
-        several optimizers the host walks over the graph.
+        All optimizers are returned if the graph of the loss has none of their parameters, as under
+        FSDP2. With several optimizers the host walks over the graph.
+
+        Args:
+            loss: a tensor with a graph.
         """
         self._check_enabled("fed_by")
         if len(self._parts.optimizers) < 2:
@@ -230,19 +244,19 @@ class Amp:
     def unscale_(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> list[Tensor]:
         """Put the true FP32 gradients into ``.grad`` of the optimizers' params.
 
-        For gradient work of your own, between backward and step. Half parameters show the same
-        gradients until the step. Whether the step is skipped is decided here: values that are
-        written to the gradients afterwards are not checked, as with torch's GradScaler.
+        Use it for gradient work of your own, between backward and step. Half parameters show the
+        same gradients until the step. This call decides whether the step is skipped. Values that
+        are written to the gradients afterwards are not checked, as with torch's GradScaler.
 
         Args:
-            optimizer: one or several; default all that a loss has fed.
+            optimizer: one or several optimizers; None: all optimizers that a loss has fed.
 
         Returns:
             a 0-d flag on the device for each optimizer that has gradients, not 0 if its step will
             be skipped.
 
         Raises:
-            RuntimeError: called twice before a step, or before any backward.
+            RuntimeError: the call is the second before a step, or comes before any backward.
         """
         self._check_enabled("unscale_")
         if optimizer is None:
@@ -258,18 +272,19 @@ class Amp:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the true gradients to a total 2-norm.
 
-        The step does it, at no extra pass, unless ``unscale_`` was called before.
+        The step does the clipping, at no extra pass, unless ``unscale_`` was called before.
 
         Args:
-            max_norm: of all gradients that the pending losses feed, unscaled; 0 or more.
+            max_norm: largest 2-norm of all gradients that the pending losses feed, unscaled; 0 or
+                more.
 
         Returns:
-            their norm before clipping, 0-d float32 on the device. It is inf where gradients are
-            finite, and larger than 1.8e19: they are clipped to 0 then, as torch does.
+            the norm before clipping, 0-d float32 on the device. It is inf if the gradients are
+            finite and their norm is above 1.8e19; they are clipped to 0 then, as by torch.
 
         Raises:
             ValueError: ``max_norm`` is not such a number.
-            RuntimeError: before any backward.
+            RuntimeError: the call comes before any backward.
         """
         self._check_enabled("clip_grad_norm_")
         check_max_norm(max_norm)
@@ -283,18 +298,18 @@ class Amp:
         """Skip the step that the pending losses lead to, if ``flag`` is True.
 
         Parameters, optimizer state and loss scale stay as they are, and the cause is "veto".
-        Several calls combine by or. The device is not waited for. A veto of one rank is a veto of
-        all; after ``clip_grad_norm_`` or ``unscale_`` all ranks must call it, since they decide
-        again together.
+        Several calls combine by or. The host does not wait for the device. A veto of one rank is a
+        veto of all ranks. After ``clip_grad_norm_`` or ``unscale_`` all ranks must call it, because
+        they decide again together.
 
         Args:
             flag: a bool, or a 0-d bool tensor on any device.
 
         Raises:
-            ValueError: another type, shape or dtype.
+            ValueError: ``flag`` has another type, shape or dtype.
             RuntimeError: no loss was scaled since the last step (by ``amp.backward``,
                 ``amp.scale_loss`` or ``amp.scaler.scale``); or one of several optimizers that a
-                loss feeds has stepped; or inside of DDP's ``join``.
+                loss feeds has stepped; or the call is inside DDP's ``join``.
         """
         self._check_enabled("veto")
         check_flag(flag)
@@ -316,17 +331,17 @@ class Amp:
     def step_schedulers(self, *schedulers: Any) -> None:
         """Step learning-rate schedulers, after ``optimizer.step()``, for steps that were taken.
 
-        The device is not waited for: on a GPU a scheduler is stepped at once, as if the step was
-        taken. A skip is known about one step later; a later call does not step the scheduler then.
-        A call without a step of the optimizer since the call before does nothing. Several ranks,
-        and any under ``torch.use_deterministic_algorithms``, wait for the outcome of the step
-        before the last: every rank learns of it at the same call.
+        The host does not wait for the device. On a GPU a scheduler is stepped at once, as if the
+        step was taken. A skip is known about one step later, and a later call does not step the
+        scheduler then. A call does nothing if the optimizer has not stepped since the call before.
+        Several ranks, and any run under ``torch.use_deterministic_algorithms``, wait for the
+        outcome of the step before the last, so that every rank learns of it at the same call.
 
         Args:
             *schedulers: objects with ``step()``; with several optimizers also with ``optimizer``.
 
         Raises:
-            ValueError: not schedulers of an enabled optimizer, or one whose ``step`` needs
+            ValueError: an argument is no scheduler of an enabled optimizer, or its ``step`` needs
                 arguments, as that of ReduceLROnPlateau does.
         """
         self._check_enabled("step_schedulers")
@@ -340,7 +355,10 @@ class Amp:
         the step was skipped.
 
         Args:
-            decay: in [0, 1); the average is ``decay * average + (1 - decay) * value``.
+            decay: number in [0, 1); the average is ``decay * average + (1 - decay) * value``.
+
+        Raises:
+            ValueError: ``decay`` is not such a number.
         """
         self._check_enabled("ema")
         average = EMA(
@@ -369,7 +387,7 @@ class Amp:
     def master_params(self) -> Iterator[Tensor]:
         """Yield the tensors that the optimizers step on, in the order of the groups.
 
-        They are FP32 if the policy has masters.
+        The tensors are FP32 if the policy has masters.
         """
         self._check_enabled("master_params")
         for weights in self._parts.weights.values():
@@ -378,9 +396,9 @@ class Amp:
     def named_master_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and FP32 master of each parameter, in the order of ``named_parameters()``.
 
-        A parameter without a master (FP32 itself, frozen, in no optimizer, or of a policy without
-        masters) stands for itself. Names are the model's own, without DDP's prefix; tied weights
-        come once. Names of several models begin with the model's number, as in
+        A parameter without a master stands for itself: an FP32 or frozen parameter, one in no
+        optimizer, or any under a policy without masters. Names are the model's own, without DDP's
+        prefix; tied weights come once. Names of several models begin with the model's number, as in
         ``nn.ModuleList(models)``.
         """
         self._check_enabled("named_master_params")
@@ -408,15 +426,15 @@ class Amp:
             - forward_faults: skips because a loss was inf or NaN.
             - outliers: skips by ``skip_outliers``.
             - vetoes: skips by ``veto``.
-            - huge_gradients: skips of finite gradients whose squares FP32 does not hold.
+            - huge_gradients: skips because FP32 cannot hold the squares of finite gradients.
             - last_skip_reason: the cause of the last skip, or None.
-            - grad_norm: of the last step that was not skipped.
+            - grad_norm: the norm of the last step that was not skipped.
             - healed: names of modules that compute in FP32 since a fault.
             - fused: names of hand-written RMSNorms that run as ``rms_norm``.
             - backend: "triton" or "eager".
-            - backend_reason: why that one.
-            - kernel_failures: operation to why its Triton kernel could not be compiled; it runs in
-              eager torch.
+            - backend_reason: the reason for that backend.
+            - kernel_failures: operation to the reason why its Triton kernel could not be compiled;
+              the operation runs in eager torch.
             - lost_updates: by parameter group, the share of the last step's updates that changed no
               half value though they were not zero; 0 without track_lost_updates.
             - overflowed_parameters: names of half parameters that became inf though their FP32
@@ -443,7 +461,7 @@ class Amp:
 
     @property
     def history(self) -> list[StepRecord]:
-        """The records of the last 1000 steps, the oldest first. Waits for the device.
+        """Records of the last 1000 steps, the oldest first. Waits for the device.
 
         A record has step, cause (None for a step that was taken), scale, grad_norm, parameters,
         detail and loss.
@@ -454,14 +472,15 @@ class Amp:
     def metrics(self) -> dict[str, float]:
         """Return the latest numbers that have arrived, for a logger. Never waits for the device.
 
-        They are one step or a few steps old; the dictionary is empty until the first have arrived.
+        The numbers are one or a few steps old. The dictionary is empty until the first have
+        arrived.
 
         Returns:
             a dictionary.
 
             - amp/scale: the loss scale of that step.
             - amp/skipped: steps skipped so far.
-            - amp/grad_norm: of the last step that was not skipped.
+            - amp/grad_norm: the norm of the last step that was not skipped.
             - amp/skipped_data, amp/skipped_scale_overflow...: skips by cause since ``enable``; a
               cause without skips is left out.
             - amp/headroom_forward, amp/headroom_backward: under ``watch``, the least headroom of
@@ -476,17 +495,17 @@ class Amp:
     def plot(self, path: str | Path) -> Path:
         """Draw loss scale, gradient norm and skips by cause of ``history``. Waits for the device.
 
-        Needs matplotlib, which ``tritonamp[demo]`` brings.
+        Needs matplotlib, which ``tritonamp[demo]`` installs.
 
         Args:
-            path: of the file; its suffix (.png, .svg, ...) says the format.
+            path: path of the file; the suffix (.png, .svg, ...) chooses the format.
 
         Returns:
             the path.
 
         Raises:
             RuntimeError: there was no step yet.
-            ValueError: a suffix that matplotlib cannot write.
+            ValueError: matplotlib cannot write files of that suffix.
             ImportError: matplotlib is not installed.
         """
         return save_picture(self.history, path, self._arrived_ranges())
@@ -495,24 +514,26 @@ class Amp:
     def watch(self, every: int = 100) -> LiveRanges:
         """Measure in training how far the values of each module are from the end of their format.
 
-        Outputs and their gradients, of every module but ``nn.Sequential``, are read as they are
-        computed, in the first step from now and then in every ``every``-th: 2 bytes a half element.
-        In the steps between, a kernel for each returns at once. Nothing waits for the device;
-        forwards without gradients are not read. One WARNING for each module whose outputs grow
-        towards the end of their format says in about how many steps they reach it.
+        Outputs and their gradients, of every module except ``nn.Sequential``, are read as they are
+        computed, in the next step and then in every ``every``-th step: 2 bytes a half element. In
+        the steps between, one kernel per output returns at once. The host does not wait for the
+        device. Forwards without gradients are not read. If a module's outputs grow towards the end
+        of their format, one WARNING says in about how many steps they reach it.
 
-        Call it before ``torch.compile`` compiles the model, and before a CUDA graph is captured:
-        neither sees hooks that come later. ``ranges``, ``metrics`` and ``plot`` show the readings.
+        Call it before ``torch.compile`` compiles the model and before a CUDA graph is captured,
+        because neither sees hooks that are added later. ``ranges``, ``metrics`` and ``plot`` show
+        the readings.
 
         Args:
-            every: steps from one reading to the next, 1 or more.
+            every: number of steps from one reading to the next, 1 or more.
 
         Returns:
             an object whose ``remove()`` ends the readings, as ``disable`` does.
 
         Raises:
             ValueError: ``every`` is not such a number.
-            RuntimeError: called twice, or the model was enabled without an optimizer.
+            RuntimeError: ``watch`` is active already, or the model was enabled without an
+                optimizer.
         """
         self._check_enabled("watch")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -532,7 +553,7 @@ class Amp:
         """Return the readings of the last step that ``watch`` read. Waits for the device.
 
         Each record has module, direction ("forward" or "backward"), step, absmax, headroom_bits,
-        zeros, subnormals, elements, dtype and steps_left; modules that returned no floating tensor
+        zeros, subnormals, elements, dtype and steps_left. Modules that returned no floating tensor
         are left out. The list is empty until a step that was read has been decided.
 
         Raises:
@@ -545,24 +566,29 @@ class Amp:
     def explain(self, replay: bool | Callable[[], Any] = False) -> str:
         """Return why the last skipped step was skipped, and what to do. Waits for the device.
 
+        Parameters, buffers, gradients and random numbers stay as they are. Call it on all ranks:
+        each rank runs its own batch, and all ranks return the same text.
+
         Args:
-            replay: also run the failing batch again, name the operation where inf or NaN began,
-                and try cures. True runs the model's forward, and under ``on_nonfinite`` other than
-                "skip" its backward (there it has run already, at the first faults). A function that
-                computes the loss is run with its backward. If no step was skipped, the last batch
-                runs, if it is still there. Parameters, buffers, gradients and random numbers stay
-                as they are. Call it on all ranks: each runs its own batch, all return the same.
+            replay: False: run nothing. True or a function: also run the failing batch again, name
+                the operation where inf or NaN began, and try cures. True runs the model's forward,
+                and under ``on_nonfinite`` other than "skip" its backward (which has run already at
+                the first faults). A function that computes the loss is run with its backward. If no
+                step was skipped, the last batch runs, if it still exists.
         """
         if replay is not False:
             self._check_replay("explain(replay=True)")
         return self._parts.response.explain(replay)
 
     def write_bundle(self, folder: str | Path) -> Path:
-        """Write a folder that replays the last skip elsewhere, and return its path.
+        """Write a folder that replays the last skip on another machine, and return its path.
 
-        It holds the failing batch, the weights, the policy, the report, and a ``replay.py`` in
-        which only the model has to be filled in. Call it on all ranks: the rank whose batch the
-        report is about writes, with whole weights.
+        The folder holds the failing batch, the weights, the policy, the report, and a ``replay.py``
+        in which only the model has to be filled in. Call it on all ranks: the rank whose batch the
+        report describes writes the folder, with whole weights.
+
+        Args:
+            folder: path of the folder.
 
         Raises:
             RuntimeError: there is no such batch, or another rank could not write.
@@ -575,12 +601,12 @@ class Amp:
     def heal(self, module: str) -> None:
         """Have a module compute in FP32 from now on, its parameters included.
 
-        Call it on all ranks. Parameters that FSDP2 gathers with those of a module around it are
-        still gathered in half. Without an op table (O3) the module's results are still half,
-        unless it is the model.
+        Call it on all ranks. Parameters that FSDP2 gathers with those of an outer module are still
+        gathered in half. Without an op table (O3) the module's results are still half, unless the
+        module is the model.
 
         Args:
-            module: its name; "" is the model.
+            module: name of the module; "" is the model.
 
         Raises:
             ValueError: there is no such module.
@@ -593,7 +619,7 @@ class Amp:
         """Undo ``heal``: have a module follow the policy again.
 
         Args:
-            module: its name; "" is the model.
+            module: name of the module; "" is the model.
 
         Raises:
             ValueError: the module was not healed.
@@ -603,13 +629,13 @@ class Amp:
 
     @property
     def policy(self) -> Policy:
-        """The present policy, with healed modules among its ``fp32_modules``."""
+        """The present policy; healed modules are among its ``fp32_modules``."""
         return self._parts.healing.policy
 
     def state_dict(self) -> dict[str, Any]:
         """Return loss scales, counts and outstanding scheduler steps, as plain values.
 
-        With the states of model and optimizer a run resumes.
+        A run resumes from this state and the states of model and optimizer. Waits for the device.
         """
         scalers = {loss_id: scaler.state_dict() for loss_id, scaler in self._scalers.items()}
         faults = {
@@ -632,11 +658,11 @@ class Amp:
         """Load a state of ``Amp``, of a GradScaler (torch's, too), or of ``apex.amp``.
 
         Raises:
-            ValueError: other keys (listed), a loss scale that this policy does not have, or a
-                healed module that the model does not have; nothing was changed then.
+            ValueError: the state has other keys (listed), a loss scale that this policy does not
+                have, or a healed module that the model does not have; nothing was changed then.
         """
         state = parse_state(state_dict, self.policy.loss_scale, self.scaler.clone())
-        # the last that raises: what comes after it only assigns
+        # the last call that may raise, because the code after it only assigns
         self._parts.healing.load(state.healed)
         if state.scalers is not None:
             kept = {0: self.scaler} | {i: s for i, s in self._scalers.items() if i in state.scalers}
@@ -655,9 +681,9 @@ class Amp:
         """Move the tensors that only training needs to host memory, until ``wake``.
 
         These are FP32 masters, ``optimizer.state``, gradients and averages of ``ema``. The model
-        stays on the device, and runs forwards: a sampler, or another program, can have the memory.
-        The tensors stay the same objects, without memory: leave them alone until ``wake``. All
-        methods but ``wake`` and ``autocast``, and those of the optimizers, raise RuntimeError.
+        stays on the device and runs forwards, while a sampler or another program uses the memory.
+        The tensors stay the same objects, without memory, and must not be used until ``wake``. All
+        methods except ``wake`` and ``autocast``, and those of the optimizers, raise RuntimeError.
 
         Losses that no step has answered stay pending. Waits for the device. On the CPU nothing
         moves. Call it on every rank.
@@ -666,12 +692,13 @@ class Amp:
             weights: also move the model's parameters and buffers; its forward raises then.
 
         Returns:
-            how many bytes have left the device.
+            the number of bytes that have left the device.
 
         Raises:
-            RuntimeError: asleep already; inside of ``with amp.scale_loss``; a CUDA graph has
-                captured a step, and would use memory that is gone; or not enough host memory.
-                Nothing was changed then.
+            ValueError: ``weights`` is not a bool.
+            RuntimeError: the tensors are asleep already; the call is inside ``with
+                amp.scale_loss``; a CUDA graph has captured a step, and would use memory that is
+                gone; or there is not enough host memory. Nothing was changed then.
         """
         self._check_enabled("sleep")
         if not isinstance(weights, bool):
@@ -684,8 +711,8 @@ class Amp:
 
         Raises:
             RuntimeError: nothing is asleep.
-            torch.OutOfMemoryError: the device has no room. Everything is still asleep then: call it
-                again when there is room.
+            torch.OutOfMemoryError: the device has no room. Everything is still asleep then; call
+                ``wake`` again when there is room.
         """
         self._check_enabled("wake")
         self._built.sleep.wake_up()
@@ -697,7 +724,7 @@ class Amp:
         Parameters get back the dtype that they had before ``enable``; half ones are rounded once.
 
         Raises:
-            RuntimeError: called twice.
+            RuntimeError: the model was disabled already.
         """
         self._check_enabled("disable")
         if self._ranges is not None:
@@ -705,7 +732,7 @@ class Amp:
         for optimizer, weights in self._parts.weights.items():
             weights.refresh()
             if self.policy.scales_loss and not weights.has_true_gradients:
-                optimizer.zero_grad()  # gradients with a scale that nobody will take off
+                optimizer.zero_grad()  # gradients with a scale that no step will take off
             uninstall(optimizer)
             weights.restore_groups()
             if self._parts.stepper.offload is not None:
@@ -750,7 +777,7 @@ class Amp:
 
 
 class _StepState:
-    """The state of Amp and optimizers, for a rank to take over from another one."""
+    """The state of Amp and optimizers, which a rank takes over from another rank."""
 
     def __init__(self, amp: Amp) -> None:
         # weak: the Amp holds the ranks, which hold this

@@ -54,27 +54,29 @@ def enable(
     """Turn on mixed precision for a model and its optimizer, in place.
 
     Args:
-        model: a module, already on its device, or several. Parameters may be of any dtype: half
-            ones that train get FP32 values; frozen half ones and quantised ones stay as they are.
-        optimizer: any torch.optim optimizer over the model's parameters, or several; None for
-            inference.
-        level: "O0" FP32; "O1" per-op casts; "O2" half weights with FP32 masters; "O3" pure half; or
-            a Policy. None: ``policy``, or "O1".
-        dtype: torch.float16 or torch.bfloat16; None: the half dtype of the model's parameters, if
-            it has one that its device computes in, else torch.float16.
+        model: a module, already on its device, or a list of modules. Parameters may have any dtype:
+            half parameters that require gradients get FP32 values; frozen half parameters and
+            quantised ones stay as they are.
+        optimizer: any torch.optim optimizer over the model's parameters, or a list of optimizers;
+            None for inference.
+        level: "O0" for FP32, "O1" for casts per operation, "O2" for half weights with FP32 masters,
+            "O3" for pure half, or a Policy. None: ``policy``, or "O1".
+        dtype: torch.float16 or torch.bfloat16. None: the half dtype of the model's parameters, if
+            the device computes in it, else torch.float16.
         backend: "auto", "triton" or "eager".
         scaler: a tritonamp.GradScaler with settings of your own; the loss scale is dynamic then.
-        policy: a Policy, as ``level`` takes it.
-        around_step: for libraries that adapt tritonamp: returns a context manager for an optimizer,
-            in which each of its steps runs. It is entered before the step is decided.
+        policy: a Policy; the same as a Policy given as ``level``.
+        around_step: function that returns a context manager for an optimizer. Each step of the
+            optimizer runs inside that context, which is entered before the step is decided. For
+            libraries that adapt tritonamp.
         **policy_fields: fields of Policy that differ from the level's.
 
     Returns:
         the handle with ``backward``, ``clip_grad_norm_``, ``stats``, ``disable``...
 
     Raises:
-        ValueError: arguments that contradict one another or the model, named; nothing was changed
-            then.
+        ValueError: arguments contradict one another or the model; the message names them, and
+            nothing was changed.
         UnsupportedDeviceError: the device cannot do what was asked for explicitly.
     """
     check_field_names(policy_fields, inspect.signature(enable).parameters)
@@ -89,7 +91,7 @@ def enable(
     if level is None:
         level = "O1" if policy is None else policy
     given = as_list(model)
-    # from here to Amp(...) nothing is changed: whatever is refused leaves the model as it was
+    # from here to Amp(...) nothing is changed, so that a refusal leaves the model as it was
     models = check_models(given)
     device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
     half = half_parameters(models)

@@ -1,4 +1,4 @@
-"""``handle``: which ``Amp`` a model belongs to."""
+"""``handle``: the ``Amp`` that a model belongs to."""
 
 from torch import nn
 from torch.nn.parallel import DataParallel
@@ -9,14 +9,14 @@ from tritonamp.runtime.amp import Amp
 
 
 def handle(model: nn.Module) -> Amp | None:
-    """Return the ``Amp`` of an enabled model, as ``enable`` returned it; None of other modules.
+    """Return the ``Amp`` of an enabled model, as ``enable`` returned it; None for other modules.
 
     A model in DistributedDataParallel, DataParallel or ``torch.compile``'s wrapper counts as the
-    model. None: it was never enabled, it was disabled, it is a copy of an enabled model, or it is
-    a part of one.
+    model itself. Other modules are models that were never enabled or are disabled, and copies and
+    parts of enabled models.
 
     Raises:
-        ValueError: not a module.
+        ValueError: ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")

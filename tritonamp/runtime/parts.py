@@ -1,4 +1,4 @@
-"""What an ``Amp`` is made of, built in one place."""
+"""The objects that make up an ``Amp``, built in one place."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,17 +59,17 @@ _ROUNDED_STATE = (
 
 
 class Request(NamedTuple):
-    """What ``enable`` was asked for, after all checks.
+    """The arguments of ``enable``, after all checks.
 
     Attributes:
-        models: to enable; without the DDPs around them.
-        given: the models as they were given.
-        optimizers: to enable.
-        policy: what runs in which precision.
-        backend: that was chosen.
-        scaler: of ``loss_id`` 0.
-        device: where the models are.
-        around_step: gives a context manager for each step of an optimizer.
+        models: models to enable, without the DDPs around them.
+        given: models as the caller gave them.
+        optimizers: optimizers to enable.
+        policy: policy that the level and the policy fields make.
+        backend: chosen backend.
+        scaler: scaler of ``loss_id`` 0.
+        device: device of the models.
+        around_step: function that returns a context manager for each step of an optimizer.
     """
 
     models: list[nn.Module]
@@ -87,25 +87,25 @@ class Parts:
     """The objects of one ``Amp`` that work together.
 
     Attributes:
-        models: the enabled ones.
-        optimizers: the enabled ones.
-        backend: that was chosen.
-        fp32_values: of the models' half tensors.
-        context: what forwards of the models' modules read.
-        ranks: that train together.
-        enabled_models: their dtypes and classes.
+        models: enabled models.
+        optimizers: enabled optimizers.
+        backend: chosen backend.
+        fp32_values: FP32 values of the models' half tensors.
+        context: settings that forwards of the models' modules read.
+        ranks: processes that train together.
+        enabled_models: dtypes and classes of the models.
         weights: optimizer to its master weights.
         healing: modules that compute in FP32 since a fault.
-        forwards: the last ones, for a replay.
-        log: what became of each step.
-        response: reports a skip, and carries out ``on_nonfinite``.
-        replays: run batches again.
-        pending: the decisions that optimizers wait for.
-        stepper: carries them out.
-        schedulers: of learning rates, stepped only for steps that were taken.
-        sleep: moves the tensors of training to host memory.
-        first_loss: checks that a forward of the models computed the first loss.
-        scaled_gradients: warns where torch's own functions get gradients with a loss scale.
+        forwards: last forwards, recorded for a replay.
+        log: log of all steps.
+        response: reporter of skips, which carries out ``on_nonfinite``.
+        replays: runner that runs batches again.
+        pending: decisions that optimizers wait for.
+        stepper: stepper that carries out the decisions.
+        schedulers: learning-rate schedulers, stepped only for steps that were taken.
+        sleep: mover of the training tensors to host memory.
+        first_loss: check that a forward of the models has computed the first loss.
+        scaled_gradients: detector of torch functions that get gradients with a loss scale.
     """
 
     models: list[nn.Module]
@@ -133,8 +133,8 @@ def build_parts(request: Request, step_state: Resumable) -> Parts:
     """Enable models and optimizers, and return the objects that work on them from then on.
 
     Args:
-        request: what is enabled, and how.
-        step_state: state that a rank takes over from another one beside parameters.
+        request: arguments of ``enable``.
+        step_state: state, apart from parameters, that a rank takes over from another rank.
     """
     models, policy, backend = request.models, request.policy, request.backend.requested
     _check_steps(request)  # before anything is changed
@@ -210,7 +210,7 @@ def _build_diagnosis(
     forwards: Forwards,
     ranks: Ranks,
 ) -> tuple[StepLog, Replays, Response]:
-    """Return the log of steps, the replays of skipped ones, and the response to a skip."""
+    """Return the log of steps, the replays of skipped steps, and the response to a skip."""
     models, policy = request.models, request.policy
     together = ReplayRanks(ranks)
     log = StepLog(_Names(models, weights), policy.dtype, log_skips=policy.on_nonfinite == "skip")
@@ -219,7 +219,7 @@ def _build_diagnosis(
 
 
 def _check_steps(request: Request) -> None:
-    """Raise ValueError if an optimizer's step cannot keep its state in the policy's format."""
+    """Raise ValueError if an optimizer cannot keep its state as the policy asks."""
     for optimizer in request.optimizers:
         rule = rule_of(optimizer)
         check_state(state_format(optimizer, request.policy.state), optimizer, rule)
@@ -258,9 +258,17 @@ def _master_weights(
     came_half: Sequence[Tensor],
     sharding: Sharding | None,
 ) -> MasterWeights:
-    """Give an optimizer FP32 values to step on, and FP32 state for parameters that came half."""
+    """Give an optimizer FP32 values to step on, and FP32 state for parameters that came half.
+
+    Args:
+        optimizer: the optimizer.
+        policy: policy of the ``Amp``.
+        fp32_values: FP32 values of the models' half tensors.
+        came_half: parameters that were half before ``enable``.
+        sharding: how parameters are spread over ranks; None: each rank has whole parameters.
+    """
     if policy.trains_fp32_values:
-        # frozen ones, too, if the cast has made them FP32
+        # frozen parameters, too, if the cast has made them FP32
         wide = [p for p in came_half if p.requires_grad or p.dtype is torch.float32]
         if widen_state(optimizer, wide):
             logger.warning(_ROUNDED_STATE, type(optimizer).__name__)
@@ -278,7 +286,12 @@ def _master_weights(
 
 
 class _Names(NamedTuple):
-    """Names for the log, found anew each time: models may get other parameters."""
+    """Names for the log, looked up at each call, because models may get other parameters.
+
+    Attributes:
+        models: enabled models.
+        weights: optimizer to its master weights.
+    """
 
     models: Sequence[nn.Module]
     weights: Weights
@@ -288,16 +301,16 @@ class _Names(NamedTuple):
         return parameter_names(self.models)
 
     def tensors(self) -> dict[Tensor, str]:
-        """Return parameter or buffer to full name; of sharded parameters this rank's parts."""
+        """Return parameter or buffer to full name; a sharded parameter is this rank's part."""
         return {to_local(tensor): name for tensor, name in tensor_names(self.models).items()}
 
     def writers(self) -> dict[str, Writer]:
-        """Return by name of a parameter which optimizer steps on it."""
+        """Return parameter name to a description of the optimizer that steps on the parameter."""
         return writers(self.weights.values(), self.parameters())
 
 
 def _scaled_params(policy: Policy, pending: PendingDecisions, weights: Weights) -> Iterator[Tensor]:
-    """Yield the parameters with gradients that carry the loss scale now, and their masters."""
+    """Yield the parameters whose gradients carry the loss scale at present, and their masters."""
     if not policy.scales_loss:
         return
     for optimizer in pending.fed_optimizers():
@@ -311,7 +324,7 @@ def _scaled_params(policy: Policy, pending: PendingDecisions, weights: Weights) 
 def _params_without_optimizer(
     policy: Policy, models: Sequence[nn.Module], weights: Weights
 ) -> Iterator[Tensor]:
-    """Yield the models' parameters with gradients that no enabled optimizer holds."""
+    """Yield the models' parameters that have gradients and belong to no enabled optimizer."""
     if not policy.scales_loss or not weights:
         return
     held = {param for of_one in weights.values() for param in of_one.parameters()}

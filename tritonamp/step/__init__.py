@@ -1,1 +1,1 @@
-"""From a loss to new weights, or to a skip."""
+"""The step: from a scaled loss to new weights, or to a skip."""

@@ -1,4 +1,4 @@
-"""Adam and AdamW as a fused rule."""
+"""The fused rule of Adam and AdamW."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from tritonamp.step.fused import FusedRule, scalar
 
 
 class FusedAdamRule(FusedRule):
-    """``torch.optim.Adam``, and ``AdamW``, which derives from it."""
+    """The rule of ``torch.optim.Adam`` and of ``AdamW``, which derives from Adam."""
 
     kinds = "an Adam or AdamW"
     torch_step = staticmethod(inspect.unwrap(torch.optim.Adam.step))
@@ -37,6 +37,9 @@ class FusedAdamRule(FusedRule):
         found_inf: Tensor | None,
         backend: str,
     ) -> None:
+        # ``check_state`` refuses amsgrad when the optimizer is enabled. A group may be changed
+        # after that, and the 8-bit kernel has no third moment: without this check it would ignore
+        # the flag in silence.
         if lists.state == "8bit" and any(getattr(rule, "amsgrad", False) for rule in lists.rules):
             raise ValueError(
                 "state='8bit': expected amsgrad=False, got a group with amsgrad=True since the "
@@ -46,6 +49,7 @@ class FusedAdamRule(FusedRule):
         step(lists, grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _adamw.AdamRule:
+
         decoupled = isinstance(optimizer, torch.optim.AdamW)
         return _adamw.AdamRule(
             scalar(group["lr"]),
@@ -64,8 +68,10 @@ class FusedAdamRule(FusedRule):
     def group_problems(
         self, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
     ) -> Iterator[str]:
-        """Yield problems of a state's groups, options that only apex's FusedAdam has included."""
+        """Yield problems of a state's groups, ``bias_correction=False`` of FusedAdam included."""
         yield from super().group_problems(groups, defaults)
+        # apex's FusedAdam saves such groups. torch's Adam would load them, and correct the bias
+        # from then on: another trajectory without any message.
         corrected = all(group.get("bias_correction", True) for group in groups)
         if not (corrected or "bias_correction" in defaults):
             yield "bias_correction=False, which is FusedAdam's"

@@ -14,31 +14,37 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class _Place(NamedTuple):
-    """A buffer's place in a model; ``key`` is its name in ``module``."""
+    """The place of a buffer in a model.
+
+    Attributes:
+        name: full name of the buffer.
+        module: module that holds the buffer.
+        key: name of the buffer in ``module``.
+    """
 
     name: str
     module: nn.Module
     key: str
 
     def buffer(self) -> Tensor:
-        # asked anew each time: ``module.to`` puts another tensor there
+        # read at every update, because ``module.to`` puts another tensor there
         buffer = self.module._buffers[self.key]
         assert buffer is not None, f"{self.name} was a tensor"
         return buffer
 
 
 class CopiedBuffers:
-    """Copies of all persistent buffers of models, as they were at the last update.
+    """Copies of all persistent buffers of models, with the values of the last update.
 
-    Half buffers are copied to FP32: the FP32 value behind one counts as long as it rounds to it.
-    Build and update it without gradients.
+    Half buffers are copied to FP32. The FP32 value behind a half buffer counts as long as it rounds
+    to the buffer. Build and update copies without gradients.
 
     Args:
-        models: the owners of the buffers.
+        models: models that own the buffers.
         fp32_values: FP32 values behind the half buffers.
 
     Attributes:
-        tensors: the copies by name; with several models, names begin with the model's number.
+        tensors: copies by name; with several models, names begin with the model's number.
     """
 
     def __init__(self, models: Sequence[nn.Module], fp32_values: Fp32Values) -> None:
@@ -55,10 +61,11 @@ class CopiedBuffers:
         buffers = [place.buffer() for place in places]
         is_half = buffers[0].dtype in HALF_DTYPES
         values = [_fp32_of(buffer, fp32_values) for buffer in buffers] if is_half else buffers
-        # one launch joins them, and one copies them: models have hundreds of small buffers
+        # One launch joins the buffers, and one copies them, because models have hundreds of small
+        # buffers.
         flat = torch.cat([value.reshape(-1) for value in values])
         self._flat.append((places, flat))
-        # the named copies are views of the flat tensor, so that writing to it updates them all
+        # The named copies are views of the flat tensor, so one write updates them all.
         parts = flat.split([buffer.numel() for buffer in buffers])
         for place, buffer, part in zip(places, buffers, parts, strict=True):
             self.tensors[place.name] = part.view(buffer.shape)
@@ -67,13 +74,14 @@ class CopiedBuffers:
         """Copy the present values of the buffers, unless the step was skipped.
 
         Args:
-            found_inf: 0-d; any value other than 0 leaves the copies as they are. None: as 0.
+            found_inf: 0-d flag; the copies stay as they are if it is not 0. None: always copy.
         """
         for places, flat in self._flat:
             now = torch.cat([place.buffer().reshape(-1) for place in places])
             if now.dtype != flat.dtype:
                 now = fp32_value(now, flat)
-            if found_inf is not None:  # the device decides: the host would have to wait to know
+            # the device decides, because the host would have to wait for the flag
+            if found_inf is not None:
                 now = torch.where(transfer(found_inf, flat.device) != 0, flat, now)
             flat.copy_(now)
 

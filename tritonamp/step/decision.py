@@ -18,11 +18,11 @@ from tritonamp.step.gradients import Gradients
 from tritonamp.step.master_weights import MasterWeights
 
 Stats = tuple[Tensor, Tensor]
-"""Results of grad_stats: magnitudes by parameter, sums of squares."""
+"""Results of ``grad_stats``: largest magnitude of each parameter's gradient, sums of squares."""
 
 
 class Phase(Enum):
-    """The phase of a decision.
+    """Phase of a decision.
 
     ::
 
@@ -30,7 +30,8 @@ class Phase(Enum):
         DECIDED  --the step raised, or a veto: undo--> REOPENED --decide--> DECIDED
         any      --the last optimizer that waited has stepped, or was cleared--> over
 
-    One that is over without a step or skip was given up: a decision to step is taken back.
+    A decision that is over without a step or skip was given up. If it was to step, it is taken
+    back.
     """
 
     OPEN = "further micro-batches may join it"
@@ -40,7 +41,7 @@ class Phase(Enum):
 
 
 class Undo:
-    """Copies of tensors that a decision is about to move; a call puts the old values back."""
+    """Copies of tensors that a decision is about to move; a call restores the old values."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self._before = [(tensor, tensor.clone()) for tensor in tensors]
@@ -49,33 +50,40 @@ class Undo:
         return len(self._before) > 0
 
     def __call__(self, unless: Tensor | None = None) -> None:
-        """Put the tensors back, once; not where the flag ``unless``, 0-d, is not 0."""
+        """Restore the tensors, once.
+
+        Args:
+            unless: 0-d flag; the tensors stay as they are if it is not 0. None: always restore.
+        """
+        # in place: kernels, and graphs that have captured them, know the tensors by their addresses
         for tensor, value in self._before:
             tensor.copy_(value if unless is None else torch.where(unless != 0, tensor, value))
         self._before.clear()
 
 
 class Decision:
-    """The life of one scaled loss, up to the step or skip of the optimizers it feeds.
+    """The life of one scaled loss, up to the step or skip of the optimizers that it feeds.
 
-    Micro-batches share one decision. ``Phase`` lists its phases, ``GradientState`` the states of
-    the gradients.
+    Micro-batches share one decision. ``Phase`` lists the phases of a decision, ``GradientState``
+    the states of the gradients.
 
     Attributes:
-        scaler: the scaler of the loss.
-        scale: 0-d, the scale that the backward used.
-        loss_nonfinite: 0-d flag of the loss (the largest over micro-batches); VETOED after a veto.
-        loss: 0-d, the loss (summed over micro-batches); None: it is not known.
-        waiting: the optimizers that have not stepped yet.
-        moves_scale: whether the decision moves the scale; else the user calls ``scaler.update``.
-        phase: the present phase.
-        turn: which of all decisions it is, in the order in which they were made.
-        blocks: the number of ``with scale_loss`` blocks that are open.
+        scaler: scaler of the loss.
+        scale: loss scale of the backward, 0-d.
+        loss_nonfinite: 0-d flag, 1 if the loss is inf or NaN, VETOED after a veto; the maximum over
+            micro-batches.
+        loss: sum of the micro-batches' losses, 0-d; None: the loss is not known.
+        waiting: master weights of the optimizers that have not stepped yet.
+        moves_scale: whether ``decide`` moves the scale; otherwise the user calls ``scaler.update``.
+        phase: present phase.
+        turn: number of this decision among all decisions, in the order in which they were made.
+        blocks: number of open ``with scale_loss`` blocks.
         zeroed: waiting optimizers whose gradients the user has cleared.
-        found_inf: 0-d, not 0 where the optimizers skip; valid once decided, as the next two.
-        norm: 0-d, the 2-norm of the unscaled gradients.
-        grad_scale: 0-d factor that unscales and clips a scaled gradient.
-        max_norm: the 2-norm that the gradients were clipped to; None: they were not.
+        found_inf: 0-d flag; the optimizers skip if it is not 0. Like ``norm`` and ``grad_scale`` it
+            is valid once ``is_decided``.
+        norm: 2-norm of the unscaled gradients, 0-d.
+        grad_scale: factor that unscales and clips a scaled gradient, 0-d.
+        max_norm: 2-norm to which the gradients are clipped; None: they are not clipped.
     """
 
     def __init__(
@@ -98,62 +106,78 @@ class Decision:
         self.blocks = 0
         self.zeroed: set[MasterWeights] = set()
         self.max_norm: float | None = None
-        self._verdict = scale.new_empty(4)  # what ``decide`` writes, in one piece
+        # ``decide`` writes all four numbers at once. Zeros would cost each loss a launch.
+        self._verdict = scale.new_empty(4)
         self.found_inf, self.norm, self.grad_scale, self._flag = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
-        # valid until the next grad_stats of the same optimizer
+        # Valid until the next ``grad_stats`` of the same optimizer, which writes to the same
+        # memory.
         self._stats: dict[MasterWeights, Stats] = {}
-        self._judged: dict[MasterWeights, Stats] = {}  # copies, of gradients unscaled since
+        # Copies, for gradients that were unscaled since. A decision that is made again needs their
+        # statistics with the scale, which the tensors no longer have.
+        self._judged: dict[MasterWeights, Stats] = {}
         self._undo = Undo()
         self._backend = backend
 
     @property
     def can_be_undone(self) -> bool:
-        """Whether it is decided, with copies of what it has moved, and nobody has acted on it."""
+        """Whether ``undo`` would take the decision back, since no optimizer has acted on it."""
         return self.is_decided and bool(self._undo)
 
     @property
     def is_decided(self) -> bool:
-        """Whether found_inf, norm and grad_scale are there."""
+        """Whether ``found_inf``, ``norm`` and ``grad_scale`` are valid."""
         return self.phase in (Phase.DECIDED, Phase.ANSWERED)
 
     def add_loss(self, loss: Tensor) -> None:
-        """Add the elements of a micro-batch's loss to ``loss``."""
+        """Add the loss of a micro-batch, a tensor of any shape, to ``loss``."""
         loss = transfer(loss, self.scale.device).detach()
-        if loss.dtype in HALF_DTYPES:  # a sum in half may be inf
+        # a sum of half losses may be inf though none of them is
+        if loss.dtype in HALF_DTYPES:
             loss = loss.float()
         if loss.dim():
             loss = loss.sum()
         self.loss = loss if self.loss is None else self.loss + loss
 
     def veto(self, flag: bool | Tensor) -> None:
-        """Have the optimizers skip where ``flag``, a bool or 0-d, is True; before ``decide``."""
-        if isinstance(flag, bool):  # filled on the device: a copy from main memory would wait
+        """Have the optimizers skip if ``flag`` is True. Call it before ``decide``.
+
+        Args:
+            flag: a bool, or a 0-d bool tensor on any device.
+        """
+        # A bool is filled in on the device, because a copy from main memory would wait.
+        if isinstance(flag, bool):
             wanted = torch.full_like(self.loss_nonfinite, VETOED * flag)
         else:
             wanted = transfer(flag, self.scale.device) * VETOED
-        # not in place: a scaler that the user drives learns of it in ``decide``
+        # Not in place: the flag may be the scaler's own, which learns of a veto by ``note_flag``
+        # when the decision is made.
         self.loss_nonfinite = torch.maximum(self.loss_nonfinite, wanted)
 
     def unscale(self, weights: MasterWeights) -> None:
-        """Unscale one optimizer's gradients, and keep their statistics; once decided."""
+        """Unscale one optimizer's gradients and keep their statistics. Call it after ``decide``."""
         self._keep_stats(weights, self._stats[weights])
         weights.unscale_(self.grad_scale)
 
     def unscale_early(self, weights: MasterWeights) -> None:
-        """Unscale one optimizer's gradients because another loss is about to add its own."""
+        """Unscale one optimizer's gradients, because another loss is about to add its own."""
         if self.is_decided:
             self.unscale(weights)
             return
         verdict = torch.zeros_like(self._verdict)
         flag, rule = self.loss_nonfinite, self.scaler.rule
+        # The gradients carry one scale at a time. Their statistics are taken now, since the
+        # decision comes after the other loss has added gradients with another scale.
         stats = self._stats_of(weights, None)
         evidence = Evidence(*stats, flag, flag)
-        # squares are judged with the gradients of all optimizers, later
+        # Neither scale nor record moves: the loss is decided once, when all its gradients are
+        # known. Squares are judged then, too, with the gradients of all optimizers.
         how = None, None, rule, NO_SQUARES, None, verdict, self._backend
         decide(evidence, self.scale, *how)
         self._keep_stats(weights, stats)
         earlier = self._found_earlier
+        # Micro-batches may be unscaled early one after another, and ``_judged`` has statistics of
+        # the last one only: inf or NaN of an earlier one is remembered here.
         found = verdict[0]
         self._found_earlier = found if earlier is None else torch.maximum(earlier, found)
         weights.unscale_(verdict[2])
@@ -170,18 +194,21 @@ class Decision:
         """Judge the gradients of all waiting optimizers, and move the scale.
 
         Args:
-            record: receives the outcome.
-            ranks: the processes that decide together.
-            max_norm: clip the gradients of all optimizers together to this 2-norm.
-            undoable: keep copies so that ``undo`` may follow. Eager torch in one process always
-                keeps them.
-            outlying: the window of the scaler, and what an outlier is; None: nothing is.
-            known: gradients by optimizer, where they were asked for already.
+            record: memory that receives the outcome.
+            ranks: processes that decide together.
+            max_norm: 2-norm to which the gradients of all optimizers are clipped together.
+            undoable: keep copies, so that ``undo`` may follow. Eager torch in one process always
+                keeps copies.
+            outlying: window of the scaler with the limit for outliers; None: no step is an outlier.
+            known: gradients by optimizer, where the caller has them already.
         """
         self.max_norm = max_norm
         stats = [self._stats_of(weights, (known or {}).get(weights)) for weights in self.waiting]
         self._stats = dict(zip(self.waiting, stats, strict=True))
         amax, square_sum = self._joined_stats(stats)
+        # Eager torch decides and steps by many operations, any of which may raise (out of memory,
+        # Ctrl-C), so it keeps copies at every step. A kernel is one launch, and a GPU keeps copies
+        # on request only: they would be launches of every step.
         eager = not DECIDE.uses_triton(self._backend, self.scale)
         if undoable or (eager and not ranks.several):
             moved = [self.scaler.scale_memory] if self.moves_scale else []
@@ -189,71 +216,86 @@ class Decision:
             self._undo = Undo([*moved, record.numbers, *window])
         flag = self.loss_nonfinite
         earlier = flag if self._found_earlier is None else self._found_earlier
+        # Before outliers and the decision itself. Both have to see the same numbers, to the last
+        # bit, on all ranks, or one rank would step where another one skips.
         if ranks.several:
             mine = Evidence(amax, square_sum, flag, earlier)
             taken = record.numbers[CLEAN]
             evidence, loss, squares = ranks.agree(mine, self.scale, taken, self._loss())
             amax, square_sum, agreed, earlier = evidence
-            # in place: it is the scaler's own where the user has scaled the loss
+            # in place, because the flag is the scaler's own where the user has scaled the loss
             flag.copy_(agreed)
         if outlying is not None:
             if not ranks.several:
                 loss, squares = self._loss(), square_sum
             evidence = Evidence(amax, squares, flag, earlier)
-            flag = torch.empty_like(flag)  # ``outliers`` reads one flag and writes another
+            # ``outliers`` reads one flag and writes another
+            flag = torch.empty_like(flag)
             outliers(evidence, self.scale, loss, outlying, record.numbers, flag, self._backend)
-        # with backoff_on_fault a fault moves the scale as an overflow does; the record notes which
+        # With ``backoff_on_fault`` a fault moves the scale as an overflow does, while the record
+        # notes which of the two it was. So the scale moves by a second call, which ignores a
+        # fault's flag.
         apart = self.moves_scale and self.scaler.backoff_on_fault
         state = self.scaler.scale_state if self.moves_scale and not apart else None
         evidence = Evidence(amax, square_sum, flag, earlier)
         rule = self.scaler.rule
-        # stages of a pipeline do not know the optimizers of others, and decide alike
+        # A stage of a pipeline does not know the optimizers of other stages. All take the bound
+        # that holds for any mean of squares, so that they decide alike.
         bound = OF_ANY_MEAN if ranks.staged else squares_of(w.optimizer for w in self.waiting)
         how = max_norm, state, rule, bound, record, self._verdict, self._backend
         decide(evidence, self.scale, *how)
         if apart:
             self.scaler.note_amax(amax)
             self.scaler.move_scale(self.found_inf, self._flag)
+        # The user's ``scaler.update`` moves the scale, by all that its optimizers have found until
+        # then.
         if not self.moves_scale:
             self.scaler.note_flag(self._flag)
             for weights in self.waiting:
                 self.scaler.record_decision(weights.optimizer, self.found_inf, amax)
+        # last: after an exception above the decision is still to be made
         self.phase = Phase.DECIDED
 
     def _loss(self) -> Tensor:
-        """Return the loss, 0-d float32 where the scale is; NaN: not known."""
+        """Return the loss, 0-d float32 on the device of the scale; NaN if the loss is not known."""
         if self.loss is None:
             return torch.full_like(self.scale, torch.nan)
         return self.loss.float()
 
     def undo(self) -> bool:
-        """Put scale and record back as they were before ``decide``, which may be called again.
+        """Restore scale and record as they were before ``decide``, which may be called again.
 
         Returns:
             whether a decision was taken back.
         """
         moved = self.can_be_undone
-        self._undo()  # also after a ``decide`` that failed half-way
+        # also after a ``decide`` that failed half-way, when nothing is decided
+        self._undo()
         if moved:
             self.phase = Phase.REOPENED
         return moved
 
     def give_up(self, skip: Tensor) -> None:
-        """Put scale and record back, since no step follows; not after a ``skip``, 0-d, not 0."""
+        """Restore scale and record, because no step follows.
+
+        Args:
+            skip: 0-d flag; scale and record stay as they are if it is not 0.
+        """
         self._undo(unless=skip)
 
     def drop_copies(self) -> None:
-        """Drop the copies: an optimizer has stepped or skipped."""
+        """Drop the copies, because an optimizer has stepped or skipped."""
         self._undo = Undo()
 
     def _keep_stats(self, weights: MasterWeights, stats: Stats) -> None:
-        """Keep copies of statistics: the kernels write the next ones to the same memory."""
+        """Keep copies of statistics, because the kernels write the next ones to the same memory."""
         amax, square_sum = stats
         self._judged[weights] = amax.clone(), square_sum.clone()
 
     def _joined_stats(self, stats: Sequence[Stats]) -> Stats:
         if len(stats) == 1:
             return stats[0]
+        # ``torch.cat`` refuses an empty list
         empty = torch.zeros(0, device=self.scale.device)
         amax, square_sum = zip(*stats, strict=True) if stats else ((), ())
         return torch.cat([empty, *amax]), torch.cat([empty, *square_sum])
@@ -263,6 +305,8 @@ class Decision:
         stats = []
         for lists, copies in weights.by_copies(gradients):
             amax, square_sum = grad_stats(lists, self.scale.device, self._backend)
+            # The ranks add up their sums of squares. A gradient that several of them hold counts
+            # once, so each of them gives its share.
             stats.append((amax, square_sum if copies == 1 else square_sum / copies))
         if len(stats) == 1:
             return stats[0]
@@ -270,10 +314,11 @@ class Decision:
         return torch.stack(amaxes).amax(0), torch.cat(square_sums)
 
     def _stats_of(self, weights: MasterWeights, gradients: Gradients | None) -> Stats:
-        """Return statistics of the gradients that carry, or carried, this decision's scale."""
+        """Return statistics of one optimizer's gradients that carry, or carried, this scale."""
         device = self.scale.device
         if weights.decision is not self:
-            # unscaled early, or cleared: this loss has the statistics of then, or none
+            # The gradients were unscaled early, or cleared. Statistics of what is there now would
+            # be those of another loss.
             nothing = torch.zeros(len(weights.parameters()), device=device)
             return self._judged.get(weights, (nothing, torch.zeros(0, device=device)))
         if gradients is None:

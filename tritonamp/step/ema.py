@@ -1,4 +1,4 @@
-"""Exponential moving averages of a model in training: in FP32, and without the skipped steps."""
+"""Exponential moving averages of a model in training, in FP32 and without skipped steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,18 +31,18 @@ class EMA:
         average = decay * average + (1 - decay) * value    at each update, unless the last step of
                                                            the parameter's optimizer was skipped
 
-    A value is the FP32 master where there is one, else the parameter. Buffers are copied. A
-    parameter that is frozen, or that no optimizer steps on, has no average: ``copy_to`` takes it
-    as the model has it.
+    The value of a parameter is its FP32 master, or the parameter itself if there is no master.
+    Buffers are copied. A parameter that is frozen, or that no optimizer steps on, has no average;
+    ``copy_to`` copies the model's value.
 
     Args:
-        decay: in [0, 1).
-        models: the averaged models.
+        decay: share of an average that an update keeps, in [0, 1).
+        models: averaged models.
         weights: optimizer to its master weights.
         outcomes: step outcomes by optimizer.
         fp32_values: FP32 values of the models' half tensors.
         backend: "auto", "triton" or "eager".
-        check_trains: a function that raises where the models are not in training.
+        check_trains: function that raises if the models are not in training.
 
     Attributes:
         captured: whether a CUDA graph has captured ``update``.
@@ -68,7 +68,7 @@ class EMA:
         self._check_trains = check_trains
         self._averages: dict[Tensor, Tensor] = {}  # by parameter of the model
         self._memories = {optimizer: Memory() for optimizer in weights}
-        # a tensor that is made in inference mode could not be written to outside of it
+        # A tensor that is made in inference mode could not be written to outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self._buffers = CopiedBuffers(models, fp32_values)
             for w in weights.values():
@@ -76,7 +76,7 @@ class EMA:
 
     @property
     def decay(self) -> float:
-        """Share of an average that an update keeps; in [0, 1)."""
+        """Share of an average that an update keeps, in [0, 1)."""
         return self._decay
 
     @decay.setter
@@ -89,8 +89,8 @@ class EMA:
     def update(self) -> None:
         """Move the averages towards the present values, unless the last step was skipped.
 
-        Call it once after each ``optimizer.step()``: each call moves them. The device decides; the
-        host does not wait for it.
+        Call it once after each ``optimizer.step()``; each call moves the averages. The device
+        decides about skips, and the host does not wait.
 
         Raises:
             RuntimeError: the model was disabled, or has no optimizer.
@@ -98,7 +98,8 @@ class EMA:
         self._check_trains()
         with torch.inference_mode(False), torch.no_grad():
             for optimizer, w in self._weights.items():
-                w.refresh()  # a checkpoint may have been loaded since the step
+                # a checkpoint may have been loaded since the step
+                w.refresh()
                 values = self._values_to_average(w)
                 averages = self._averages_of(values)
                 if averages and is_capturing(averages[0].device):
@@ -109,20 +110,21 @@ class EMA:
                     params=list(values.values()),
                 )
                 ema(lists, self._decay, self._outcomes[optimizer].found_inf, self._backend)
-            # a buffer belongs to no optimizer: it waits for all of them
+            # A buffer belongs to no optimizer, so its copy waits for all of them.
             self._buffers.update(self._any_found_inf())
 
     def _values_to_average(self, w: MasterWeights) -> dict[Tensor, Tensor]:
-        """Return parameter to FP32 value, for parameters that train or have trained."""
+        """Return parameter to FP32 value, for parameters that train or have an average."""
         values = dict(w.fp32_values(lends=False))
         return {p: values[p] for p in w.parameters() if p.requires_grad or p in self._averages}
 
     def _averages_of(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the averages of ``params`` in this order; a new one begins at the value."""
+        """Return the averages of ``params`` in this order; a new average begins at the value."""
         averages = []
         for param in params:
             average = self._averages.get(param)
             if average is None:
+                # each replay would begin the average again at the value of that moment
                 refuse_capture(param.device, "the average of a parameter")
                 average = self._averages[param] = self._fp32_value(param).clone()
             averages.append(average)
@@ -130,30 +132,31 @@ class EMA:
 
     def _fp32_value(self, param: Tensor) -> Tensor:
         """Return the FP32 (or FP64) value of ``param``, on the device of ``param``."""
-        # parameters of a healed module are FP32 themselves, though a value is kept for them
+        # Parameters of a healed module are FP32 themselves, though ``Fp32Values`` still has a value
+        # for them.
         has_other = param.dtype in HALF_DTYPES and param in self._fp32_values
         value = self._fp32_values.read(param) if has_other else param
         return value.detach().to(param.device, torch.promote_types(param.dtype, torch.float32))
 
     def _any_found_inf(self) -> Tensor | None:
-        """Return whether the last step of any optimizer was skipped, 0-d; None: there was none."""
+        """Return a 0-d flag, not 0 if any optimizer's last step was a skip; None: no step yet."""
         flags = [o.found_inf for o in self._outcomes.values() if o.found_inf is not None]
         if len(flags) < 2:
             return flags[0] if flags else None
         return torch.stack([transfer(flag, flags[0].device) for flag in flags]).amax()
 
     def memory(self) -> Iterator[Tensor]:
-        """Yield averages, buffers, and what kernels keep between updates; forget the plans."""
+        """Yield averages, buffers, and tensors that kernels keep between updates; forget plans."""
         yield from self._averages.values()
         yield from self._buffers.tensors.values()
         for memory in self._memories.values():
             yield from memory.forget_plans()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the averages in FP32, and the buffers, by the model's names for them.
+        """Return the averages in FP32 and the buffers, by the model's names.
 
-        These are the tensors that ``update`` moves, no copies. Where every parameter is trained,
-        this is a state of the plain model. The names of several models begin with the model's
+        The tensors are the ones that ``update`` moves, not copies. If every parameter is trained,
+        the plain model can load this state. The names of several models begin with the model's
         number.
         """
         self._fp32_values.asleep.check_training()
@@ -165,7 +168,7 @@ class EMA:
         return averages | self._buffers.tensors
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load a state of ``state_dict``, in place.
+        """Load a result of ``state_dict``, in place.
 
         Raises:
             ValueError: other names or shapes, listed; nothing was changed.
@@ -177,12 +180,13 @@ class EMA:
                 tensor.copy_(state_dict[name])
 
     def copy_to(self, model: nn.Module | Iterable[nn.Module]) -> None:
-        """Write the averages, with all else that the model's state holds, into another model.
+        """Write the averages, and the model's values of all other tensors, into another model.
+
+        Averages of a sharded model go into a plain model if all ranks call this.
 
         Args:
-            model: plain or enabled, of any dtype, of the same architecture as the one in training,
-                or that one; several, as they were given to ``enable``. Averages of a sharded model
-                go into a plain one where all ranks call this.
+            model: a plain or enabled model of any dtype and of the same architecture as the model
+                in training, or that model itself; a list if several were given to ``enable``.
 
         Raises:
             ValueError: other names or shapes, listed; nothing was changed.
@@ -196,7 +200,9 @@ class EMA:
             for name, param in self._named_parameters()
             if param not in self._averages
         }
-        targets = []  # all are checked before one is written
+        # All models are checked before one is written, so that an error changes nothing. Sharded
+        # averages are gathered here, too, in the same order on all ranks.
+        targets = []
         for prefix, target in zip(prefixes(self._models), map(unwrapped, given), strict=True):
             state = {
                 name.removeprefix(prefix): value
@@ -213,7 +219,8 @@ class EMA:
             whole = {name: _gathered_for(own[name], value) for name, value in state.items()}
             targets.append((target, whole))
         for target, state in targets:
-            # not strict: what modules save beside tensors (get_extra_state) is not averaged
+            # not strict, because results of ``get_extra_state`` are in a model's state, but not
+            # averaged
             target.load_state_dict(state, strict=False)
 
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -224,12 +231,15 @@ class EMA:
 
 
 def _gathered_for(target: Any, value: Tensor) -> Tensor:
-    """Return the whole of a sharded tensor that goes into a plain one; all ranks take part."""
+    """Return the whole of a sharded tensor that goes into a plain one, else ``value``.
+
+    All ranks take part.
+    """
     return full_tensor(value) if is_sharded(value) and not is_sharded(target) else value
 
 
 def _check_same_tensors(call: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the tensors of both have the same names and shapes."""
+    """Raise ValueError unless the tensors of both states have the same names and shapes."""
     shapes = {name: tuple(x.shape) for name, x in own.items() if isinstance(x, Tensor)}
     got = {name: tuple(x.shape) for name, x in state.items() if isinstance(x, Tensor)}
     faults = {

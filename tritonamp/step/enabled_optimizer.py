@@ -24,8 +24,8 @@ from tritonamp.step.stepper import Stepper
 class EnabledOptimizer(Swapped):
     """An optimizer that steps on unscaled gradients and FP32 masters, or skips.
 
-    A ``step`` that an LR scheduler wrapped on the instance is set aside: this ``step`` sets the
-    same marks. A copy is a plain optimizer.
+    An LR scheduler that was built before ``enable`` has wrapped ``step`` on the instance. That
+    wrapper is set aside, because this ``step`` sets the same marks. A copy is a plain optimizer.
     """
 
     _belongings = ("_stepper",)
@@ -33,21 +33,21 @@ class EnabledOptimizer(Swapped):
     _kept_by_copies = False
     _stepper: Stepper  # belongs to the Amp that enabled it
     _stepped = False  # True: a GradScaler has stepped, and calls ``step`` for its observers only
-    # private (torch 2.11 to 2.15): has torch's GradScaler set ``found_inf``, by which ``step``
-    # recognises it
+    # Private (torch 2.11 to 2.15). torch's GradScaler sets ``found_inf`` on optimizers with this
+    # flag, by which ``step`` recognises a scaler that is not the one of the ``Amp``.
     _step_supports_amp_scaling = True
 
     @property
     def state(self) -> Any:
-        """The optimizer's state; under ``offload`` it is there once this returns."""
+        """The optimizer's state; under ``offload`` reading it waits for the step before."""
         optimizer = _unwrapped(self)
         own = vars(optimizer)
         if own["_stepper"].offload is not None:
             own["_stepper"].offload.wait()
         if "state" in own:
             return own["state"]
-        # of an optimizer around another: its class has a property, or a __getattr__, for which
-        # this is an AttributeError
+        # An optimizer around another one has no state of its own. Its class has a property, which
+        # ``super`` finds, or a ``__getattr__``, which Python calls after this AttributeError.
         return super(EnabledOptimizer, optimizer).state  # type: ignore[misc]
 
     @state.setter
@@ -58,11 +58,12 @@ class EnabledOptimizer(Swapped):
     def step(self, closure: Any = None) -> None:
         """Step or skip: unscale, check, clip, update, half copies. A no-op without gradients.
 
-        Where ``torch.distributed.checkpoint.state_dict`` calls it, with gradients and learning
-        rates of 0, for state to load into, it is the optimizer's own, and no decision.
+        ``torch.distributed.checkpoint.state_dict`` calls ``step`` with gradients and learning rates
+        of 0 to make state, into which it loads. Such a call runs the optimizer's own step, without
+        a decision.
 
         Raises:
-            RuntimeError: a closure was passed, or gradients did not come from
+            RuntimeError: a closure was passed, or the gradients do not come from
                 ``amp.backward(loss)``.
         """
         if self._stepped:
@@ -73,22 +74,29 @@ class EnabledOptimizer(Swapped):
                 "loss first, call amp.backward(loss), then optimizer.step() without arguments"
             )
         stepper = _awake(self)
-        has_state = vars(_unwrapped(self)).get("state")  # ``self.state`` waits
+        # ``self.state`` would wait for the device. The walk over the stack below is left out once
+        # there is state, after the first step.
+        has_state = vars(_unwrapped(self)).get("state")
         if not has_state and _is_made_for_loading():
             with _unmoved_halves(self):
                 super().step()  # type: ignore[misc]
             return
-        if "found_inf" in vars(self):  # set by torch's GradScaler, which is refused
+        # torch's GradScaler has set the attribute. It is refused, since its scale is not the one of
+        # the decisions.
+        if "found_inf" in vars(self):
             stepper.check_scaler(None)
         # private (torch 2.11 to 2.15): without this mark an LR scheduler warns that it was called
         # before the optimizer
         self._opt_called = True
         optimizer: Any = self
+        # Ctrl-C waits for the whole block: between half copies and notes of the step a checkpoint
+        # would be neither the old state nor the new one.
         with Uninterrupted(), stepper.around_step(optimizer):
             stepper.step(optimizer)
 
-    # both private (torch 2.11 to 2.15): Optimizer wraps no hooks around this ``step``, since the
-    # base class's step fires them; a scheduler wraps no counter around it, see ``_opt_called``
+    # Both are private (torch 2.11 to 2.15). ``hooked``: Optimizer does not wrap hooks around this
+    # ``step``, which runs them itself; they would run twice. ``_wrapped_by_lr_sched``: a scheduler
+    # does not wrap a counter around it on the instance, since ``_opt_called`` is set above.
     step.hooked = True  # type: ignore[attr-defined]
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
@@ -97,12 +105,14 @@ class EnabledOptimizer(Swapped):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of masters and half parameters."""
         stepper = _awake(self)
+        # ``param_groups`` hold the masters, so torch clears these. The half parameters, with the
+        # decisions that wait for them, follow below.
         super().zero_grad(set_to_none)  # type: ignore[misc]
         stepper.pending.zeroed(_unwrapped(self), set_to_none)
 
     @leaves_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model; the group then holds their masters."""
+        """Add parameters of the model; the new group then holds their masters."""
         weights = _awake(self).weights[_unwrapped(self)]
         weights.check_group(param_group)
         super().add_param_group(param_group)  # type: ignore[misc]
@@ -114,11 +124,14 @@ class EnabledOptimizer(Swapped):
         return plain_state(optimizer, super()._plain_state(state), values, stepper.offload)
 
     def _copied(self, memo: dict[int, Any] | None) -> Any:
-        """Return a plain optimizer, which steps on the parameters of the model's copy, if any."""
+        """Return a plain optimizer over the parameters of the model's copy, if there is one."""
         copied = super()._copied(memo)
         if memo is None:
             return copied
         weights = _awake(self).weights[_unwrapped(self)]
+        # ``memo`` knows the parameters of a model that is copied in the same call, in any order.
+        # Without one they are copied here, and the optimizer steps on parameters of its own, as in
+        # torch.
         params = [copy.deepcopy(param, memo) for param, _, _ in weights.with_groups()]
         replace_params(copied, params)
         widen_state(copied, [p for p in params if p.dtype is torch.float32])
@@ -128,7 +141,7 @@ class EnabledOptimizer(Swapped):
         """Return the state, with moments in FP32.
 
         Args:
-            packed: in the format that ``state`` of the policy names, which loads everywhere, too.
+            packed: keep the format that ``Policy.state`` names, which every format loads, too.
         """
         _awake(self)
         own: dict[str, Any] = super().state_dict()  # type: ignore[misc]
@@ -137,30 +150,33 @@ class EnabledOptimizer(Swapped):
 
     @leaves_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer, enabled or not; FP32 state stays FP32."""
+        """Load a state that this optimizer has saved, enabled or not; FP32 state stays FP32."""
         stepper, optimizer = _awake(self), _unwrapped(self)
         keep = None if stepper.offload is None else stepper.offload.pin
         load = super().load_state_dict  # type: ignore[misc]
         load_state(optimizer, load, state_dict, rule_of(optimizer), keep)
+        # last: it moves "master_param" out of the state that was loaded
         stepper.weights[optimizer].load_master_params()
 
     def _amp_unscale_(self, scaler: Any) -> None:
-        """Unscale; ``GradScaler.unscale_`` calls it."""
+        """Unscale the gradients; ``GradScaler.unscale_`` calls this."""
         stepper = _awake(self)
         stepper.check_scaler(scaler)
         stepper.unscale_(self, by_scaler=True)  # type: ignore[arg-type]
 
     def _amp_step(self, scaler: Any) -> None:
-        """Step or skip; ``GradScaler.step`` calls it, and ``update`` follows."""
+        """Step or skip; ``GradScaler.step`` calls this, and ``update`` follows."""
         stepper = _awake(self)
         stepper.check_scaler(scaler)
         self._opt_called = True
         with Uninterrupted():
             found_inf = stepper.step(self, by_scaler=True)  # type: ignore[arg-type]
+        # Accelerate puts a ``step`` on the instance, and takes a call of it for a step that was
+        # taken. So it is called after a step, for the watcher only, and not after a skip.
         if is_watched(self) and (found_inf is None or not bool(found_inf)):
             self._stepped = True
             try:
-                self.step()  # for whoever watches
+                self.step()
             finally:
                 self._stepped = False
 
@@ -168,11 +184,12 @@ class EnabledOptimizer(Swapped):
 def _is_made_for_loading() -> bool:
     """Tell whether torch calls ``step`` to make state, not to train.
 
-    Nothing public tells: it is read from the stack, by a private name (torch 2.11 to 2.15). Between
-    may be wrappers around the optimizer.
+    torch has no public sign of this. The answer is read from the stack, by the private name of the
+    caller (torch 2.11 to 2.15). Wrappers around the optimizer may stand between.
     """
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    if module is None:  # nobody has used it
+    # a module that is not imported has no frames, and the walk over the stack is saved
+    if module is None:
         return False
     maker, frame = module._init_optim_state.__code__, sys._getframe(1)
     while frame is not None and frame.f_code is not maker:
@@ -182,7 +199,10 @@ def _is_made_for_loading() -> bool:
 
 @contextlib.contextmanager
 def _unmoved_halves(optimizer: Any) -> Iterator[None]:
-    """Keep half parameters: where eps is 0 in half, the update of zeros is NaN, also at lr 0."""
+    """Keep the values of half parameters over a step that only makes state.
+
+    The update of zeros is NaN if eps rounds to 0 in half, also with a learning rate of 0.
+    """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     before = {p: p.detach().clone() for p in params if p.dtype in HALF_DTYPES}
     try:
@@ -194,12 +214,15 @@ def _unmoved_halves(optimizer: Any) -> Iterator[None]:
 
 
 def _awake(optimizer: Any) -> Stepper:
-    """Return the stepper of an enabled optimizer; raise RuntimeError while it is asleep."""
+    """Return an enabled optimizer's stepper; raise RuntimeError while its tensors are asleep."""
     stepper: Stepper = optimizer._stepper
     stepper.asleep.check_training()
     return stepper
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """Unwrap Lightning's LightningOptimizer, whose class pretends to be the optimizer's."""
+    """Return the optimizer inside Lightning's LightningOptimizer, or ``optimizer`` itself.
+
+    The wrapper's class derives from the optimizer's class, so it may arrive here as ``self``.
+    """
     return optimizer if "_stepper" in vars(optimizer) else optimizer.optimizer

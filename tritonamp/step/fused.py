@@ -24,16 +24,16 @@ class FusedRule(ABC):
     """The step of one kind of optimizer: unscale, clip, update, half copies, skip in one pass.
 
     Attributes:
-        kinds: the name of such optimizers in messages, with its article.
-        torch_step: the step function of torch's own optimizer of this kind; None: torch has none.
+        kinds: name of such optimizers in messages, with its article.
+        torch_step: step function of torch's own optimizer of this kind; None: torch has none.
         needs: keys that a parameter group must have.
-        states: the formats that the state can have, of ``policy.STATES``.
-        state_keys: name in the kernel's lists to key in ``optimizer.state``, of tensors of the
+        states: formats that the state can have, among ``policy.STATES``.
+        state_keys: name in the kernel's lists to key in ``optimizer.state``, for tensors of the
             parameter's shape, in FP32 (FP64 for FP64 parameters).
-        optional: names of ``state_keys`` that a group may lack.
-        counts_steps: whether the state holds a step count under "step"; that of "8bit" always does.
+        optional: names among ``state_keys`` that a group may lack.
+        counts_steps: whether the state holds a step count under "step"; state "8bit" always does.
         leaves_sparse_to_torch: whether torch's own step takes sparse gradients.
-        offloads: whether a step can be made in parts, on parameters one after another.
+        offloads: whether a step can be divided into parts, on some parameters after others.
     """
 
     kinds: str
@@ -58,8 +58,8 @@ class FusedRule(ABC):
 
         Args:
             lists: parameters, gradients, copies and state, with the hyperparameters.
-            grad_scale: 0-d factor on the gradients, or None.
-            found_inf: 0-d, any value other than 0 skips; None: always step.
+            grad_scale: factor on the gradients, 0-d; None: 1.
+            found_inf: 0-d flag, skip if it is not 0; None: always step.
             backend: "auto", "triton" or "eager".
         """
 
@@ -68,22 +68,23 @@ class FusedRule(ABC):
         """Return the hyperparameters of one group."""
 
     def has(self, name: str, group: dict[str, Any]) -> bool:
-        """Tell whether the group's parameters have the state of that name."""
+        """Tell whether the group's parameters have the state ``name``, a key of ``state_keys``."""
         return True
 
     def takes(self, optimizer: Optimizer) -> bool:
-        """Tell whether this rule steps an optimizer of torch's own; else it runs its own step."""
+        """Tell whether this rule replaces the step of ``optimizer``, which is torch's own."""
         return True
 
     def tells_first_step(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Tell whether a parameter's first step differs from a step on state of zeros.
 
-        True costs one host read a step: a step that the device skips does not count as the first.
+        True costs one host read per step, because a step that the device skips does not count as
+        the first.
         """
         return False
 
     def at_first_step(self, hyperparameters: Any) -> Hyperparameters:
-        """Return the hyperparameters that replace these in a parameter's first step."""
+        """Return the hyperparameters of a first step, given those of a parameter's other steps."""
         return hyperparameters
 
     def group_problems(
@@ -95,7 +96,7 @@ class FusedRule(ABC):
             yield f"the parameter groups have no {', '.join(missing)}"
 
     def refuse_sparse(self) -> None:
-        """Raise torch's error for sparse gradients; return where torch's optimizer takes them."""
+        """Raise torch's error for sparse gradients; return if torch's optimizer takes them."""
         return
 
 
@@ -104,13 +105,13 @@ class FusedStep:
 
     Args:
         optimizer: the optimizer; its ``param_groups`` and ``state`` are read and written.
-        rule: the rule of its kind.
+        rule: rule of this kind of optimizer.
         backend: "auto", "triton" or "eager".
         track_lost: count the half values that a step did not change.
-        state: the format of the state, of ``policy.STATES``; see ``StateShape``.
-        beside: returns what is kept beside parameters: the lower 16 bits of packed FP32 values,
-            for state "8bit", or else the masters of ``offload``.
-        offload: host memory of masters and state; None: they are beside the parameters.
+        state: format of the state, among ``policy.STATES``; for parameters as in ``StateShape``.
+        beside: function that returns the stored form of parameters' FP32 values: lower 16 bits for
+            state "8bit", else the masters of ``offload``.
+        offload: host memory of masters and state; None: they are on the parameters' devices.
     """
 
     def __init__(
@@ -138,20 +139,24 @@ class FusedStep:
         """Update parameters, state and half copies in one pass, or skip on the device.
 
         Args:
-            gradients: the step's lists; "params" and "copies" are written.
-            grad_scale: 0-d factor on the gradients, or None.
-            found_inf: 0-d, any value other than 0 skips on the device; None: always step.
+            gradients: lists of the step; "params" and "copies" are written.
+            grad_scale: factor on the gradients, 0-d; None: 1.
+            found_inf: 0-d flag, skip on the device if it is not 0; None: always step.
         """
         if not len(gradients.lists):
             return
         groups = self._optimizer.param_groups
         tells_first = self.rule.tells_first_step(groups)
+        # the one host read of such rules: a skipped step makes no state, so the next one is still
+        # the first
         if tells_first and found_inf is not None and bool(found_inf):
             return
         rules = [self.rule.hyperparameters(self._optimizer, group) for group in groups]
-        if tells_first:  # number len(groups) + g: the first-step rule of group g
+        # number len(groups) + g is the first-step rule of group g
+        if tells_first:
             rules += [self.rule.at_first_step(rule) for rule in rules]
-        # all state is in shape before any parameter is written
+        # A list, not a generator: all state is in shape before any parameter is written, so that an
+        # error of a later part (out of memory) leaves the parameters as they were.
         for lists, group_of, state in [
             self._in_shape(part, state, tells_first) for part, state in self._by_format(gradients)
         ]:
@@ -160,7 +165,7 @@ class FusedStep:
                 self.rule.update(updates, grad_scale, found_inf, self._backend)
 
     def _by_format(self, gradients: Gradients) -> list[tuple[Gradients, str]]:
-        """Return the gradients apart, by the format of their parameters' state."""
+        """Return the gradients in groups, each with the format of its parameters' state."""
         params = gradients.params
         if self._state == STATES[0] or IN_THE_FORMAT.issuperset(map(_dtype, params)):
             return [(gradients, self._state)]
@@ -172,18 +177,19 @@ class FusedStep:
     def _in_shape(
         self, gradients: Gradients, state: str, tells_first: bool
     ) -> tuple[TensorLists, list[int], str]:
-        """Return the lists of a step with state in its format, the rule by number, and the format.
+        """Return the lists of a step with its state, the rule of each parameter, and the format.
 
         Args:
-            gradients: parameters with state of one format.
-            state: the format.
-            tells_first: parameters without state have rules of their own.
+            gradients: gradients of parameters whose state has one format.
+            state: the format, among ``policy.STATES``.
+            tells_first: whether parameters without state have first-step rules.
         """
         groups = self._optimizer.param_groups
         group_of = [g for g, group in enumerate(groups) for _ in group["params"]]
         made: set[int] = set()
-        # State is looked at one by one where some is missing, or no earlier plan has such lists.
-        # State of zeros is made before the device knows whether it skips: it stays zero then.
+        # A plan of an earlier step proves that such state is in shape. Only without one, or where
+        # state is missing, is each parameter's state looked at. State of zeros is made before the
+        # device knows whether it skips, and stays zero at a skip.
         lists = self._lists(gradients, group_of, state)
         if self._offload is not None or lists is None or not _is_in_shape(lists):
             made = self._bring_into_shape(gradients, group_of)
@@ -196,11 +202,12 @@ class FusedStep:
     def _lists(
         self, gradients: Gradients, group_of: Sequence[int], state: str
     ) -> TensorLists | None:
-        """Return the gradients' lists joined by the state's; None where some state is missing."""
+        """Return the gradients' lists joined by the state's; None if some state is missing."""
         tensors, states = gradients.lists, self._states(gradients.params)
         packed = state == "8bit"
         if self._offload is not None and not packed:
             tensors = tensors.with_lists((), (), {"params": self._beside(gradients.params)})
+        # All codes of a parameter are one tensor, under one key.
         keys = {PACKED: PACKED} if packed else dict(self.rule.state_keys)
         if self._shape.counts_steps(state):
             keys["steps"] = "step"
@@ -219,8 +226,11 @@ class FusedStep:
         return tensors.with_lists(repeat, ("steps",), found, coded, orders)
 
     def _states(self, params: Sequence[Tensor]) -> list[Mapping[str, Any]]:
-        state = vars(self._optimizer)["state"]  # ``EnabledOptimizer.state`` waits
-        if identities(list(state)[: len(params)]) == identities(params):  # hashes are slow
+        # not ``optimizer.state``, which waits for the device under ``offload``
+        state = vars(self._optimizer)["state"]
+        # State is usually in the order of the groups. Then its values are the lists, without a hash
+        # of each tensor, which runs Python code.
+        if identities(list(state)[: len(params)]) == identities(params):
             return list(state.values())[: len(params)]
         return [state.get(param, {}) for param in params]
 
@@ -232,7 +242,15 @@ class FusedStep:
         tensors: TensorLists,
         group_of: Sequence[int],
     ) -> Sequence[Tensor]:
-        """Return one list of state; a group without such state repeats its parameters there."""
+        """Return one list of state; parameters whose group lacks such state stand in for it.
+
+        Args:
+            name: key of ``state_keys``, or of another list.
+            key: key in the parameters' state.
+            states: state of each parameter.
+            tensors: lists of the gradients.
+            group_of: number of the group, by number of the parameter.
+        """
         there = [True]
         if name in self.rule.optional:
             there = [self.rule.has(name, group) for group in self._optimizer.param_groups]
@@ -251,10 +269,11 @@ class FusedStep:
 
 
 def _is_in_shape(lists: TensorLists) -> bool:
-    """Tell whether the state has the shape that kernels take: an earlier step had the same plan."""
+    """Tell whether kernels can take the state as it is: an earlier step had the same plan."""
     try:
         return lists.known_plan() is not None
-    except (AttributeError, TypeError):  # no tensors, as in the state of another optimizer
+    except (AttributeError, TypeError):
+        # The state of another optimizer may have numbers or None where these lists have tensors.
         return False
 
 

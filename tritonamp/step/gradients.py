@@ -1,4 +1,4 @@
-"""One optimizer's gradients: their state, and the lists of a step on them."""
+"""The gradients of one optimizer: their state, and the tensor lists that a step works on."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -11,13 +11,14 @@ from tritonamp.kernels._multi_tensor import Memory, TensorLists
 
 
 class GradientState(Enum):
-    """The state of the gradients of one optimizer's parameters.
+    """State of the gradients of one optimizer's parameters.
 
     ::
 
-        CLEAR  --begin_scaled(d)--> SCALED by d --unscale_--> TRUE --step, zero_grad--> CLEAR
+        CLEAR  --begin_scaled(d)--> SCALED by d --unscale_--> TRUE --step--> CLEAR
         TRUE   --begin_scaled(d2)--> SCALED by d2, true set aside --unscale_--> TRUE (their sum)
         SCALED --backward raised--> CLEAR, or TRUE again where true ones were set aside
+        any    --zero_grad, once decided--> CLEAR
     """
 
     CLEAR = "none that a scaled loss has left"
@@ -26,14 +27,14 @@ class GradientState(Enum):
 
 
 class Gradients(NamedTuple):
-    """The dense gradients of one step, with the tensors that the step reads and writes.
+    """Dense gradients of one step, with the tensors that the step reads and writes.
 
     Attributes:
-        lists: "params", the tensors that are stepped on; "grads", scaled or true gradients;
-            "copies", the half parameters (the stepped-on tensor again where there is none). A
-            DTensor is represented by this rank's part.
-        params: the stepped-on tensors as ``param_groups`` and ``state`` name them.
-        any_sparse: whether there are sparse gradients, which ``lists`` leaves out.
+        lists: three lists by name. "params" are the stepped-on tensors, "grads" their gradients
+            (scaled or true), "copies" the half parameters; a parameter without a half copy stands
+            in "copies" itself. This rank's part represents a DTensor.
+        params: the stepped-on tensors as ``param_groups`` and ``state`` hold them.
+        any_sparse: whether some gradients are sparse; ``lists`` leaves sparse gradients out.
     """
 
     lists: TensorLists
@@ -50,16 +51,19 @@ class Gradients(NamedTuple):
         known_as: Sequence[Tensor] | None = None,
         sharded: bool | None = None,
     ) -> "Gradients":
-        """Return the value that a step on these gradients works on.
+        """Return the gradients of one step as a value.
 
         Args:
             memory: the optimizer's memory of earlier steps.
-            params: the stepped-on tensors, in the order of the groups.
-            grads: gradients by parameter; None: there is none, or it counts elsewhere.
-            copies: the parameter of the model for each.
-            known_as: ``params`` as ``param_groups`` and ``state`` hold them; None: the same.
-            sharded: see ``TensorLists``.
+            params: stepped-on tensors, in the order of the groups.
+            grads: gradient of each parameter; None: the parameter takes no part in the step.
+            copies: parameter of the model for each stepped-on tensor.
+            known_as: stepped-on tensors as ``param_groups`` and ``state`` hold them; None:
+                ``params``.
+            sharded: whether any tensor is a DTensor; None: the types of ``params`` decide.
         """
+        # The usual step has a dense gradient for every parameter. Its lists are passed on as they
+        # are, because a copy of each list would cost host time at every step.
         known_as = params if known_as is None else known_as
         size, numbers, any_sparse = len(params), dense(grads), False
         present: Sequence[Any] = grads
@@ -69,6 +73,8 @@ class Gradients(NamedTuple):
             params, copies, known_as = (
                 [tensors[i] for i in numbers] for tensors in (params, copies, known_as)
             )
+        # Kernels write statistics by a parameter's number among all parameters. A parameter without
+        # a gradient therefore keeps its row, and indices into the record stay valid.
         lists = TensorLists(
             memory=memory,
             numbers=numbers,
@@ -81,6 +87,10 @@ class Gradients(NamedTuple):
         return cls(lists, known_as, any_sparse)
 
     def part(self, places: Sequence[int]) -> "Gradients":
-        """Return the gradients of some parameters, by their places in the lists."""
+        """Return the gradients of some parameters.
+
+        Args:
+            places: indices into the lists.
+        """
         params = [self.params[i] for i in places]
         return Gradients(self.lists.part(places, {}), params, self.any_sparse)

@@ -1,4 +1,4 @@
-"""The user's hooks of a step, and torch's profiler, around steps and skips of ours."""
+"""The user's step hooks and torch's profiler, for steps and skips that tritonamp runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +13,14 @@ from tritonamp.diagnosis.scaled_gradients import before_step
 def run_with_hooks(step: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
     """Run ``step`` inside the user's hooks and torch's profiler, if there are any.
 
-    Undocumented or private, and the same from torch 2.11 to 2.15: torch's wrapper, which costs a
-    twentieth of a step, and the places where torch keeps hooks.
+    Args:
+        step: function that steps or skips.
+        optimizer: optimizer whose hooks run; the argument of ``step``.
     """
+    # torch's wrapper costs a twentieth of a step, so a step without hooks goes without it. The
+    # wrapper and the places where torch keeps hooks are private or undocumented, and the same from
+    # torch 2.11 to 2.15. ``before_step`` is a hook of ours that looks for plain optimizers: it has
+    # nothing to see in an enabled step.
     seen = (
         torch._C._autograd._profiler_enabled(),
         any(hook is not before_step for hook in _global_optimizer_pre_hooks.values()),
@@ -29,7 +34,12 @@ def run_with_hooks(step: Callable[[Optimizer], None], optimizer: Optimizer) -> N
 
 
 def owner_of_hooks(optimizer: Any) -> Any:
-    """Return the optimizer whose step runs hooks: the inner one of an optimizer around another."""
+    """Return the optimizer whose ``step`` runs the hooks.
+
+    That is the innermost optimizer where one optimizer wraps another.
+    """
+    # An optimizer around another one need not call ``Optimizer.__init__``. Such a wrapper has no
+    # dictionaries of hooks, and the user's hooks are registered on the inner one.
     while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

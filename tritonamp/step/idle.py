@@ -1,4 +1,4 @@
-"""Steps without gradients: one warning where an optimizer makes three in a row."""
+"""Steps without gradients: one warning after three in a row."""
 
 import logging
 
@@ -14,10 +14,11 @@ _IN_A_ROW = 3
 
 
 class IdleSteps:
-    """The last steps of each optimizer, as far as they found no gradients.
+    """Counts steps in a row that found no gradients, for each optimizer.
 
-    Optimizers that take turns find none while another one steps: only steps between which none of
-    them had gradients are counted. An optimizer whose parameters are all frozen has none by design.
+    Optimizers that take turns have no gradients while another one steps. Therefore a step with
+    gradients, of any optimizer, restarts all counts. Steps over frozen parameters are not counted,
+    because frozen parameters have no gradients by design.
     """
 
     def __init__(self) -> None:
@@ -26,11 +27,11 @@ class IdleSteps:
         self._has_warned = False
 
     def note(self, masters: Masters, tried: int) -> None:
-        """Note a step without gradients.
+        """Count a step without gradients, and warn at the third in a row.
 
         Args:
             masters: masters of the optimizer whose ``step`` was called.
-            tried: number of steps with gradients so far, of all optimizers together.
+            tried: number of steps with gradients so far, summed over all optimizers.
         """
         if not any(p.requires_grad and m.requires_grad for p, m, _ in masters.with_groups()):
             return
@@ -38,6 +39,7 @@ class IdleSteps:
         if tried != self._tried:
             self._in_a_row.clear()
             self._tried = tried
+        # One warning for a whole run: the same loop would repeat the message at every step.
         found = self._in_a_row.get(optimizer, 0) + 1
         self._in_a_row[optimizer] = found
         if found < _IN_A_ROW or self._has_warned:

@@ -1,4 +1,4 @@
-"""Lion as a fused rule."""
+"""The fused rule of Lion."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from tritonamp.step.fused import FusedRule, scalar
 
 
 class FusedLionRule(FusedRule):
-    """``tritonamp.optim.Lion``."""
+    """The rule of ``tritonamp.optim.Lion``."""
 
     kinds = "a Lion"
     needs = ("lr", "betas", "weight_decay")
@@ -38,7 +38,7 @@ class FusedLionRule(FusedRule):
         )
 
     def refuse_sparse(self) -> None:
-        """Raise: the moment of every element moves at every step."""
+        """Raise a RuntimeError, because a step moves the moment of every element."""
         raise RuntimeError("Lion does not support sparse gradients")
 
 

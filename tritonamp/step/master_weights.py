@@ -22,21 +22,25 @@ _grad = operator.attrgetter("grad")
 
 
 class Scale(Protocol):
-    """The owner of a loss scale: a decision, as master weights know it."""
+    """The owner of a loss scale: the methods of a ``Decision`` that master weights call."""
 
     def unscale(self, weights: "MasterWeights") -> None:
-        """Unscale one optimizer's gradients, once decided."""
+        """Unscale one optimizer's gradients. Call it after the decision."""
 
     def unscale_early(self, weights: "MasterWeights") -> None:
-        """Unscale one optimizer's gradients because another loss is about to add its own."""
+        """Unscale one optimizer's gradients, because another loss is about to add its own."""
 
 
 class MasterWeights(Masters):
-    """Masters, and the gradients that they step on.
+    """The masters of one optimizer, and the gradients that it steps on.
+
+    Args:
+        optimizer, fp32_values, trains_fp32_values, sharding, packs, offloads: as for ``Masters``.
+        grad_dtype: ``Policy.grad_dtype``.
 
     Attributes:
-        state: the state of the gradients.
-        decision: the decision whose scale SCALED gradients carry; None in the other states.
+        state: state of the gradients.
+        decision: decision whose scale SCALED gradients carry; None in the other states.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class MasterWeights(Masters):
         packs: bool = False,
         offloads: bool = False,
     ) -> None:
+        # Before the base class, whose ``__init__`` calls ``adopt``.
         self.state = GradientState.CLEAR
         self.decision: Scale | None = None
         self._statistics: dict[int, Memory] = {}  # by number of copies
@@ -58,11 +63,14 @@ class MasterWeights(Masters):
         super().__init__(optimizer, fp32_values, trains_fp32_values, sharding, packs, offloads)
 
     def fp32_values(self, *, lends: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter of the model and its FP32 value, itself where it has no other.
+        """Yield each parameter of the model and its FP32 value.
+
+        A parameter without another value stands for itself.
 
         Args:
-            lends: a write to a value counts, until the next step; False: values are only read, and
-                lent ones take no memory longer than the reader holds them.
+            lends: True: lent values are tensors that last until the next step, and writes to them
+                count. False: values are only read, and a lent one takes no memory longer than the
+                reader holds it.
         """
         lent, value = set(self._lent), self._view if lends else self._fp32_values.read
         for param, master, _ in self.with_groups():
@@ -81,7 +89,7 @@ class MasterWeights(Masters):
         return self.state is GradientState.TRUE
 
     def _grad_holders(self) -> Sequence[Tensor]:
-        """Return the tensors with the step's gradients: masters if TRUE, else parameters."""
+        """Return the tensors that hold the step's gradients: masters if TRUE, else parameters."""
         self._adopt_replaced()
         self._add_up_summands()
         return self._masters if self.has_true_gradients else self._params
@@ -91,11 +99,11 @@ class MasterWeights(Masters):
         return bool(self._set_aside) or any(grad is not None for grad in map(_grad, self._params))
 
     def with_gradient(self) -> int:
-        """Return how many parameters of the model have a gradient."""
+        """Return the number of parameters of the model that have a gradient."""
         return sum(grad is not None for grad in map(_grad, self._params))
 
     def any_sparse(self) -> bool:
-        """Tell whether there are sparse gradients."""
+        """Tell whether any gradient is sparse."""
         return any(grad is not None and grad.is_sparse for grad in map(_grad, self._grad_holders()))
 
     def gradients(self) -> Gradients:
@@ -106,13 +114,15 @@ class MasterWeights(Masters):
         )
 
     def by_copies(self, gradients: Gradients) -> list[tuple[TensorLists, int]]:
-        """Return the gradients apart, by how many ranks hold the same ones."""
+        """Return the gradients in groups, each with the number of ranks that hold the same."""
         lists, kinds = gradients.lists, sorted(set(self._copies)) or [1]
         if len(kinds) == 1:
             return [(lists, kinds[0])]
         found: dict[int, dict[int, Tensor]] = {copies: {} for copies in kinds}
         for i, grad in zip(lists.numbers, lists["grads"], strict=True):
             found[self._copies[i]][i] = grad
+        # Each group has statistics in memory of its own. In one memory the second group's would
+        # overwrite the first one's.
         memories = {copies: self._statistics.setdefault(copies, Memory()) for copies in kinds}
         return [
             (
@@ -128,10 +138,12 @@ class MasterWeights(Masters):
         ]
 
     def sparse_gradients(self) -> TensorLists:
-        """Return the values of sparse scaled gradients, coalesced, as "grads"."""
+        """Return the values of sparse scaled gradients, coalesced, as the list "grads"."""
         values = {}
         for i, param in enumerate(self._params):
             if param.grad is not None and param.grad.is_sparse:
+                # Rows of a sparse gradient may repeat. A sum of two of them may be inf though
+                # neither is.
                 param.grad = param.grad.coalesce()
                 values[i] = param.grad._values()
         size = len(self._params)
@@ -142,9 +154,9 @@ class MasterWeights(Masters):
         return [g for g in map(_grad, self._grad_holders()) if g is not None]
 
     def memory(self) -> Iterator[Tensor]:
-        """Yield masters, gradients, hidden ones included, and what kernels keep between steps.
+        """Yield masters, gradients (hidden ones included), and the tensors that kernels keep.
 
-        Plans are forgotten: the tensors are about to move.
+        Plans are forgotten, because the tensors are about to move.
         """
         self._adopt_replaced()
         for master, param in self._sources.items():
@@ -153,6 +165,8 @@ class MasterWeights(Masters):
             grads = master.grad, param.grad, self._set_aside.get(master)
             yield from (grad for grad in grads if grad is not None)
         beside = self.beside(self._lent)
+        # Lent FP32 tensors belong to the user. They do not move, and a write to one after this
+        # raises.
         self._fp32_values.note_step()
         self._lent_gradients.clear()
         yield from (x for x, param in zip(beside, self._lent, strict=True) if x is not param)
@@ -163,9 +177,10 @@ class MasterWeights(Masters):
     def _add_up_summands(self) -> None:
         """Add up gradients of which tensor parallelism has left each rank a summand.
 
-        Those of norms under sequence parallelism. All ranks take part.
+        These are gradients of norms under sequence parallelism. All ranks take part.
         """
-        if self._sharding is None or self._sharding.gathered:  # FSDP2 has done it
+        # FSDP2 has added its gradients up in the backward
+        if self._sharding is None or self._sharding.gathered:
             return
         params: Any = self._params
         for param in filter(is_sharded, params):
@@ -175,9 +190,11 @@ class MasterWeights(Masters):
     # from state to state
 
     def begin_scaled(self, decision: Scale) -> None:
-        """Begin a backward that adds gradients scaled by ``decision``; set true ones aside."""
+        """Begin a backward that adds gradients scaled by ``decision``; set true gradients aside."""
         self._adopt_unfrozen()
-        if self.has_true_gradients:  # the backward would add scaled gradients to them
+        # The backward would add scaled gradients to true ones.
+        if self.has_true_gradients:
+            # first: the user may have assigned gradients, which count
             self._adopt_replaced()
             masters = self._sources
             self._set_aside |= {m: m.grad for m in masters if m.grad is not None}
@@ -192,7 +209,11 @@ class MasterWeights(Masters):
     def unscale_(self, grad_scale: Tensor) -> None:
         """Put ``grad_scale`` times the scaled gradients, plus any set aside, into the masters.
 
-        A parameter that is its own master keeps its gradient's tensor: a CUDA graph may write it.
+        A parameter that is its own master keeps its gradient's tensor, because a CUDA graph may
+        write it again.
+
+        Args:
+            grad_scale: factor that unscales and clips, 0-d.
         """
         lent = set(self._lent)
         with torch.no_grad():
@@ -203,6 +224,7 @@ class MasterWeights(Masters):
                 if true is not None and aside is not None:
                     true = true + aside
                 true = aside if true is None else true
+                # The optimizer steps on the half parameter itself, whose own gradient is half.
                 if param in lent:
                     self._shown.show(param, true)
                 else:
@@ -213,7 +235,8 @@ class MasterWeights(Masters):
     def show_true_gradients(self) -> None:
         """Show true gradients on half parameters and on their masters, until the step.
 
-        Both share one tensor: a change to one is a change to the other.
+        A half parameter and its master share one tensor, so a change to one is a change to the
+        other.
         """
         for master, param in self.copies().items():
             self._shown.show(param, master.grad)
@@ -222,6 +245,7 @@ class MasterWeights(Masters):
 
     def _adopt_replaced(self) -> None:
         """Take over gradients that the user has assigned instead of shown ones."""
+        # Most steps show no gradient. The empty tuple below saves them a walk over all parameters.
         self._lent_gradients.adopt_replaced(self._shown)
         for master, param in self.copies().items() if self._shown else ():
             if self._shown.is_replaced(param, master.grad):
@@ -235,6 +259,7 @@ class MasterWeights(Masters):
         if aside:
             lent = set(self._lent)
             for master, param in self._sources.items():
+                # what the failed backward has added so far
                 param.grad = None
                 if param in lent:
                     self._shown.show(param, aside.get(master))
@@ -244,9 +269,10 @@ class MasterWeights(Masters):
             self.show_true_gradients()
 
     def clear(self) -> None:
-        """Forget the gradients: a step has used them, or they are not to count.
+        """Forget the gradients, because a step has used them or they are not to count.
 
-        Half parameters get the tensors of their backward back: a CUDA graph may write them again.
+        Half parameters get the tensors of their backward back, because a CUDA graph may write them
+        again.
         """
         self.state = GradientState.CLEAR
         self.decision = None
@@ -255,12 +281,17 @@ class MasterWeights(Masters):
         self._shown.put_back()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear the gradients of the half parameters, and those set aside.
+        """Clear the gradients of half parameters, and those that were set aside.
 
-        The state stays: the backward of a loss that was scaled already may still come.
+        The state stays, because the backward of a loss that is scaled already may still run.
+
+        Args:
+            set_to_none: False: gradients become zeros.
         """
         self._set_aside.clear()
         self._lent_gradients.clear()
+        # Before the loop, which clears the tensors of the backward. Put back later, they would
+        # return with their old numbers.
         self._shown.put_back()
         for param in (*self.copies().values(), *self._lent):
             if set_to_none or param.grad is None:
@@ -270,9 +301,13 @@ class MasterWeights(Masters):
 
 
 def _unscaled(param: Tensor, master: Tensor, grad_scale: Tensor, lent: bool) -> Tensor | None:
-    """Return the true gradient: in its own tensor where the parameter is its own master.
+    """Return the true gradient of a parameter, in FP32 or wider; None if it has no gradient.
 
-    That of a parameter with a lent value is FP32, as of one that has a master.
+    Args:
+        param: parameter of the model.
+        master: tensor that the optimizer steps on.
+        grad_scale: factor that unscales and clips, 0-d.
+        lent: whether the FP32 value of ``param`` is lent.
     """
     grad = param.grad
     if grad is None:
@@ -284,5 +319,6 @@ def _unscaled(param: Tensor, master: Tensor, grad_scale: Tensor, lent: bool) -> 
     if lent:
         return wide * grad_scale
     if param is master and not grad.is_sparse:
-        return grad.copy_(wide.mul_(grad_scale))  # a no-op where ``wide`` is ``grad``
+        # An FP32 gradient is multiplied in place, and copied to itself, which does nothing.
+        return grad.copy_(wide.mul_(grad_scale))
     return (wide * grad_scale).to(master.dtype)

@@ -22,11 +22,19 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Masters:
-    """One optimizer's parameters, each with the FP32 tensor that the optimizer steps on.
+    """One optimizer's parameters, each with the tensor that the optimizer steps on.
 
-    A parameter that is FP32 already, or that the policy gives no master, is its own master. So is
-    a half one whose FP32 value is lent: packed (kept as the parameter and 16 more bits), or in host
-    memory between steps.
+    The tensor is an FP32 master, or the parameter itself. It is the parameter itself if the
+    parameter is FP32, if the policy has no masters, or if its FP32 value is lent: packed (the
+    parameter and 16 more bits) or in host memory between steps.
+
+    Args:
+        optimizer: the optimizer; its ``param_groups`` and ``state`` are changed.
+        fp32_values: FP32 values of the models' half tensors.
+        trains_fp32_values: ``Policy.trains_fp32_values``.
+        sharding: how parameters are spread over ranks; None: each rank has whole parameters.
+        packs: keep FP32 values packed.
+        offloads: keep FP32 values in host memory between steps.
 
     Attributes:
         optimizer: the optimizer, whose ``param_groups`` hold the masters.
@@ -49,7 +57,9 @@ class Masters:
         self._lends = packs or offloads
         self._memory = Memory()
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
-        self._masters: list[Tensor] = []  # keys and values of _sources, as lists
+        # The same in the order of the groups. A step hands these lists on as they are: to make
+        # lists of a dictionary would cost host time at every step.
+        self._masters: list[Tensor] = []
         self._params: list[Tensor] = []
         self._any_sharded = False
         self._copies: list[int] = []  # of each parameter, on how many ranks; empty: not sharded
@@ -60,7 +70,11 @@ class Masters:
         self.adopt(*optimizer.param_groups)
 
     def adopt(self, *groups: dict[str, Any]) -> None:
-        """Replace the half parameters of groups by masters, which take over their state."""
+        """Replace half parameters of some groups by masters, which take over their state.
+
+        Args:
+            *groups: groups of the optimizer, changed in place.
+        """
         for params in (group["params"] for group in groups):
             for i, param in enumerate(params):
                 master = param if param in self._sources else self._master_of(param)
@@ -73,13 +87,14 @@ class Masters:
         self._any_sharded = any_sharded(self._masters)
         if self._sharding is not None:
             self._copies = [self._sharding.copies(param) for param in self._params]
+        # All lists are made here, once for each change of the groups, and not in the steps.
         self._frozen = [p for p in self._params if p.dtype in HALF_DTYPES and not p.requires_grad]
         lends = self._lends and self._trains_fp32_values
         self._lent = [p for p in self._params if lends and p in self._fp32_values]
         self._halves = self._fp32_values.indices(list(self.copies().values()))
 
     def _master_of(self, param: Tensor) -> Tensor:
-        """Return the tensor to step on for ``param``; it takes over the optimizer's state."""
+        """Return the tensor to step on for ``param``, which takes over the optimizer's state."""
         master = param
         if self._trains_fp32_values and self._needs_master(param):
             if self._lends:
@@ -87,6 +102,7 @@ class Masters:
             else:
                 master = self._fp32_values.master(param)
         self._sources[master] = param
+        # Moments that were made or loaded before ``enable`` stay in use.
         if master is not param and param in self.optimizer.state:
             self.optimizer.state[master] = self.optimizer.state.pop(param)
         return master
@@ -96,21 +112,26 @@ class Masters:
         return trains_in_half or param in self._fp32_values
 
     def _adopt_unfrozen(self) -> None:
-        """Replace half parameters by masters once they train: they were frozen when adopted."""
+        """Replace half parameters by masters once they require gradients."""
         unfrozen = list(filter(_requires_grad, self._frozen))
         self.check_gathered(unfrozen)
         if self._trains_fp32_values and unfrozen:
+            # half state may be left from a time before these parameters were frozen
             widen_state(self.optimizer, unfrozen)
             for param in unfrozen:
                 self._sources.pop(param, None)
             self.adopt(*self.optimizer.param_groups)
+            # masters of a loaded state have waited for this, see ``load_master_params``
             self.load_master_params()
 
     def check_gathered(self, params: Sequence[Any]) -> None:
-        """Refuse half parameters that train since ``enable``, under FSDP2.
+        """Raise if half parameters require gradients since ``enable`` under FSDP2.
+
+        Args:
+            params: parameters of the model.
 
         Raises:
-            RuntimeError: says how to make their shards FP32.
+            RuntimeError: some of ``params`` do; the message says how to make their shards FP32.
         """
         half = [p for p in params if p.dtype in HALF_DTYPES and p.requires_grad]
         if self._sharding is not None and self._sharding.gathered and half:
@@ -121,17 +142,28 @@ class Masters:
             )
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Refuse parameters that the optimizer has (torch sees only masters), or cannot step on."""
+        """Raise if the optimizer has a new group's parameters already, or cannot step on them.
+
+        torch compares with the masters only, so it would not notice parameters that have masters.
+
+        Args:
+            group: group that is about to be added; its "params" become a list.
+
+        Raises:
+            ValueError: the optimizer has one of the parameters.
+            RuntimeError: as for ``check_gathered``.
+        """
         params = group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
-        group["params"] = params  # it may have been a generator
+        # "params" may be a generator, which torch could not read a second time
+        group["params"] = params
         known = set(self._params)
         if any(isinstance(p, Tensor) and p in known for p in params):
             raise ValueError("some parameters appear in more than one parameter group")
         self.check_gathered([p for p in params if isinstance(p, Tensor)])
 
     def restore_groups(self) -> None:
-        """Put the model's parameters, and their state, back into all groups."""
+        """Put the model's parameters and their state back into all groups."""
         for group in self.optimizer.param_groups:
             for i, master in enumerate(group["params"]):
                 param = self._sources[master]
@@ -141,10 +173,10 @@ class Masters:
                         self.optimizer.state[param] = self.optimizer.state.pop(master)
 
     def load_master_params(self) -> None:
-        """Move the FP32 masters of a ``tritonamp.optim`` state, packed ones too, into the masters.
+        """Move FP32 masters of a ``tritonamp.optim`` state, packed ones too, into the masters.
 
-        A master moves only where its rounded value is the parameter: load the model first. Masters
-        of frozen half parameters wait until the parameters train.
+        A master counts only where its rounded value is the parameter, so the model has to be loaded
+        first. Masters of frozen half parameters wait until the parameters require gradients.
         """
         lent = set(self._lent)
         for master, param in self._sources.items():
@@ -156,6 +188,8 @@ class Masters:
             held = self._fp32_values.get(param) if param in self._fp32_values else param
             with torch.no_grad():
                 held.copy_(take_master(state, held))
+                # Packing rounds ties of bfloat16 away from 0, a step rounds them to even: the half
+                # parameter follows its master, as after a step.
                 if held is not param:
                     param.copy_(held)
                     self._fp32_values.mark_rounded(self._fp32_values.indices([param]))
@@ -165,21 +199,26 @@ class Masters:
         return self._params
 
     def copies(self) -> dict[Tensor, Tensor]:
-        """Return master to the half parameter that receives its rounded value."""
+        """Return master to half parameter, for each parameter that has a master of its own."""
         return {master: param for master, param in self._sources.items() if master is not param}
 
     def beside(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return what is kept beside each lent value, and the tensor itself of other parameters."""
+        """Return the stored form of each parameter's lent FP32 value: 16 bits, or a host tensor.
+
+        A parameter without a lent value stands for itself.
+        """
         return self._fp32_values.beside(params)
 
     def with_groups(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-        """Yield each parameter of the model, its stepped-on tensor, and the tensor's group."""
+        """Yield each parameter of the model, its stepped-on tensor, and that tensor's group."""
         for group in self.optimizer.param_groups:
             for master in group["params"]:
                 yield self._sources.get(master, master), master, group
 
     def refresh(self) -> None:
-        """Copy half parameters into their masters where somebody else wrote to them.
+        """Copy half parameters that were written to since the last step into their masters.
+
+        Groups that the user has changed by hand are adopted.
 
         Raises:
             RuntimeError: the model was moved to another device since ``enable``.
@@ -187,10 +226,14 @@ class Masters:
         groups = self.optimizer.param_groups
         params = [param for group in groups for param in group["params"]]
         same = len(params) == len(self._masters) and all(map(operator.is_, params, self._masters))
-        if not same:  # somebody has changed the groups by hand
+        # The user has changed the groups by hand. The comparison is by identity, because ``==`` of
+        # tensors would launch kernels and wait for them.
+        if not same:
             self.adopt(*groups)
         if not self._fp32_values.refresh(self._halves):
             return
+        # Only after a change: a move to another device gives half parameters other memory, so that
+        # it is noticed above.
         for master, param in self.copies().items():
             if master.device != param.device:
                 raise RuntimeError(
@@ -199,10 +242,10 @@ class Masters:
                 )
 
     def check_dtypes(self) -> None:
-        """Refuse parameters that a cast of their module has made half since ``enable``.
+        """Raise if a cast of a module has made trained parameters half since ``enable``.
 
         Raises:
-            RuntimeError: says what to do instead.
+            RuntimeError: it has; the message says what to do instead.
         """
         trained = (m for m in self._masters if m.dtype in HALF_DTYPES and m.requires_grad)
         bare = [m for m in trained if self._trains_fp32_values and m not in self._fp32_values]
@@ -215,9 +258,12 @@ class Masters:
             )
 
     def unlike(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the half parameters, and in how many elements each is not its rounded master.
+        """Return half parameters, and how many elements of each differ from the rounded master.
 
-        Those with writes that ``refresh`` takes over are left out.
+        Parameters with writes that ``refresh`` takes over are left out.
+
+        Returns:
+            the parameters, and their counts as 0-d tensors.
         """
         found = {p: self._fp32_values.unlike(p) for p in self.copies().values()}
         known = {p: count for p, count in found.items() if count is not None}
@@ -233,12 +279,13 @@ class Masters:
         self.mark_rounded()
 
     def mark_rounded(self) -> None:
-        """Note that the half parameters hold the rounded masters now."""
+        """Note that the half parameters hold the rounded masters."""
         self._fp32_values.mark_rounded(self._halves)
+        # lent FP32 tensors are out of date now, since a step writes to their stored form
         self._fp32_values.note_step()
 
     def note_step(self) -> None:
-        """Note that the last write to the parameters was a step's."""
+        """Note that a step was the last to write to the parameters."""
         self._versions_after_step = versions(self._params)
 
     @property
@@ -261,6 +308,7 @@ class Masters:
         Reads the device.
         """
         nothing = torch.zeros(1, 2, dtype=torch.int64)
+        # Each device has memory of its own, with rows for all parameters: a sum joins the devices.
         all_kept = self._memory.all_kept("lost", len(self._params))
         counts = sum((kept.cpu() for kept in all_kept), nothing)
         rows = dict(zip(self._masters, counts.tolist(), strict=False))

@@ -1,4 +1,4 @@
-"""Muon as a fused rule, alone and with AdamW for the parameters that are no matrices."""
+"""The fused rules of Muon, alone and combined with AdamW for parameters that are no matrices."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from tritonamp.step.fused import FusedRule, scalar
 
 
 class FusedMuonRule(FusedRule):
-    """``torch.optim.Muon``."""
+    """The rule of ``torch.optim.Muon``."""
 
     kinds = "a Muon"
     torch_step = staticmethod(inspect.unwrap(torch.optim.Muon.step))
@@ -33,6 +33,7 @@ class FusedMuonRule(FusedRule):
         "ns_steps",
     )
     state_keys: ClassVar[Mapping[str, str]] = {"momentum_buffers": "momentum_buffer"}
+    # matrices of one shape are multiplied together, so a step cannot go through the device in parts
     offloads = False
 
     def update(
@@ -42,15 +43,19 @@ class FusedMuonRule(FusedRule):
         found_inf: Tensor | None,
         backend: str,
     ) -> None:
-        lists.tensors.uses_triton(backend, _muon.MUON)  # keeps the plan that knows the state
+        # Asked for its side effect: it keeps the plan of these lists in the memory, by which the
+        # next step sees that the state is in shape. Muon's own launches work on other lists.
+        lists.tensors.uses_triton(backend, _muon.MUON)
         _muon.muon(MuonLists(lists), grad_scale, found_inf, backend)
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
         """Return the hyperparameters of one group.
 
         Raises:
-            RuntimeError: a parameter is sharded.
+            RuntimeError: a parameter of the group is sharded.
         """
+        # ``takes`` keeps torch's own Muon away from sharded parameters, but
+        # ``tritonamp.optim.Muon`` has no other step to fall back to.
         if any(map(is_sharded, group["params"])):
             raise RuntimeError(
                 "tritonamp.optim.Muon: a parameter is sharded (DTensor), but Muon works on whole "
@@ -68,7 +73,7 @@ class FusedMuonRule(FusedRule):
         )
 
     def takes(self, optimizer: Optimizer) -> bool:
-        """Tell whether no parameter is sharded: torch's own step gathers whole matrices."""
+        """Tell whether all parameters are whole; torch's own step gathers sharded matrices."""
         return not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
 
     def refuse_sparse(self) -> None:
@@ -77,7 +82,10 @@ class FusedMuonRule(FusedRule):
 
 
 class FusedMuonAndAdamRule(FusedMuonRule):
-    """``tritonamp.optim.Muon`` with ``adamw_params``: groups that have betas are AdamW's."""
+    """The rule of ``tritonamp.optim.Muon`` with ``adamw_params``.
+
+    AdamW steps on groups that have betas, Muon on the others.
+    """
 
     kinds = "a Muon with adamw_params"
     torch_step = None  # type: ignore[assignment]
@@ -98,7 +106,8 @@ class FusedMuonAndAdamRule(FusedMuonRule):
         found_inf: Tensor | None,
         backend: str,
     ) -> None:
-        lists.tensors.uses_triton(backend, _muon.MUON)  # keeps the plan that knows the state
+        # as above: keeps the plan of all parameters, while the two operations see a part each
+        lists.tensors.uses_triton(backend, _muon.MUON)
         matrices = _lists_of_kind(lists, MuonRule, ("momentum_buffers",), ())
         if len(matrices.tensors):
             _muon.muon(MuonLists(matrices), grad_scale, found_inf, backend)
@@ -110,6 +119,7 @@ class FusedMuonAndAdamRule(FusedMuonRule):
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
         if not is_adamws(group):
             return super().hyperparameters(optimizer, group)
+        # ``optimizer`` is a Muon, so the class cannot say that the decay is AdamW's
         decoupled = {**group, "decoupled_weight_decay": True}
         return ADAM.hyperparameters(optimizer, decoupled)
 
@@ -120,17 +130,23 @@ class FusedMuonAndAdamRule(FusedMuonRule):
 
 
 def is_adamws(group: Mapping[str, Any]) -> bool:
-    """Tell whether a group of ``tritonamp.optim.Muon`` is one of ``adamw_params``."""
+    """Tell whether AdamW steps on a group of ``tritonamp.optim.Muon``."""
     return "betas" in group
 
 
 def _lists_of_kind(
     lists: UpdateLists, kind: type, states: Sequence[str], optional: Sequence[str]
 ) -> UpdateLists:
-    """Return the lists of the parameters whose rules are of one kind.
+    """Return the lists of the parameters whose rules are of class ``kind``.
 
-    Groups keep their numbers, so that both parts send the same ones: in the place of each rule of
-    the other kind stands one of this kind, which no kernel reads there.
+    Groups keep their numbers, so both parts send one table of groups. A rule of another class is
+    replaced by one of ``kind``, which no kernel reads.
+
+    Args:
+        lists: lists of all parameters of a step.
+        kind: class of the hyperparameters.
+        states: names of the state lists to take along.
+        optional: names of the state lists that may repeat the parameters.
     """
     own = [rule for rule in lists.rules if isinstance(rule, kind)]
     rules = [rule if isinstance(rule, kind) else own[0] for rule in lists.rules] if own else []

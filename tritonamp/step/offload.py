@@ -14,17 +14,19 @@ from tritonamp.kernels.device import is_capturing
 from tritonamp.step.small_state import PACKED, StateRule
 
 PART = 1 << 26
-"""Bytes of host memory that a part of a step takes through the device; a larger tensor is whole."""
-_ALIGNED = 256  # bytes: where a tensor begins in a buffer, as in memory of torch's own
+"""Largest number of bytes in one part of a step; a larger tensor is a part of its own."""
+# Bytes. A tensor begins at a multiple of this in a buffer, as torch's allocator places it, so that
+# kernels may load whole vectors.
+_ALIGNED = 256
 
 
 def check_offload(optimizer: Optimizer, rule: StateRule | None, device: torch.device) -> None:
     """Raise ValueError unless the masters and the state of ``optimizer`` can be offloaded.
 
     Args:
-        optimizer: its groups are looked at.
-        rule: its rule; None: it runs its own step.
-        device: of the model.
+        optimizer: optimizer whose groups are checked.
+        rule: fused rule of the optimizer; None: the optimizer runs its own step.
+        device: device of the model.
     """
     kind = type(optimizer).__name__
     if rule is None or not rule.offloads:
@@ -52,7 +54,7 @@ def check_offload(optimizer: Optimizer, rule: StateRule | None, device: torch.de
 
 
 def host_keys(rule: StateRule) -> frozenset[str]:
-    """Return the keys in an optimizer's state of tensors that are in host memory."""
+    """Return the keys in an optimizer's state whose tensors are in host memory."""
     return frozenset((*rule.state_keys.values(), PACKED))
 
 
@@ -60,9 +62,9 @@ class _Part(NamedTuple):
     """Parameters whose tensors go through a buffer together.
 
     Attributes:
-        places: of the parameters, in the lists of the step.
+        places: indices of the parameters in the lists of the step.
         begins: host tensor to its first byte in the buffer.
-        nbytes: of the buffer.
+        nbytes: number of bytes that the tensors take in the buffer.
     """
 
     places: range
@@ -74,9 +76,9 @@ class _Staged(NamedTuple):
     """A part on its way through a buffer.
 
     Attributes:
-        copies: host tensors and their copies, flat, in the order of memory.
-        views: host tensor to its copy, laid out the same.
-        arrived: recorded behind the copies to the device.
+        copies: host tensors and their copies on the device, both flat, in the order of memory.
+        views: host tensor to its copy, with the same shape and strides.
+        arrived: event that is recorded after the copies to the device.
     """
 
     copies: list[tuple[Tensor, Tensor]]
@@ -92,12 +94,12 @@ class Offload:
         buffer 0   arrive 0 | step 0 | leave 0   arrive 2 | step 2 | leave 2 ...
         buffer 1              arrive 1 | step 1 | leave 1   arrive 3 | step 3 ...
 
-    One stream brings parts in, another takes them out, and the current one steps: the host waits
-    for none of them. So host memory may be read after ``wait`` only. A step that is skipped moves
-    the same bytes, since the device decides it.
+    One stream brings parts in, another stream takes them out, and the current stream steps. The
+    host does not wait, so host memory may be read after ``wait`` only. A step that is skipped moves
+    the same bytes, because only the device knows of the skip.
 
     Args:
-        device: of all parameters.
+        device: device of all parameters.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -109,23 +111,26 @@ class Offload:
     # host memory
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the tensor in pinned memory."""
+        """Return a copy of a tensor in pinned memory."""
+        # without gaps, in the order of the tensor's memory, so that its bytes travel as one flat
+        # copy
         pinned = torch.empty_strided(
             tensor.shape, memory_strides(tensor), dtype=tensor.dtype, device="cpu", pin_memory=True
         )
         return pinned.copy_(tensor.detach())
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Tell whether the tensor is in pinned memory."""
+        """Tell whether a tensor is in pinned memory."""
         return tensor.device.type == "cpu" and tensor.is_pinned()
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """Return a copy on the device of a tensor in host memory; the host does not wait."""
+        # the step before may still be on its way out to this memory
         torch.cuda.current_stream(self._device).wait_stream(self._leaving)
         return tensor.to(self._device, non_blocking=True)
 
     def wait(self) -> None:
-        """Wait for the device: afterwards host memory can be read and written."""
+        """Wait for the device. Afterwards host memory can be read and written."""
         torch.cuda.synchronize(self._device)
 
     def give_up_buffers(self) -> None:
@@ -134,7 +139,7 @@ class Offload:
         self._buffers.clear()
 
     def return_state(self, optimizer: Optimizer) -> None:
-        """Move the state of an optimizer that was enabled to the device of its parameters."""
+        """Move the state of an optimizer to the device of its parameters, at ``disable``."""
         self.wait()
         for param, state in optimizer.state.items():
             state |= on_device(state, param)
@@ -145,25 +150,31 @@ class Offload:
         """Yield the parts of a step's lists, on the device; writes to them reach host memory.
 
         Args:
-            lists: of parameters on the device, and state in host memory or on the device.
+            lists: lists of parameters on the device, and of state in host memory or on the device.
         """
         parts = list(_parts(lists, self.is_pinned))
-        lists.memory.make_room(len(parts))  # each part has plans of its own
+        # Each part has plans of its own. Without room for all, every step would build them again.
+        lists.memory.make_room(len(parts))
         self._make_buffers(max(part.nbytes for part in parts))
         current = torch.cuda.current_stream(self._device)
-        self._arriving.wait_stream(self._leaving)  # what the step before has written
+        # The step before may still write to the host memory that is about to be read. The current
+        # stream is not waited for: the first parts arrive while the backward still runs.
+        self._arriving.wait_stream(self._leaving)
         staged = [self._start_arrival(part, k) for k, part in enumerate(parts[:2])]
         for k, part in enumerate(parts):
             copies, views, arrived = staged.pop(0)
             current.wait_event(arrived)
             try:
                 yield lists.part(part.places, views)
-            finally:  # where the step raised, the next one must not fill the buffer too early
+            finally:
+                # Also after an exception: the next step waits for ``_leaving`` before it fills this
+                # buffer, which launched kernels may still read.
                 self._leaving.wait_event(_recorded(current))
             with torch.cuda.stream(self._leaving):
                 for host, copy in copies:
                     host.copy_(copy, non_blocking=True)
-            if k + 2 < len(parts):  # into the same buffer, once this part has left it
+            # into the same buffer, once this part has left it
+            if k + 2 < len(parts):
                 self._arriving.wait_event(_recorded(self._leaving))
                 staged.append(self._start_arrival(parts[k + 2], k))
 
@@ -183,17 +194,19 @@ class Offload:
         if self._buffers and self._buffers[0].numel() >= nbytes:
             return
         current = torch.cuda.current_stream(self._device)
-        # smaller ones are freed to this stream, which may use their memory at once: no stream may
-        # read them any more
+        # Smaller buffers are freed to the current stream, which may use their memory at once. So no
+        # other stream may still read them.
         current.wait_stream(self._leaving)
-        self._buffers.clear()  # first: both sizes at once may not fit
+        # cleared first, because the device may have no room for both sizes at once
+        self._buffers.clear()
         self._buffers += [
             torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)
         ]
-        self._arriving.wait_stream(current)  # whose memory it was
+        # the current stream may still use the memory that it has given to the new buffers
+        self._arriving.wait_stream(current)
 
     def refuse_capture(self) -> None:
-        """Raise RuntimeError where a CUDA graph is being captured."""
+        """Raise RuntimeError if a CUDA graph is being captured."""
         if is_capturing(self._device):
             raise RuntimeError(
                 "offload='state': expected optimizer.step() outside of a CUDA graph, got a "
@@ -203,7 +216,7 @@ class Offload:
 
 
 def on_device(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """Return the tensors of a parameter's state by key, on its device; step counts excluded."""
+    """Return a parameter's state on its device: tensors by key, step counts excluded."""
     return {
         key: value.to(param.device)
         for key, value in state.items()
@@ -215,6 +228,7 @@ def _parts(lists: TensorLists, is_host: Callable[[Tensor], bool]) -> Iterator[_P
     """Yield parts of at most ``PART`` bytes, or of one parameter."""
     begin, begins, nbytes = 0, dict[Tensor, int](), 0
     for i in range(len(lists)):
+        # a list may repeat a parameter where it has no such state: each tensor is moved once
         hosts = [t for t in dict.fromkeys(lists.at(i)) if is_host(t)]
         sizes = [-(-t.nbytes // _ALIGNED) * _ALIGNED for t in hosts]
         if begins and nbytes + sum(sizes) > PART:

@@ -1,4 +1,4 @@
-"""Windows of losses and norms, by which outliers are found: one for each scaler, on the device."""
+"""Windows of losses and norms by which outliers are found: one per scaler, on the device."""
 
 import weakref
 from collections.abc import Mapping
@@ -14,24 +14,32 @@ from tritonamp.scaler import GradScaler
 
 
 class OutlierWindows:
-    """Losses and gradient norms of the last steps, by scaler: losses with own ids stay apart.
+    """Losses and gradient norms of the last steps, by scaler, so that losses with ids stay apart.
 
     Args:
-        sigmas: how many standard deviations above the others an outlier is; None: there are none.
+        sigmas: number of standard deviations above the others from which a step is an outlier;
+            None: no step is one.
     """
 
     def __init__(self, sigmas: float | None) -> None:
         self._sigmas = sigmas
+        # weak: an ``Amp`` drops scalers when it loads a state, and their windows go with them
         self._windows: weakref.WeakKeyDictionary[GradScaler, Tensor] = weakref.WeakKeyDictionary()
         self._loaded: weakref.WeakKeyDictionary[GradScaler, Any] = weakref.WeakKeyDictionary()
 
     def limit(self, scaler: GradScaler, device: torch.device) -> Limit | None:
-        """Return the limit for losses that ``scaler`` scales; None: the policy has none."""
+        """Return the limit for losses that ``scaler`` scales; None: the policy has no limit.
+
+        Args:
+            scaler: scaler of the losses.
+            device: device of the decision.
+        """
         if self._sigmas is None:
             return None
         window = self._windows.get(scaler)
-        # on another device the window begins anew
+        # a window on another device is replaced by an empty one
         if window is None or window.device != device:
+            # each replay would empty a window that was made inside of the graph
             refuse_capture(device, "the window of outliers")
             window = new_window(device)
             if scaler in self._loaded:
@@ -40,19 +48,22 @@ class OutlierWindows:
         return Limit(window, float(self._sigmas))
 
     def state(self, scalers: Mapping[int, GradScaler]) -> dict[str, list[float]]:
-        """Return the windows by loss_id as plain values. Reads the device."""
+        """Return the windows as plain values, by loss_id. Reads the device."""
+        # A loss that has not come since a resume is still in its loaded form, and is saved again.
         loaded = {str(i): self._loaded[s] for i, s in scalers.items() if s in self._loaded}
         return loaded | {
             str(i): self._windows[s].tolist() for i, s in scalers.items() if s in self._windows
         }
 
     def load_state(self, state: Mapping[str, Any], scalers: Mapping[int, GradScaler]) -> None:
-        """Continue from what ``state`` returned; a loss that it does not know begins anew."""
+        """Continue from a result of ``state``; windows that the state lacks are emptied."""
         if self._sigmas is None:
             return
         for i, scaler in scalers.items():
             values = list(state.get(str(i)) or [0.0] * WINDOW)
-            if scaler in self._windows:  # in place: a CUDA graph may write there
+            if scaler in self._windows:
+                # in place, because a CUDA graph may write there
                 upload(torch.tensor(values), self._windows[scaler])
-            elif str(i) in state:  # for ``limit``, which knows the device
+            elif str(i) in state:
+                # ``limit`` makes the window, since only a decision knows the device
                 self._loaded[scaler] = values

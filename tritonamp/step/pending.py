@@ -17,17 +17,17 @@ from tritonamp.step.master_weights import MasterWeights
 
 
 class PendingDecisions:
-    """The decisions of one ``Amp`` that some optimizer waits for.
+    """The decisions of one ``Amp`` that optimizers wait for.
 
     Args:
-        policy: the policy of the Amp.
+        policy: policy of the ``Amp``.
         backend: "auto", "triton" or "eager".
-        scaler: the scaler that the user may drive himself, in a ``torch.amp`` loop.
+        scaler: scaler that the user may drive in a ``torch.amp`` loop.
         weights: optimizer to its master weights.
-        ranks: the processes that train together; sharded ones may hold back gradients.
+        ranks: processes that train together.
 
     Attributes:
-        on_given_up: called with decisions that are over though no optimizer has stepped or skipped.
+        on_given_up: function that is called with decisions that end without a step or skip.
     """
 
     on_given_up: Callable[[Sequence[Decision]], None]
@@ -47,7 +47,7 @@ class PendingDecisions:
         self._ranks = ranks
         self._decisions: list[Decision] = []
         self._has_last_stage = False
-        # of losses that the user has scaled: their decision is opened by the step
+        # vetoes of losses that the user has scaled, because the step opens their decision
         self._vetoes: dict[MasterWeights, bool | Tensor] = {}
 
     @between_graphs  # the block runs the user's code
@@ -55,10 +55,15 @@ class PendingDecisions:
     def open_decision(
         self, scaler: GradScaler, loss: Tensor, feeds: Iterable[Optimizer]
     ) -> Iterator[Tensor]:
-        """Yield the scaled loss; its backward runs inside the block.
+        """Yield the scaled loss, whose backward runs inside the ``with`` block.
 
-        A loss joins an open decision with the same scaler and a common optimizer (micro-batches);
-        otherwise it opens its own.
+        A loss joins an open decision that has the same scaler and an optimizer in common with it
+        (micro-batches). Any other loss opens a decision of its own.
+
+        Args:
+            scaler: scaler of the loss.
+            loss: a tensor of any shape.
+            feeds: optimizers that the loss feeds.
         """
         if self._ranks.staged and scaler is not self._scaler:
             raise RuntimeError(
@@ -66,13 +71,15 @@ class PendingDecisions:
                 "between two steps: give losses the same loss_id and no scaler of their own"
             )
         weights = [self._weights[o] for o in feeds]
+        # Under tensor parallelism each rank may have a summand of the loss. Only the sum is judged.
         loss = full_tensor(loss)
-        # first: gradients that were cleared are not judged with those of this loss
+        # Before the search for an open decision: a batch whose gradients the user has cleared is
+        # not judged with this loss.
         self._end_zeroed(weights)
         candidates = (d for d in self._decisions if d.scaler is scaler and d.phase is Phase.OPEN)
         joined = next((d for d in candidates if set(d.waiting) & set(weights)), None)
-        # a copy, since decisions about other losses move the scaler's own before this one is made;
-        # micro-batches add up their gradients, so they have one scale
+        # A copy, because decisions on other losses move the scaler's own scale before this decision
+        # is made. Micro-batches add up their gradients, so they have one scale.
         scale = scaler.scale_tensor(loss.device).clone() if joined is None else joined.scale
         scaled, nonfinite = scale_loss(loss, scale)
         if joined is None:
@@ -84,9 +91,11 @@ class PendingDecisions:
             if w not in decision.waiting:
                 decision.waiting.append(w)
             if w.decision is not decision:
-                if w.decision is not None:  # gradients carry one scale at a time
+                # gradients carry one scale at a time
+                if w.decision is not None:
                     w.decision.unscale_early(w)
                 w.begin_scaled(decision)
+        # kept, so that a failed backward leaves the micro-batches before it as they were
         before = decision.loss_nonfinite, decision.loss
         if joined is not None:
             decision.loss_nonfinite = torch.maximum(decision.loss_nonfinite, nonfinite)
@@ -94,7 +103,9 @@ class PendingDecisions:
         decision.blocks += 1
         try:
             yield scaled
-        except BaseException:  # the backward failed: this loss never was
+        except BaseException:
+            # The backward failed, so this loss does not count. Its gradients stay where they were
+            # added to those of earlier micro-batches, because a sum cannot be taken apart.
             decision.loss_nonfinite, decision.loss = before
             if joined is None:
                 for w in weights:
@@ -105,10 +116,16 @@ class PendingDecisions:
             decision.blocks -= 1
 
     def begin_backward(self, loss: Tensor) -> Tensor:
-        """Note a loss of a pipeline whose backward has begun, and return its scale, 0-d.
+        """Open or join the decision of a pipeline's loss whose backward begins.
+
+        Args:
+            loss: loss of a micro-batch.
+
+        Returns:
+            the loss scale, 0-d.
 
         Raises:
-            RuntimeError: gradients of micro-batches before it were unscaled.
+            RuntimeError: gradients of earlier micro-batches were unscaled.
         """
         if any(w.has_true_gradients for w in self._weights.values()):
             raise RuntimeError(
@@ -117,21 +134,24 @@ class PendingDecisions:
                 "gradients to true ones"
             )
         self._has_last_stage = True
+        # The schedule runs the backward after this call returns, and may interleave it with others.
         with self.open_decision(self._scaler, loss, self._weights):
             pass
         return next(d.scale for d in self._decisions if d.phase is Phase.OPEN)
 
     @property
     def _is_earlier_stage(self) -> bool:
-        """Whether losses are computed on other ranks alone."""
+        """Whether only other ranks compute losses."""
         return self._ranks.staged and not self._has_last_stage
 
     def _end_zeroed(self, weights: list[MasterWeights]) -> None:
         """End decisions whose gradients the user has cleared, by the optimizer or by the model."""
         for w in weights:
+            # the backward of an open block is still to come, so missing gradients say nothing
             waited = [d for d in self._decisions if d.blocks == 0 and w in d.waiting]
             # FSDP2 hides gradients of micro-batches that it does not synchronise, and some
-            # schedules of pipelines make those of weights later
+            # schedules of pipelines make gradients of weights later. Missing gradients say nothing
+            # there either: only a call of the optimizer's ``zero_grad`` counts.
             hidden = self._ranks.gathered or self._ranks.staged
             if waited and (hidden or w.has_gradients()):
                 waited = [d for d in waited if w in d.zeroed]
@@ -139,33 +159,42 @@ class PendingDecisions:
                 self.leave_decisions(w, waited)
 
     def zeroed(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Clear the gradients of the model's half parameters: the user clears the optimizer's.
+        """Clear gradients of half parameters, because the user clears the optimizer's gradients.
 
-        A pending decision ends at the next backward.
+        A pending decision ends here, or at the next backward.
+
+        Args:
+            optimizer: optimizer whose ``zero_grad`` was called.
+            set_to_none: as for ``zero_grad``.
         """
         w = self._weights[optimizer]
         w.zero_grad(set_to_none)
         self._vetoes.pop(w, None)
         pending = [d for d in self._decisions if w in d.waiting]
+        # A decision that was made, or that a step by a scaler has opened, has had its backward. The
+        # gradients of any other one may still be on their way: losses are often computed, and
+        # scaled, before ``zero_grad``.
         over = [d for d in pending if d.is_decided or not d.moves_scale]
         for decision in pending:
             if decision not in over:
-                decision.zeroed.add(w)  # its backward may still come
+                decision.zeroed.add(w)
         if over:
             self.leave_decisions(w, over)
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a ``with`` block of ``open_decision`` has not ended."""
+        """Whether a ``with`` block of ``open_decision`` is open."""
         return any(decision.blocks for decision in self._decisions)
 
     def is_scaled(self) -> bool:
         """Tell whether a backward that runs now may be that of a scaled loss."""
         by_hand = self._scaler.loss_nonfinite is not None
+        # The backward after ``scaler.scale(loss)``, or of a schedule, runs outside of any block of
+        # ours.
         return self.is_in_backward or by_hand or self._ranks.staged
 
     def fed_optimizers(self) -> list[Optimizer]:
-        """Return the optimizers that a loss since their last step feeds."""
+        """Return the optimizers that a loss has fed since their last step."""
         by_hand = self._scaler.loss_nonfinite is not None
         waiting = {w for d in self._decisions for w in d.waiting}
         return [
@@ -175,13 +204,16 @@ class PendingDecisions:
         ]
 
     def decided(self) -> list[Decision]:
-        """Return the decisions that were made already."""
+        """Return the decisions that are made."""
         return [decision for decision in self._decisions if decision.is_decided]
 
     def veto(self, flag: bool | Tensor) -> None:
-        """Have all optimizers that a loss feeds skip where ``flag``, a bool or 0-d, is True.
+        """Have all optimizers that a loss feeds skip if ``flag`` is True.
 
-        Decisions that were made already have been undone.
+        The caller has undone decisions that were made.
+
+        Args:
+            flag: a bool, or a 0-d bool tensor on any device.
         """
         for decision in self._decisions:
             decision.veto(flag)
@@ -192,39 +224,46 @@ class PendingDecisions:
     def decisions_of(self, optimizer: Optimizer, moves_scale: bool) -> list[Decision]:
         """Return the decisions that ``optimizer`` waits for.
 
-        A decision is opened for gradients that came past ``open_decision``: the user called
-        ``scaler.scale(loss).backward()``, or, where there is no scale, a plain ``loss.backward()``.
+        A decision is opened for gradients that did not come through ``open_decision``: after
+        ``scaler.scale(loss).backward()``, or after a plain ``loss.backward()`` of a level without a
+        scale.
 
         Args:
             optimizer: an enabled optimizer.
-            moves_scale: the decision moves the scale, since no ``scaler.update`` follows.
+            moves_scale: whether the decision moves the scale, because no ``scaler.update`` follows.
 
         Returns:
-            an empty list where there are no gradients: the step is a no-op then, as in torch.
+            the decisions; none if there are no gradients, where the step is a no-op as in torch.
 
         Raises:
-            RuntimeError: there is a scale, and no backward of a scaled loss; or a stage of a
-                pipeline would decide alone.
+            RuntimeError: the level has a scale, and no backward of a scaled loss has run; or a
+                stage of a pipeline would decide alone.
         """
         w = self._weights[optimizer]
         if self._ranks.ran_as_stage and not self._ranks.staged:
             raise RuntimeError(_ALONE)
         found = [d for d in self._decisions if w in d.waiting]
+        # The loss reached none of these parameters, or the user has cleared their gradients. Either
+        # way the optimizer waits no longer, and a decision with other optimizers is theirs alone.
         if self._is_without_gradients(w, found):
             self.leave_decisions(w, found)
             return []
         if found or w.has_true_gradients:
             return found
-        by_hand = self._scaler.loss_nonfinite  # not None: the user has called ``scaler.scale``
+        # not None if the user has called ``scaler.scale`` since the last ``update``
+        by_hand = self._scaler.loss_nonfinite
         if by_hand is None and self._policy.scales_loss and not self._may_lack_loss(w):
             raise RuntimeError(_no_backward(w.with_gradient()))
         device = next((p.device for p in w.parameters()), torch.device("cpu"))
         scale = self._scaler.scale_tensor(device)
         waiting = [w]
         flag = torch.zeros_like(scale) if by_hand is None else by_hand
+        # No ``update`` will read and reset the flag of these losses, so this decision takes it
+        # over.
         if by_hand is not None and moves_scale:
             flag = self._scaler.take_loss_nonfinite()
-        # no ``update`` will join what the optimizers find, so they wait for one decision
+        # No ``update`` will join what the optimizers find, so they wait for one decision: all of
+        # them step, or none.
         if self._ranks.staged or (by_hand is not None and moves_scale):
             waiting += self._others_with_gradients(w)
         decision = Decision(
@@ -243,10 +282,10 @@ class PendingDecisions:
         return [decision]
 
     def _is_without_gradients(self, w: MasterWeights, found: Sequence[Decision]) -> bool:
-        """Tell whether ``w``, which waits for ``found``, has nothing to step on.
+        """Tell whether ``w``, which waits for the decisions ``found``, has nothing to step on.
 
-        Ranks that train together decide about every loss: others may have gradients. Stages of a
-        pipeline decide at every step: some know of no loss.
+        Ranks that train together decide about every loss, because another rank may have gradients.
+        Stages of a pipeline decide at every step, because some stages know of no loss.
         """
         if w.has_gradients() or w.all_gradients():
             return False
@@ -254,7 +293,7 @@ class PendingDecisions:
         return not (self._ranks.several and knows)
 
     def _may_lack_loss(self, w: MasterWeights) -> bool:
-        """Tell whether ``w`` may decide though no loss was scaled: in a pipeline."""
+        """Tell whether ``w`` may decide without a scaled loss, as stages of a pipeline may."""
         return self._is_earlier_stage or (self._ranks.staged and not w.with_gradient())
 
     def _others_with_gradients(self, w: MasterWeights) -> list[MasterWeights]:
@@ -263,7 +302,14 @@ class PendingDecisions:
         return [o for o in others if self._ranks.staged or o.with_gradient()]
 
     def leave_decisions(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
-        """Remove ``w``, whose gradients are used, from its decisions; end those without others."""
+        """Remove ``w`` from decisions, and end decisions that no other optimizer waits for.
+
+        Args:
+            w: master weights of an optimizer whose gradients were used or cleared.
+            decisions: decisions that the optimizer waits for.
+        """
+        # A step or skip has dropped the copies. A decision that could still be undone, and that
+        # nothing else waits for, ends without either.
         given_up = [d for d in decisions if d.can_be_undone and d.waiting == [w]]
         if given_up:
             self.on_given_up(given_up)

@@ -1,6 +1,6 @@
 """A plain ``loss.backward()`` in addition to ``amp.backward(loss)``: one warning.
 
-Its gradients carry no loss scale, so that they count 1 / scale as much as the others.
+Gradients of a plain backward carry no loss scale, so they count 1 / scale as much as the others.
 """
 
 import functools
@@ -15,17 +15,17 @@ from tritonamp.watched.frames import user_line
 
 logger = logging.getLogger("tritonamp")
 
-_STEPS = 4  # that are watched
+_STEPS = 4  # number of watched steps
 
 
 class PlainBackwards:
     """Notes gradients of backwards that run outside of ``amp.backward``, by hooks on parameters.
 
-    The hooks are removed after the first steps, since they cost a call for each parameter.
+    The hooks are removed after the first steps, because they cost a call for each parameter.
 
     Args:
-        params: the parameters that optimizers step on.
-        is_scaled: tells whether the backward that is running is that of a scaled loss.
+        params: parameters that optimizers step on.
+        is_scaled: function that tells whether the running backward is that of a scaled loss.
     """
 
     def __init__(self, params: Iterable[Tensor], is_scaled: Callable[[], bool]) -> None:
@@ -33,22 +33,25 @@ class PlainBackwards:
         self._steps = 0
         self._found: list[tuple[Tensor, Tensor, str]] = []  # parameter, gradient, line
         trained: Iterable[Any] = (p for p in params if p.is_leaf and p.requires_grad)
-        # weak: parameters would keep all that steps on them
+        # Weak, because a hook lives as long as its parameter. A plain method would keep this
+        # object, and by ``is_scaled`` the decisions and masters, after the ``Amp`` is gone.
         hook = functools.partial(_note, weakref.ref(self))
         self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in trained]
 
     def note(self, param: Tensor) -> None:
         """Note that a backward has added to the gradient of a parameter."""
+        # The first parameter is enough for the warning, and its line is the only one that is asked
+        # for: a walk over the stack for each parameter would slow the backward.
         if not self._is_scaled() and param.grad is not None and not self._found:
             self._found = [(param, param.grad, user_line())]
 
     def check(self) -> None:
-        """Warn, before a step on scaled gradients, if others were added to them."""
+        """Warn, before a step on scaled gradients, if unscaled ones were added to them."""
         if not self._hooks:
             return
         found, self._found = self._found, []
         self._steps += 1
-        # gradients that were cleared since are others
+        # gradients that were cleared since are other tensors: nothing was mixed
         mixed = [line for param, grad, line in found if param.grad is grad]
         if mixed:
             logger.warning(
@@ -61,7 +64,7 @@ class PlainBackwards:
             self.remove()
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -1,4 +1,4 @@
-"""The fused rule of an optimizer, if it has one."""
+"""The fused rule of an optimizer, if the optimizer has one."""
 
 import inspect
 from collections.abc import Mapping
@@ -14,27 +14,37 @@ from tritonamp.step.muon import MUON
 from tritonamp.step.sgd import SGD
 
 TORCH_RULES: tuple[FusedRule, ...] = (ADAM, SGD, MUON)
-"""Rules of torch's own optimizers. Optimizers of ``tritonamp.optim`` name theirs."""
+"""Rules of torch's own optimizers. A class of ``tritonamp.optim`` has a ``fused_rule`` instead."""
 
 
 def rule_of(optimizer: Optimizer) -> FusedRule | None:
-    """Return the fused rule of ``optimizer``; None: it runs its own step.
+    """Return the fused rule of ``optimizer``; None: the optimizer runs its own step.
 
-    A subclass with a ``step`` of its own has no rule, nor has a differentiable optimizer.
+    A subclass of torch's optimizer that overrides ``step`` has no rule. A differentiable optimizer
+    has none either.
     """
+    # a differentiable step builds a graph through the update, which a kernel cannot
     if optimizer.defaults.get("differentiable", False):
         return None
     if keeps_fp32_state(optimizer):
         return optimizer.fused_rule  # type: ignore[attr-defined]
-    step = inspect.unwrap(_own_step(optimizer))  # torch puts a profiler around it
+    # Rules are found by the step function, not by the class. A subclass that overrides ``step``
+    # wants its own arithmetic, and one that does not override it is stepped as its base class is.
+    # torch wraps ``step`` for the profiler.
+    step = inspect.unwrap(_own_step(optimizer))
     rule = next((rule for rule in TORCH_RULES if rule.torch_step is step), None)
     return rule if rule is not None and rule.takes(optimizer) else None
 
 
 def zero_eps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> float | None:
-    """Return the eps of a parameter group if a step in ``dtype`` rounds it to zero; else None.
+    """Return the eps of a parameter group if a step in ``dtype`` rounds that eps to 0, else None.
 
-    Optimizers that step in one pass compute in FP32.
+    Optimizers with a fused rule compute in FP32, so their eps is never rounded.
+
+    Args:
+        optimizer: optimizer that holds the group.
+        group: one of its parameter groups.
+        dtype: dtype of the tensors that the optimizer steps on.
     """
     eps = group.get("eps")
     if not isinstance(eps, float) or eps == 0.0 or rule_of(optimizer) is not None:
@@ -42,21 +52,26 @@ def zero_eps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype)
     states = (optimizer.state[p] for p in group["params"] if p in optimizer.state)
     values = (v for state in states for v in state.values() if isinstance(v, torch.Tensor))
     if any(v.dtype is torch.float32 and v.dim() > 0 for v in values):
-        return None  # eps is added to FP32 state, as in Adagrad, which made the state before
+        # Adagrad makes its state when it is built, before the parameters become half: eps is added
+        # to FP32 numbers there, and does not vanish.
+        return None
     return eps if torch.tensor(eps, dtype=dtype) == 0 else None
 
 
 def keeps_fp32_state(optimizer: Optimizer) -> bool:
-    """Tell whether ``optimizer`` is of ``tritonamp.optim``: half parameters get FP32 state."""
+    """Tell whether ``optimizer`` is of ``tritonamp.optim``, which keeps FP32 state."""
     return hasattr(_own_step(optimizer), "by_fused_rule")
 
 
 def has_half_state(optimizer: Optimizer) -> bool:
-    """Tell whether the own step of ``optimizer`` takes state in the dtype of the parameters."""
+    """Tell whether the own step of ``optimizer`` expects state in the dtype of the parameters."""
+    # torch's optimizers make state in the dtype of the parameter. Those of other packages may keep
+    # FP32 state of half parameters, and must get it back unrounded.
     module: str = inspect.unwrap(_own_step(optimizer)).__module__
     return module.startswith("torch.optim.") and not keeps_fp32_state(optimizer)
 
 
 def _own_step(optimizer: Optimizer) -> Any:
-    # of its own class: enabled, ``step`` is that of ``EnabledOptimizer``
+    # Of the plain class: the ``step`` of an enabled optimizer is ``EnabledOptimizer.step``, which
+    # would hide the step that the rule is found by.
     return base_class(type(optimizer)).step  # type: ignore[attr-defined]

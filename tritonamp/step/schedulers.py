@@ -3,7 +3,7 @@
     call           step the scheduler, as if the step before it was taken; ask for its outcome
     a later call   that outcome has arrived: a skip -> this call does not step the scheduler
 
-On the CPU an outcome is known at once, so that no scheduler is ever ahead.
+The CPU knows an outcome at once, so no scheduler is ever ahead there.
 """
 
 import inspect
@@ -21,7 +21,9 @@ from tritonamp.kernels.device import is_capturing
 from tritonamp.readback import Readback
 from tritonamp.step.outcomes import NO_STEPS, StepOutcomes
 
-_MOST_UNKNOWN = 16  # calls whose outcome is unknown, after which the host waits for the oldest
+# Calls with an unknown outcome, after which the host waits for the oldest one. Without a bound, a
+# device far behind the host could let a schedule run ahead by any number of skips.
+_MOST_UNKNOWN = 16
 
 
 class SteppedScheduler:
@@ -31,9 +33,9 @@ class SteppedScheduler:
 
     Args:
         scheduler: any object with ``step()``.
-        outcomes: the step outcomes of its optimizer.
-        log: the log of all steps.
-        state: a result of ``state``; None: the scheduler begins.
+        outcomes: step outcomes of the scheduler's optimizer.
+        log: log of all steps.
+        state: a result of ``state``, to continue from; None: the scheduler begins.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class SteppedScheduler:
             wait: wait for the outcomes of earlier calls.
         """
         outcomes = self._outcomes
-        # ``any_taken`` costs an op on the device, and matters to the first call alone
+        # ``any_taken`` costs an operation on the device, and only the first call needs it
         taken = outcomes.count_taken(None if outcomes.is_counting else self._log.any_taken)
         if taken is not None and is_capturing(taken.device):
             raise RuntimeError(
@@ -73,11 +75,12 @@ class SteppedScheduler:
         if outcomes.tried == self._tried and not outcomes.captured:
             return
         self._tried = outcomes.tried
-        # fewer than _MOST_UNKNOWN are left: the readback has room for this one
+        # Before this call's own outcome is asked for: the readback has room for ``_MOST_UNKNOWN``
+        # copies, and would start no further one.
         self._settle_arrived(wait or self._unknown >= _MOST_UNKNOWN)
         self._read_outcome(taken)
-        # a call whose outcome is unknown counts as taken: a scheduler that is further ahead than
-        # that has stepped for a skip, which this call makes up for
+        # An unknown outcome counts as a taken step. A scheduler that is ahead by more calls than
+        # are unknown has stepped for a skip, and this call makes up for that.
         if self._ahead < self._unknown:
             self.scheduler.step()
             self._ahead += 1
@@ -91,6 +94,7 @@ class SteppedScheduler:
         if self._readback is None:
             self._readback = Readback(taken, _MOST_UNKNOWN)
         self._readback.start(taken, None)
+        # The CPU's copy has arrived already. Settled at once, it keeps the schedule exact there.
         if not taken.is_cuda:
             self._settle_arrived(wait=False)
 
@@ -100,23 +104,28 @@ class SteppedScheduler:
                 self._settle_oldest(int(reading.values[0]))
 
     def _settle_oldest(self, taken: int) -> None:
-        """Settle the oldest unknown call: ``taken`` steps had been taken at it."""
+        """Settle the oldest unknown call.
+
+        Args:
+            taken: number of steps that had been taken at that call.
+        """
         self._unknown -= 1
         if taken > self._taken:
             self._ahead -= 1
         self._taken = taken
 
     def state(self, taken: int) -> dict[str, Any]:
-        """Return what is outstanding, as plain values. Waits for the device.
+        """Return the outstanding corrections as plain values. Waits for the device.
 
         Args:
-            taken: the number of steps that the optimizer has taken.
+            taken: number of steps that the optimizer has taken.
         """
         self._settle_arrived(wait=True)
-        # a step was taken after the last call: the next call, of the resumed run, is to count it
+        # A step was taken after the last call. The next call, in the resumed run, has to count it.
         is_open = taken > self._taken
         if not is_open:
-            self._tried = self._outcomes.tried  # every step since the last call was a skip
+            # every step since the last call was a skip, and the next call has nothing to count
+            self._tried = self._outcomes.tried
         return {
             "kind": type(self.scheduler).__name__,
             "ahead": self._ahead,
@@ -129,8 +138,8 @@ class SchedulerSteps:
 
     Args:
         outcomes: step outcomes by optimizer.
-        log: the log of all steps.
-        ranks: several ranks must learn of an outcome at the same call.
+        log: log of all steps.
+        ranks: processes that train together, which must learn of an outcome at the same call.
     """
 
     def __init__(
@@ -140,7 +149,8 @@ class SchedulerSteps:
         self._log = log
         self._ranks = ranks
         self._stepped: dict[Optimizer, list[SteppedScheduler]] = {o: [] for o in outcomes}
-        # states whose scheduler is not known yet: a file does not hold schedulers
+        # States that wait for their scheduler. A file does not hold schedulers, and the resumed run
+        # names them with its first call.
         self._loaded: dict[Optimizer, list[dict[str, Any]]] = {o: [] for o in outcomes}
 
     def step(self, schedulers: Sequence[Any]) -> None:
@@ -149,11 +159,13 @@ class SchedulerSteps:
         Raises:
             ValueError: an argument is no scheduler of an enabled optimizer; none was stepped.
         """
+        # all are looked up before one is stepped, so that an error changes nothing
         found = [
             self._stepped_scheduler(number, scheduler)
             for number, scheduler in enumerate(schedulers)
         ]
-        # how soon an outcome arrives without waiting is a matter of time, not of the program
+        # How soon an outcome arrives without waiting is a matter of time, not of the program.
+        # Ranks, and repeated runs, would have different learning rates.
         wait = self._ranks.several or torch.are_deterministic_algorithms_enabled()
         for stepped in found:
             stepped.step(wait)
@@ -183,7 +195,7 @@ class SchedulerSteps:
         )
 
     def _pop_loaded(self, optimizer: Optimizer, scheduler: Any) -> dict[str, Any] | None:
-        """Return, and forget, the first loaded state for a scheduler of this kind."""
+        """Return and forget the first loaded state for this kind of scheduler, or None."""
         loaded = self._loaded[optimizer]
         for i, state in enumerate(loaded):
             if state["kind"] == type(scheduler).__name__:
@@ -191,7 +203,7 @@ class SchedulerSteps:
         return None
 
     def state(self) -> list[dict[str, Any]]:
-        """Return the outstanding steps, by number of the optimizer. Waits for the device."""
+        """Return the outstanding steps of each optimizer's schedulers. Waits for the device."""
         states = []
         any_taken = self._log.counts()["clean"] > 0
         for optimizer, outcomes in self._outcomes.items():
@@ -203,21 +215,21 @@ class SchedulerSteps:
     def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue from a result of ``state``; schedulers are matched by kind and order.
 
-        For an optimizer without an entry nothing is outstanding.
+        An optimizer without an entry has nothing outstanding.
         """
         for number, (optimizer, outcomes) in enumerate(self._outcomes.items()):
             state = states[number] if number < len(states) else {**NO_STEPS, "schedulers": []}
             outcomes.load_state(dict(state))
             if outcomes.tried:
-                # private (torch 2.11 to 2.15): a scheduler warns without this mark; the optimizer
-                # has stepped, before the state was saved
+                # Private (torch 2.11 to 2.15). Without this mark a scheduler warns that it was
+                # called before the optimizer, which has stepped before the state was saved.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
             self._stepped[optimizer] = []
             self._loaded[optimizer] = list(state["schedulers"])
 
 
 def _check_scheduler(number: int, scheduler: Any) -> None:
-    """Refuse an object whose ``step`` cannot be called without arguments."""
+    """Raise ValueError if the object has no ``step`` that can be called without arguments."""
     kind, step = type(scheduler).__name__, getattr(scheduler, "step", None)
     if isinstance(scheduler, (type, Optimizer)) or not callable(step):
         raise ValueError(

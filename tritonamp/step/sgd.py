@@ -1,4 +1,4 @@
-"""SGD as a fused rule."""
+"""The fused rule of SGD."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from tritonamp.step.fused import FusedRule, scalar
 
 
 class FusedSGDRule(FusedRule):
-    """``torch.optim.SGD``."""
+    """The rule of ``torch.optim.SGD``."""
 
     kinds = "an SGD"
     torch_step = staticmethod(inspect.unwrap(torch.optim.SGD.step))
@@ -45,10 +45,13 @@ class FusedSGDRule(FusedRule):
         )
 
     def tells_first_step(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        # torch does not dampen a first step
+        # torch sets the buffer of a first step to the gradient, undampened. Without dampening that
+        # is the same as a step on a buffer of zeros, and no host read is needed to tell the two
+        # apart.
         return any(group["momentum"] != 0 and group["dampening"] != 0 for group in groups)
 
     def at_first_step(self, hyperparameters: Any) -> _sgd.SGDRule:
+        # 0 + (1 - 0) * grad is the gradient: the bits of torch's first step
         first: _sgd.SGDRule = hyperparameters._replace(dampening=0.0)
         return first
 

@@ -10,12 +10,12 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class _Own(NamedTuple):
-    """A parameter's own gradient while it shows another one.
+    """The own gradient of a parameter that shows another gradient.
 
     Attributes:
-        grad: the tensor that the parameter's backward has written.
-        grad_dtype: the dtype of gradients that the backward makes.
-        shown: the gradient that ``.grad`` shows.
+        grad: tensor that the parameter's backward has written.
+        grad_dtype: dtype of the gradients that the backward makes.
+        shown: gradient that ``.grad`` shows.
     """
 
     grad: Tensor | None
@@ -24,7 +24,7 @@ class _Own(NamedTuple):
 
 
 class ShownGradients:
-    """FP32 gradients in ``.grad`` of parameters whose backward makes half ones.
+    """FP32 gradients in ``.grad`` of parameters whose backward makes half gradients.
 
     ::
 
@@ -32,10 +32,10 @@ class ShownGradients:
         put_back   .grad: FP32 tensor -> the half tensor, as it was
         round_back .grad: FP32 tensor -> the half tensor, with the FP32 values rounded
 
-    The half tensor is kept meanwhile: a CUDA graph or a bucket of DDP may own its memory.
+    The half tensor is kept meanwhile, because a CUDA graph or a bucket of DDP may own its memory.
 
     Args:
-        grad_dtype: of the gradients that backwards make; None: that of the parameter.
+        grad_dtype: dtype of the gradients that backwards make; None: the parameter's dtype.
     """
 
     def __init__(self, grad_dtype: torch.dtype | None = None) -> None:
@@ -46,45 +46,46 @@ class ShownGradients:
         return len(self._own)
 
     def show(self, param: Tensor, grad: Tensor | None) -> None:
-        """Put ``grad`` in the place of the gradient of ``param``.
+        """Let ``.grad`` of ``param`` show ``grad``.
 
-        If a gradient is shown already, the user has assigned the present ``.grad`` since: it
-        becomes the one to put back.
+        If a gradient is shown already, the user has assigned the present ``.grad`` since then. The
+        present one becomes the gradient to put back.
         """
         earlier = self._own.get(param)
-        # what ``param`` has now is not its own if a gradient is shown already
+        # A parameter that shows a gradient has no ``grad_dtype`` of its own at the moment.
         grad_dtype = param.grad_dtype if earlier is None else earlier.grad_dtype
         self._own[param] = _Own(param.grad, grad_dtype, grad)
-        # None: should somebody clear the gradient, the next backward makes a half one
+        # None takes any dtype. If the user clears the gradient now, the next backward makes one in
+        # the dtype of the parameter.
         _set_gradient(param, grad, None)
 
     def hidden_gradients(self) -> list[Tensor]:
-        """Return the parameters' own gradients that are to be put back."""
+        """Return the parameters' own gradients, which are to be put back."""
         return [own.grad for own in self._own.values() if own.grad is not None]
 
     def is_replaced(self, param: Tensor, grad: Tensor | None) -> bool:
-        """Tell whether ``grad`` was shown, and somebody has put another gradient in its place."""
+        """Tell whether ``grad`` was shown, and the user has assigned another gradient since."""
         own = self._own.get(param)
         return own is not None and own.shown is grad and param.grad is not grad
 
     def replace(self, param: Tensor, grad: Tensor | None) -> None:
-        """Show another gradient instead of the one that is shown; the half tensor stays kept."""
+        """Show another gradient instead of the shown one; the half tensor stays kept."""
         self._own[param] = self._own[param]._replace(shown=grad)
         _set_gradient(param, grad, None)
 
     def put_back(self) -> None:
-        """Put the parameters' own gradients back, unless somebody has replaced the shown ones."""
+        """Put the parameters' own gradients back, unless the user has replaced the shown ones."""
         while self._own:
             param, own = self._own.popitem()
             grad = own.grad if own.grad is not None and param.grad is own.shown else param.grad
             if grad is not None and self._grad_dtype is not None:
                 grad = grad.to(self._grad_dtype)
-            # somebody may have assigned one of another dtype, which torch would refuse
+            # the user may have assigned a gradient of another dtype, which torch would refuse
             fits = grad is None or grad.dtype == own.grad_dtype
             _set_gradient(param, grad, own.grad_dtype if fits else None)
 
     def clear(self, param: Tensor) -> None:
-        """Clear ``.grad`` of ``param``: its next backward makes its own, whatever was shown."""
+        """Clear ``.grad`` of ``param``; its next backward makes a gradient of its own dtype."""
         _set_gradient(param, None, param.grad_dtype or self._grad_dtype or param.dtype)
 
     @torch.no_grad()
@@ -96,7 +97,7 @@ class ShownGradients:
 
     @torch.no_grad()
     def round_back(self) -> None:
-        """Round the present ``.grad`` into the half tensors, and put these in its place."""
+        """Round the present ``.grad`` into the half tensors, and put these back into ``.grad``."""
         while self._own:
             param, own = self._own.popitem()
             grad = param.grad
@@ -108,24 +109,34 @@ class ShownGradients:
 
 
 class LentGradients:
-    """True gradients of half parameters, in ``.grad`` of the FP32 tensors lent for them.
+    """True gradients of half parameters, in ``.grad`` of the FP32 tensors that are lent for them.
 
-    A lent tensor and its parameter share one gradient. What the user assigns on the lent tensor,
-    None included, counts for the parameter, as on an FP32 master.
+    A lent tensor and its parameter share one gradient. A gradient that the user assigns to the lent
+    tensor, None included, counts for the parameter, as on an FP32 master.
     """
 
     def __init__(self) -> None:
         self._lent: dict[Tensor, tuple[Tensor, Tensor | None]] = {}  # by parameter
 
     def show(self, param: Tensor, value: Tensor, shown: ShownGradients) -> None:
-        """Put the gradient that ``param`` shows into ``.grad`` of its lent tensor ``value``."""
+        """Put the gradient that ``param`` shows into ``.grad`` of its lent tensor.
+
+        Args:
+            param: half parameter.
+            value: FP32 tensor that is lent for ``param``.
+            shown: shown gradients of the half parameters.
+        """
+        # first: the user may have assigned a gradient to the lent tensor, which this would
+        # overwrite
         self._adopt(param, shown)
+        # after a clearing a backward may have left a half gradient, which an FP32 tensor cannot
+        # have
         fits = param.grad is not None and param.grad.dtype is value.dtype
         value.grad = param.grad if fits else None
         self._lent[param] = value, value.grad
 
     def adopt_replaced(self, shown: ShownGradients) -> None:
-        """Take over gradients that the user has assigned on lent tensors."""
+        """Take over gradients that the user has assigned to lent tensors."""
         for param in self._lent:
             self._adopt(param, shown)
 
@@ -143,6 +154,7 @@ class LentGradients:
 
 
 def _set_gradient(param: Tensor, grad: Tensor | None, grad_dtype: torch.dtype | None) -> None:
-    param.grad = None  # of another dtype, it would not let ``grad_dtype`` change
+    # torch refuses to change ``grad_dtype`` while there is a gradient of another dtype
+    param.grad = None
     param.grad_dtype = grad_dtype
     param.grad = grad

@@ -19,21 +19,21 @@ from tritonamp.step.stepper import Stepper
 
 
 class Sleep:
-    """Moves what training needs to host memory, and back with the same bits.
+    """Moves tensors that only training needs to host memory, and back with the same bits.
 
     ::
 
         FP32 masters, optimizer.state, gradients, averages   move
-        the model's parameters and buffers                   move where ``weights`` says so
-        plans of steps                                       are forgotten, and built anew
+        the model's parameters and buffers                   move if ``weights`` is True
+        plans of steps                                       are forgotten, and built again
         loss scales, decisions, records, outcomes            stay: a few bytes
 
     Args:
-        models: the enabled models.
+        models: enabled models.
         weights: optimizer to its master weights.
-        pending: the pending decisions.
-        stepper: carries them out.
-        asleep: says what is away.
+        pending: pending decisions.
+        stepper: stepper of the ``Amp``.
+        asleep: record of the tensors that are away from the device.
     """
 
     def __init__(
@@ -49,42 +49,45 @@ class Sleep:
         self._weights = weights
         self._pending = pending
         self._stepper = stepper
+        # Weak: an average that the user drops is gone with its memory.
         self._averages: weakref.WeakSet[EMA] = weakref.WeakSet()
         self._host: HostMemory | None = None
 
     def add_average(self, average: EMA) -> EMA:
-        """Return an average, which sleeps with the rest from now on."""
+        """Return ``average``, which sleeps with the rest from now on."""
         self._averages.add(average)
         return average
 
     def fall_asleep(self, weights: bool) -> int:
-        """Move to host memory, and return how many bytes were moved.
+        """Move tensors to host memory, and return the number of bytes that were moved.
 
         Args:
-            weights: the model's parameters and buffers, too.
+            weights: also move the model's parameters and buffers.
 
         Raises:
-            RuntimeError: inside of ``with scale_loss``; a CUDA graph has captured a step; or there
-                is not enough host memory. Nothing was changed then.
+            RuntimeError: the call is inside ``with scale_loss``; a CUDA graph has captured a step;
+                or there is not enough host memory. Nothing was changed then.
         """
         self._refuse_backward()
         self._refuse_graphs()
         moving = [*self._training_tensors(), *(self._model_tensors() if weights else ())]
         plain = (t for given in moving for t in _plain_tensors(given) if _is_on_device(t))
         if self._stepper.offload is not None:
+            # their content is in host memory, and the next step makes them again
             self._stepper.offload.give_up_buffers()
-        # what is made in inference mode could not be written to outside of it, by ``wake_up``
+        # ``wake_up`` may be called outside of inference mode, and could not write to tensors that
+        # were made inside of it. Ctrl-C waits, so that all tensors have moved or none.
         with Uninterrupted(), torch.inference_mode(False):
             self._host = HostMemory(plain)
             self.asleep.training, self.asleep.weights = True, weights
         return self._host.nbytes
 
     def wake_up(self) -> None:
-        """Move back to the device.
+        """Move the tensors back to the device.
 
         Raises:
             RuntimeError: nothing is asleep.
-            torch.OutOfMemoryError: the device has no room; all is still asleep then.
+            torch.OutOfMemoryError: the device has no room; everything is still asleep then.
         """
         if self._host is None:
             raise RuntimeError("amp.wake(): expected a call after amp.sleep(), got one while awake")
@@ -120,6 +123,7 @@ class Sleep:
         for average in self._averages:
             yield from average.memory()
         for model in self._models:
+            # gradients of parameters that no optimizer steps on
             yield from (p.grad for p in model.parameters() if p.grad is not None)
 
     def _model_tensors(self) -> Iterator[Tensor]:
@@ -129,10 +133,11 @@ class Sleep:
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor, or the tensors inside of a wrapper (a DTensor, a quantised weight)."""
+    """Yield a tensor, or the tensors inside a wrapper (a DTensor, a quantised weight)."""
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        for part in parts:  # since torch 2.14 a DTensor names its mesh, too
+        # since torch 2.14 a DTensor names its mesh among the parts, which is no tensor
+        for part in parts:
             yield from _plain_tensors(part) if isinstance(part, Tensor) else ()
     else:
         yield tensor

@@ -26,20 +26,23 @@ from tritonamp.kernels.cast import rounds_to
 from tritonamp.policy import HALF_DTYPES, STATES
 
 PACKED = "moments"
-"""The key of the moments of state "8bit", all in one uint8 tensor."""
+"""Key of the moments of state "8bit", which are one uint8 tensor."""
 ORDER = "strides"
-"""The key of the strides in whose order of memory the codes and remainders lie, a tuple."""
+"""Key of the strides (a tuple) whose order of memory the codes and remainders have."""
 REMAINDER = "remainder"
-"""The key, in optimizers of ``tritonamp.optim``, of what half parameters lack of FP32."""
+"""Key, in optimizers of ``tritonamp.optim``, of the 16 bits that half parameters lack of FP32."""
 HALF_DTYPE = "half_dtype"
-"""The key of the dtype of the half values that the remainders belong to."""
+"""Key of the dtype of the half values that the remainders belong to."""
 IN_THE_FORMAT = frozenset({*HALF_DTYPES, torch.float32})
-"""The dtypes of parameters that have state in the format asked for; wider ones keep their own."""
+"""Dtypes of parameters whose state has the chosen format; state of others has their own dtype."""
 _FORMATS = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}  # moments that "8bit" knows, in order
 
 
 class StateRule(Protocol):
-    """What this file and offload.py, which fused.py imports, know of a ``FusedRule``."""
+    """The part of ``FusedRule`` that this file and offload.py use.
+
+    Both files are imported by fused.py, so they cannot import ``FusedRule`` itself.
+    """
 
     @property
     def states(self) -> tuple[str, ...]: ...
@@ -56,8 +59,8 @@ def check_state(state: str, optimizer: Optimizer, rule: StateRule | None) -> Non
 
     Args:
         state: one of ``STATES``.
-        optimizer: its groups are looked at.
-        rule: its rule; None: it runs its own step.
+        optimizer: optimizer whose groups are checked.
+        rule: fused rule of the optimizer; None: the optimizer runs its own step.
     """
     kind = type(optimizer).__name__
     states = ("fp32",) if rule is None else rule.states
@@ -85,17 +88,18 @@ def check_state(state: str, optimizer: Optimizer, rule: StateRule | None) -> Non
 def packed_moments(moments: Iterable[Tensor | None], param: Tensor) -> Tensor:
     """Return FP32 moments as the codes of state "8bit", uint8 of shape (moments_size(...),).
 
-    Values that such codes can hold stay exactly; others lose their last bits.
+    Codes hold some values exactly; other values lose their last bits.
 
     Args:
-        moments: of ``param``, first and second; None: zeros.
-        param: in whose order of memory the codes lie.
+        moments: first and second moment of ``param``, or the first only; None: zeros.
+        param: parameter whose order of memory the codes have.
     """
     given = list(moments)
     n, size = param.numel(), padded(param.numel())
     memory = torch.zeros(moments_size(n, len(given)), dtype=torch.uint8, device=param.device)
     parts = split_moments(memory, size, len(given))
     for moment, kind, targets in zip(given, _FORMATS.values(), parts, strict=False):
+        # blocks of codes are whole: the last one is filled up by zeros, which change no exponent
         values = torch.zeros(size, device=param.device)
         if moment is not None:
             values[:n] = in_order_of_memory(moment.float(), like=param)
@@ -108,12 +112,13 @@ def unpacked(memory: Tensor, param: Tensor, strides: tuple[int, ...]) -> dict[st
     """Return the moments of ``packed_moments`` by key, FP32 with the parameter's shape.
 
     Args:
-        memory: the codes.
+        memory: codes of the moments.
         param: the parameter.
-        strides: its ``memory_strides`` when the codes were made.
+        strides: ``memory_strides`` of ``param`` when the codes were made.
     """
     n, size = param.numel(), padded(param.numel())
-    count = memory.numel() // max(moments_size(n, 1), 1)  # a parameter may have no elements
+    # a parameter may have no elements, and codes of size 0
+    count = memory.numel() // max(moments_size(n, 1), 1)
     parts = split_moments(memory, size, count)
     return {
         key: decode(*part, kind)[:n].as_strided(param.shape, strides)
@@ -123,17 +128,19 @@ def unpacked(memory: Tensor, param: Tensor, strides: tuple[int, ...]) -> dict[st
 
 @torch.no_grad()
 def joined(held: Tensor, remainder: Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return FP32 masters, of half values and what these lack; other values stay as they are.
+    """Return FP32 masters, joined from half values and remainders; other values stay as they are.
 
     Args:
-        held: half values of ``dtype``, kept in any floating dtype.
-        remainder: int16, of shape (padded(n),) or longer.
+        held: half values of ``dtype``, in any floating dtype.
+        remainder: the 16 bits that the half values lack, int16 of shape (padded(n),) or longer.
         strides: ``memory_strides`` of the half values when the remainders were made.
-        dtype: of the half values.
+        dtype: dtype of the half values.
     """
     half = held.to(dtype)
     lower = remainder.to(held.device)[: held.numel()].as_strided(held.shape, strides)
     flat = join_master(in_order_of_memory(half), in_order_of_memory(lower, like=half))
+    # Values that are no half values were written since, by a checkpoint or the user. Remainders of
+    # other values must not be added to them.
     return torch.where(half.float() == held, in_memory_of(half, flat), held.float())
 
 
@@ -147,15 +154,17 @@ def take_master(state: dict[str, Any], held: Tensor) -> Tensor:
     """Take the FP32 master out of one parameter's loaded state, and return it.
 
     Args:
-        state: a state with a master, whose keys it loses.
+        state: a state with a master; the keys of the master are removed.
         held: the parameter, or its FP32 value, loaded before. Its values are returned where the
             master does not round to them.
     """
     if REMAINDER in state:
+        # moments in codes still need the strides
         strides = state[ORDER] if PACKED in state else state.pop(ORDER)
         dtype = state.pop(HALF_DTYPE, held.dtype)
         return joined(held, state.pop(REMAINDER), strides, dtype)
     master = state.pop("master_param").to(held.device, torch.float32)
+    # The master may have been saved in a run of the other half dtype, so both are tried.
     fits = torch.zeros_like(held, dtype=torch.bool)
     for half in map(held.to, HALF_DTYPES):
         fits |= rounds_to(master, half) & (half == held)
@@ -168,11 +177,11 @@ def packing_problems(
     """Yield why the codes in a state of "8bit" cannot be those of ``param``.
 
     Args:
-        state: of one parameter; it holds ``PACKED``.
-        moments: how many the optimizer has.
+        state: state of one parameter, with the key ``PACKED``.
+        moments: number of moments that the optimizer has.
         param: the parameter.
-        enabled: whether the optimizer is enabled, so that half parameters have FP32 values, which
-            hold the values of either half dtype.
+        enabled: whether the optimizer is enabled. Half parameters have FP32 values then, which hold
+            values of either half dtype.
     """
     n, expected = param.numel(), moments_size(param.numel(), moments)
     for key, dtype, size in (PACKED, torch.uint8, expected), (REMAINDER, torch.int16, padded(n)):
@@ -216,8 +225,8 @@ def in_fp32(state: Mapping[str, Any], rule: StateRule, param: Tensor) -> dict[st
 def fp32_state_dict(
     state_dict: dict[str, Any], optimizer: Optimizer, rule: StateRule | None
 ) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` with FP32 moments, which every format loads."""
-    # an optimizer that wraps another may have a format of its own
+    """Return a result of ``optimizer.state_dict()`` with FP32 moments, which every format loads."""
+    # an optimizer around another one may have a format of its own
     if rule is None or not {"state", "param_groups"} <= state_dict.keys():
         return state_dict
     state = dict(state_dict["state"])
@@ -240,11 +249,11 @@ def state_format(optimizer: Optimizer, wanted: str = STATES[0]) -> str:
     """Return the format of an optimizer's state.
 
     Args:
-        optimizer: one of ``tritonamp.optim`` may have been built with a format.
-        wanted: the policy's format.
+        optimizer: the optimizer; one of ``tritonamp.optim`` may have been built with a format.
+        wanted: format of the policy.
 
     Raises:
-        ValueError: both name one, and they differ.
+        ValueError: both name a format, and the two differ.
     """
     own: str = getattr(optimizer, "_state_format", STATES[0])
     if STATES[0] not in (own, wanted) and own != wanted:

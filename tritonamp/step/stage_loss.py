@@ -12,15 +12,16 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class StageLoss:
-    """Calls a loss function; a backward of what it returns is that of the scaled loss.
+    """Calls a loss function; a backward of its result has the gradients of the scaled loss.
 
-    The schedule runs the backward itself, and hands the losses to the user: so they keep their
-    value, and the scale goes into their gradient.
+    The schedule runs the backward itself and hands the losses to the user. Therefore losses keep
+    their value, and the scale goes into their gradient.
 
     Args:
-        loss_fn: of a micro-batch's output and target.
-        check_loss: is given each loss that has a backward.
-        begin_backward: is given each loss as its backward begins, and returns the scale, 0-d.
+        loss_fn: function of a micro-batch's output and target.
+        check_loss: function that is called with each loss that has a backward.
+        begin_backward: function that is called with each loss as its backward begins, and returns
+            the scale, 0-d.
     """
 
     def __init__(
@@ -34,13 +35,15 @@ class StageLoss:
         self._begin_backward = begin_backward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the loss, FP32 where it is half."""
+        """Return the loss, in FP32 if it is half."""
         loss = self._loss_fn(*args, **kwargs)
-        # without a backward to come: an evaluation, or a stage that infers shapes
+        # An evaluation, or a stage that infers shapes, has no backward to scale.
         if not loss.requires_grad or pipeline_work() is Work.SHAPES:
             return loss
         self._check_loss(loss)
+        # The scale multiplies the gradient of the FP32 loss. In half, 65536 would be inf.
         wide = loss.float() if loss.dtype in HALF_DTYPES else loss
+        # The detached loss: with the loss itself the hook would hold the graph that holds the hook.
         wide.register_hook(partial(self._scale_gradient, wide.detach()))
         return wide
 

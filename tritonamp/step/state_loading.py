@@ -22,7 +22,7 @@ from tritonamp.step.small_state import (
     take_master,
 )
 
-_SHOWN = 5  # problems that an error lists
+_SHOWN = 5  # number of problems that an error lists
 
 
 def load_state(
@@ -35,37 +35,39 @@ def load_state(
     """Call ``load(state_dict)``, and keep FP32 state of half parameters in FP32.
 
     Args:
-        optimizer: the optimizer that loads.
-        load: its own ``load_state_dict``.
-        state_dict: a state of such an optimizer; where steps are counted, the counts may stand in
-            the groups, as in apex's FusedAdam.
-        rule: the fused rule of the optimizer, if it has one.
-        pin: returns a copy of a tensor in the host memory where state stays; None: it stays on the
-            device.
+        optimizer: optimizer that loads.
+        load: the optimizer's own ``load_state_dict``.
+        state_dict: a state of such an optimizer. Step counts may stand in the groups, as in apex's
+            FusedAdam.
+        rule: fused rule of the optimizer; None: the optimizer runs its own step.
+        pin: function that returns a copy of a tensor in the host memory where state stays; None:
+            state stays on the device.
 
     Raises:
-        ValueError: it is no state of such an optimizer over such parameters; nothing was changed
-            then.
+        ValueError: ``state_dict`` is no state of such an optimizer over such parameters; nothing
+            was changed then.
     """
     pinned_keys = host_keys(rule) if rule is not None and pin is not None else frozenset()
     if not isinstance(state_dict, Mapping):
         check_loadable(optimizer, state_dict, rule)
     checked: list[dict[str, Any]] = []
 
-    # as a hook: it runs behind the user's own hooks, and sees the state that they return
+    # A hook, registered last: it runs after the user's hooks, and sees the state that they return.
     def check(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         check_loadable(optimizer, given, rule)
         given = {**given, "state": map_leaves(_written_outside, given["state"])}
         counts_steps = rule is not None and rule.counts_steps
         checked.append(_with_step_counts(given) if counts_steps else given)
-        return _without(checked[0], pinned_keys)  # which torch would bring to the device
+        # torch would bring these tensors to the device, which may have no room for them
+        return _without(checked[0], pinned_keys)
 
     handle = optimizer.register_load_state_dict_pre_hook(check)
     try:
         load(state_dict)
     finally:
         handle.remove()
-    # without a checked state ``load`` ran no hook of torch's: the optimizer loads in its own way
+    # Without a checked state ``load`` ran no hook of torch's, because the optimizer loads in its
+    # own way.
     for param, key, value in _loaded(optimizer, checked[0]) if checked else ():
         if key in pinned_keys and pin is not None:
             optimizer.state[param][key] = pin(value) if isinstance(value, Tensor) else value
@@ -76,15 +78,19 @@ def load_state(
 def _is_cast_by_torch(key: str, value: Tensor, param: Tensor) -> bool:
     """Tell whether ``Optimizer.load_state_dict`` has cast state to the dtype of its parameter.
 
-    It does so with floating parameters: codes become floats, and FP32 or bfloat16 state of half
-    parameters is rounded.
+    torch casts the state of every floating parameter: codes become floats, and FP32 or bfloat16
+    state of half parameters is rounded.
     """
     is_wide = value.dtype in (torch.float32, torch.bfloat16) and param.dtype in HALF_DTYPES
     return is_wide or key in (PACKED, REMAINDER)
 
 
 def _written_outside(value: Any) -> Any:
-    """Return what a step can write to: a file that is read in inference mode has none of it."""
+    """Return ``value`` in a form that a step can write to.
+
+    A tensor of a file that was read in inference mode is copied, because it could not be written
+    to.
+    """
     return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
@@ -132,7 +138,7 @@ def check_loadable(optimizer: Optimizer, state_dict: Any, rule: FusedRule | None
 
 
 def _counts_steps(group: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Tell whether the steps are counted by group, as apex's FusedAdam does."""
+    """Tell whether steps are counted by group, as apex's FusedAdam does."""
     return "step" in group and not any("step" in states.get(i, {}) for i in group["params"])
 
 
@@ -146,8 +152,8 @@ def _state_problems(
     """Yield why one parameter's state cannot be loaded.
 
     Args:
-        rule: the rule of the optimizer.
-        state: the state.
+        rule: fused rule of the optimizer.
+        state: state of the parameter.
         counted: whether the group counts the steps.
         param: the parameter.
         enabled: whether the optimizer is enabled.
@@ -158,6 +164,7 @@ def _state_problems(
         needed = set()
     if rule.counts_steps and not counted:
         needed.add("step")
+    # An empty state is right: a parameter that never had a gradient has none.
     if state and not needed <= state.keys():
         yield f"{sorted(state)} without {sorted(needed - state.keys())}"
     for key in (*rule.state_keys.values(), "master_param"):
@@ -174,6 +181,7 @@ def _with_step_counts(state_dict: dict[str, Any]) -> dict[str, Any]:
             step = torch.as_tensor(group["step"], dtype=torch.float32).reshape(())
             for number in group["params"]:
                 if number in state:
+                    # each parameter has a tensor of its own, because steps count in place
                     state[number] = {**state[number], "step": step.clone()}
             group = {key: value for key, value in group.items() if key != "step"}
         groups.append(group)
@@ -183,14 +191,14 @@ def _with_step_counts(state_dict: dict[str, Any]) -> dict[str, Any]:
 def _loaded(
     optimizer: Optimizer, state_dict: Mapping[str, Any]
 ) -> Iterator[tuple[Tensor, str, Any]]:
-    """Yield parameter, key and value of each state in a state dict."""
+    """Yield parameter, key and value of each entry of the states in a state dict."""
     for number, param in numbered_params(optimizer, state_dict):
         for key, value in state_dict["state"].get(number, {}).items():
             yield param, key, value
 
 
 def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
-    """Widen half state of these parameters to FP32: the parameters get FP32 values.
+    """Widen half state to FP32, because these parameters get FP32 values.
 
     Returns:
         whether there was any half state.
@@ -221,9 +229,9 @@ def check_codes(optimizer: Optimizer, rule: FusedRule | None) -> None:
 
 
 def widen_masters(optimizer: Optimizer) -> None:
-    """Turn packed masters in the state of an optimizer into FP32 ones.
+    """Turn packed masters in the state of an optimizer into FP32 masters.
 
-    A cast of the parameters would separate half values from what they lack.
+    A cast of the parameters would separate half values from their remainders.
     """
     for param in [p for group in optimizer.param_groups for p in group["params"]]:
         if REMAINDER in optimizer.state.get(param, {}):
@@ -233,7 +241,8 @@ def widen_masters(optimizer: Optimizer) -> None:
 
 def _copy_state(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
     """Replace the state of ``param`` by a copy, and return the copy."""
-    # the old dictionary may be part of a result of ``optimizer.state_dict()``
+    # The old dictionary may be part of a result of ``optimizer.state_dict()``, which the user still
+    # holds.
     if param not in optimizer.state:
         return {}
     optimizer.state[param] = dict(optimizer.state[param])
@@ -247,7 +256,7 @@ def settle_state(optimizer: Optimizer, fp32_values: Mapping[Tensor, Tensor]) -> 
     half parameters. Optimizers of ``tritonamp.optim`` get masters.
 
     Args:
-        optimizer: the optimizer after ``disable``.
+        optimizer: optimizer after ``disable``.
         fp32_values: half parameter to the FP32 value that it was rounded from.
     """
     rule = rule_of(optimizer)
@@ -271,6 +280,7 @@ def _round_state(state: dict[str, Any], param: Tensor) -> None:
     for key, value in state.items():
         if not isinstance(value, Tensor) or value.dtype is not torch.float32 or key == "step":
             continue
-        # a 0-d number, such as NAdam's mu_product, stays FP32 in torch
+        # torch keeps numbers such as NAdam's ``mu_product`` as 0-d FP32 tensors, whatever the dtype
+        # of the parameter
         if value.dim() or not param.dim():
             state[key] = value.to(param.dtype)

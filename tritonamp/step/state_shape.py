@@ -20,7 +20,7 @@ from tritonamp.step.small_state import (
 
 
 class ShapedRule(StateRule, Protocol):
-    """A ``FusedRule``, which imports this file."""
+    """The part of ``FusedRule`` that this file uses; fused.py imports this file."""
 
     @property
     def counts_steps(self) -> bool: ...
@@ -32,9 +32,9 @@ class StateShape:
     """The keys, dtypes and devices of one optimizer's state, for parameters of any dtype.
 
     Args:
-        rule: the rule of the optimizer.
-        state: the format, of ``policy.STATES``, for parameters that are half or FP32. State of
-            wider ones (float64, complex) has their own dtype, as in torch.
+        rule: fused rule of the optimizer.
+        state: format, among ``policy.STATES``, for parameters that are half or FP32. State of wider
+            parameters (float64, complex) has their own dtype, as in torch.
         offload: host memory of the state; None: the state is on the parameters' devices.
     """
 
@@ -44,38 +44,42 @@ class StateShape:
         self._offload = offload
 
     def format_of(self, param: Tensor) -> str:
-        """Return the format of the state of ``param``, of ``policy.STATES``."""
+        """Return the format of the state of ``param``, one of ``policy.STATES``."""
         return self._state if param.dtype in IN_THE_FORMAT else "fp32"
 
     def counts_steps(self, state: str) -> bool:
-        """Tell whether state of a format holds a step count, of which codes need one."""
+        """Tell whether state of the format ``state`` holds a step count; codes always need one."""
         return self._rule.counts_steps or state == "8bit"
 
     def bring(
         self, param: Tensor, states: Mapping[Tensor, dict[str, Any]], group: dict[str, Any]
     ) -> bool:
-        """Make missing state of one parameter, and convert what has another form.
+        """Make missing state of one parameter, and convert state that has another form.
 
         Args:
             param: the parameter, as the optimizer's groups hold it.
-            states: a defaultdict, state of each parameter; that of ``param`` is changed in place.
-            group: its group.
+            states: a defaultdict with the state of each parameter; the state of ``param`` is
+                changed in place.
+            group: group of the parameter.
 
         Returns:
             whether moments were made.
         """
         keys = [key for name, key in self._rule.state_keys.items() if self._rule.has(name, group)]
+        # SGD without momentum has no state, and torch leaves no entry for such parameters either.
         if not keys:
             return False
         state = states[param]
         wanted = self.format_of(param)
         if PACKED in state and wanted != "8bit":
             self._unpack(param, state, PACKED, ORDER)
+        # before the state is made: a parameter without moments takes its first step
         is_new = any(state.get(key) is None for key in keys) and PACKED not in state
         shaped = self._step_count(param, state) if self.counts_steps(wanted) else {}
         shaped |= self._codes(param, state, keys) if wanted == "8bit" else {}
         shaped |= self._moments(param, state, keys, wanted) if wanted != "8bit" else {}
         if shaped:
+            # state that is made inside of a CUDA graph would be zeroed again by each replay
             refuse_capture(param.device, "the optimizer's state")
             state.update(shaped)
         if self._offload is not None:
@@ -88,6 +92,7 @@ class StateShape:
         step = state.get("step", 0.0)
         if not isinstance(step, Tensor):
             return {"step": torch.full((), step, dtype=torch.float32, device=param.device)}
+        # torch keeps step counts in main memory, where a kernel cannot count
         if step.dtype is not torch.float32 or step.device != param.device:
             return {"step": step.to(param.device, torch.float32)}
         return {}
@@ -100,12 +105,14 @@ class StateShape:
             dtype = torch.bfloat16
         shaped = {}
         for key in keys:
-            moment = state.get(key)  # None: as torch's SGD has it
+            # states of torch's SGD may hold None here
+            moment = state.get(key)
             if moment is None:
                 shaped[key] = torch.zeros_like(
                     param, dtype=dtype, memory_format=torch.preserve_format
                 )
-            elif moment.is_sparse:  # torch's own step of a sparse gradient has made it
+            elif moment.is_sparse:
+                # torch's own step on a sparse gradient has made it, and kernels take dense tensors
                 shaped[key] = moment.to_dense()
             elif moment.dtype != dtype:
                 shaped[key] = moment.to(dtype)
@@ -113,7 +120,9 @@ class StateShape:
 
     def _codes(self, param: Tensor, state: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
         strides = memory_strides(param)
-        if PACKED in state and state.setdefault(ORDER, strides) != strides:  # channels_last, since
+        # Codes lie in the parameter's order of memory. ``model.to(memory_format=...)`` has changed
+        # that order since, so the codes are made again from FP32.
+        if PACKED in state and state.setdefault(ORDER, strides) != strides:
             self._unpack(param, state, PACKED, ORDER)
         if PACKED in state:
             return {}
@@ -121,7 +130,7 @@ class StateShape:
         return {PACKED: packed_moments(moments, param), ORDER: strides}
 
     def _unpack(self, param: Tensor, state: dict[str, Any], *keys: str) -> None:
-        """Turn codes in the state, under these keys, into FP32."""
+        """Turn the codes under some keys of a state into FP32 moments."""
         refuse_capture(param.device, "the optimizer's state")
         if self._offload is not None:
             self._offload.wait()

@@ -37,23 +37,23 @@ class Stepper:
     """Carries out the decisions of one ``Amp``.
 
     Args:
-        policy: the policy of the Amp.
+        policy: policy of the ``Amp``.
         backend: "auto", "triton" or "eager".
-        scaler: the scaler that the user may drive himself, in a ``torch.amp`` loop.
+        scaler: scaler that the user may drive in a ``torch.amp`` loop.
         weights: optimizer to its master weights.
-        pending: the pending decisions.
-        decider: makes them.
-        ranks: the processes that decide together.
-        respond: called after every decision with whether it was a skip, where the policy wants more
-            than skipping.
-        asleep: says what is away from the device.
+        pending: pending decisions.
+        decider: maker of the decisions.
+        ranks: processes that decide together.
+        respond: function that is called after every decision, with whether it was a skip, if the
+            policy wants more than skipping.
+        asleep: record of the tensors that are away from the device.
         offload: host memory of masters and optimizer state; None: they are on the device.
-        around_step: makes a context manager for each step of an optimizer.
+        around_step: function that makes a context manager for each step of an optimizer.
 
     Attributes:
-        weights, pending, decider, asleep, offload, around_step: as above.
+        weights, pending, decider, asleep, offload, around_step: the arguments.
         outcomes: step outcomes by optimizer.
-        plain_backwards: notes backwards of losses that were not scaled.
+        plain_backwards: detector of backwards whose loss was not scaled.
     """
 
     def __init__(
@@ -95,10 +95,14 @@ class Stepper:
 
         Args:
             optimizer: an enabled optimizer.
-            by_scaler: called by ``GradScaler.unscale_``, so that an ``update`` will follow.
+            by_scaler: whether ``GradScaler.unscale_`` calls, so that an ``update`` will follow.
 
         Returns:
-            0-d, not 0 where the loss whose gradients were unscaled, or these, are not finite.
+            0-d flag, not 0 if a gradient, or the loss behind it, is not finite; None if there are
+            no scaled gradients.
+
+        Raises:
+            RuntimeError: the gradients are true already.
         """
         w = self.weights[optimizer]
         found_inf = None
@@ -107,7 +111,10 @@ class Stepper:
                 "unscale_() has already been called on this optimizer since its last step()"
             )
         for decision in self.pending.decisions_of(optimizer, moves_scale=not by_scaler):
+            # Copies are kept, since a veto, or a batch that is given up, may take this decision
+            # back.
             self.decider.decide(decision, undoable=True)
+            # gradients of an earlier loss were unscaled when the next loss was scaled
             if w.decision is decision:
                 decision.unscale(w)
                 w.show_true_gradients()
@@ -116,7 +123,15 @@ class Stepper:
 
     @leaves_inference_mode
     def clip_grad_norm_(self, optimizers: list[Optimizer], max_norm: float) -> Tensor:
-        """Clip the gradients of ``optimizers`` together; return their norm before."""
+        """Clip the gradients of ``optimizers`` together.
+
+        Args:
+            optimizers: enabled optimizers.
+            max_norm: largest 2-norm of all their gradients, unscaled.
+
+        Returns:
+            the norm before clipping, 0-d.
+        """
         by_optimizer = [self.pending.decisions_of(o, moves_scale=True) for o in optimizers]
         decisions = list(dict.fromkeys(itertools.chain(*by_optimizer)))
         all_scaled = all(self.weights[o].decision in decisions for o in optimizers)
@@ -124,23 +139,27 @@ class Stepper:
             # the step multiplies by the clip coefficient, at no extra pass
             self.decider.decide(decisions[0], max_norm, undoable=True)
             return decisions[0].norm
-        # several losses, or true gradients: only these have a common norm, and are clipped in place
+        # Scaled gradients of several losses have no common norm, because each loss has a scale of
+        # its own. So all gradients are unscaled, and clipped in place, as true ones are.
         for decision in decisions:
             self.decider.decide(decision, undoable=True)
         norms = [self._true_norm(optimizer) for optimizer in optimizers]
         total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
         total = self._ranks.norm_of_stages(total)
         params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+        # torch does not mix tensors of several meshes in one call
         for alike in by_mesh(params):
             nn.utils.clip_grads_with_norm_(alike, max_norm, total)
         return total
 
     def _true_norm(self, optimizer: Optimizer) -> Tensor:
-        """Unscale the gradients and return their norm; 0 where they will be skipped."""
+        """Unscale one optimizer's gradients and return their norm; 0 if they will be skipped."""
         w = self.weights[optimizer]
         if not w.has_true_gradients:
             self.unscale_(optimizer)
         norm = total_norm([g.float() for g in w.all_gradients()])
+        # Gradients of a skip may be inf or NaN. Their norm would spoil the clipping of the others,
+        # which another loss may let step.
         for decision in self.pending.decisions_of(optimizer, moves_scale=True):
             if decision.is_decided:
                 skip = decision.found_inf.to(norm.device) != 0
@@ -149,11 +168,11 @@ class Stepper:
 
     @property
     def has_captured_scale(self) -> bool:
-        """Whether a CUDA graph has captured the scaling of a loss, and not the scaler's update."""
+        """Whether a CUDA graph has captured the scaling of a loss without the scaler's update."""
         return self._scaler.is_replayed
 
     def check_scaler(self, scaler: Any) -> None:
-        """Refuse a GradScaler that the backward of an enabled model did not use."""
+        """Raise RuntimeError if ``scaler`` is not the GradScaler of this ``Amp``."""
         if scaler is not self._scaler:
             raise RuntimeError(
                 "this optimizer was enabled with another GradScaler: use amp.scaler, or "
@@ -168,16 +187,17 @@ class Stepper:
 
         Args:
             optimizer: an enabled optimizer.
-            by_scaler: called by ``GradScaler.step``, so that an ``update`` will follow.
+            by_scaler: whether ``GradScaler.step`` calls, so that an ``update`` will follow.
 
         Returns:
-            0-d, not 0 after a skip; None without gradients, where the step is a no-op.
+            0-d flag, not 0 after a skip; None without gradients, where the step is a no-op.
 
         Raises:
-            RuntimeError: there are gradients that no backward of a scaled loss has left.
+            RuntimeError: no backward of a scaled loss has left the gradients.
             NonFiniteError: a skip, under ``on_nonfinite="raise"``.
         """
         if self.offload is not None:
+            # before any decision, which a refused step would leave behind
             self.offload.refuse_capture()
         w = self.weights[optimizer]
         decisions = self.pending.decisions_of(optimizer, moves_scale=not by_scaler)
@@ -185,7 +205,8 @@ class Stepper:
             self._idle.note(w, sum(outcomes.tried for outcomes in self.outcomes.values()))
             return None
         self.plain_backwards.check()
-        # early decisions stay as they are where the step raises: the user has their norm, or flag
+        # Early decisions stay as they are if the step raises, because the user has acted on their
+        # norm or flag.
         undecided = [d for d in decisions if not d.is_decided]
         fused = self._fused_step_of(optimizer)
         try:
@@ -194,10 +215,13 @@ class Stepper:
             else:
                 step = functools.partial(self._step_in_one_pass, w, decisions, fused)
                 run_with_hooks(step, optimizer)
-        except BaseException:  # undo the decisions, so that the call can be repeated
-            if w in decisions[0].waiting:  # else it has stepped, and a hook behind the step raised
+        except BaseException:
+            # The decisions are undone, so that the call can be repeated. An optimizer that no
+            # longer waits has stepped, and a hook after the step has raised: that step stays.
+            if w in decisions[0].waiting:
                 self.decider.undo(undecided)
             raise
+        # Every other policy reads the outcome on the host. "skip" never waits for the device.
         if self._policy.on_nonfinite != "skip":
             self._answer(decisions, by_scaler)
         return found_inf_of(decisions)
@@ -214,6 +238,8 @@ class Stepper:
                 fused = FusedStep(optimizer, rule, *how)
             self._fused[optimizer] = fused
         fused = self._fused[optimizer]
+        # Asked at every step: whether an embedding's gradient is sparse may change with the batch,
+        # and torch updates only the rows that a sparse gradient has.
         if fused is not None and fused.rule.leaves_sparse_to_torch:
             by_torch = self.weights[optimizer].any_sparse()
             if by_torch and self.offload is not None:
@@ -231,38 +257,47 @@ class Stepper:
         fused: FusedStep,
         optimizer: Optimizer,
     ) -> None:
-        # hooks of the user's have run: it sees their gradients
+        # The user's hooks before the step have run. The decision comes after them, because they may
+        # have changed the gradients.
         judged = self.decider.judge(w, decisions)
         if judged.gradients.any_sparse:
             fused.rule.refuse_sparse()
         with torch.no_grad():
             fused.step(*judged)
-            w.mark_rounded()  # before the user's hooks, which may write to masters
+            # Before the user's hooks after the step: what they write to masters is newer than the
+            # half parameters.
+            w.mark_rounded()
         self._finish_step(w, decisions)
 
     def _step_by_itself(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
-        """Run the own step of an optimizer that cannot skip on the device: one host read.
+        """Run the own step of an optimizer that cannot skip on the device, at one host read.
 
-        The user's hooks run at a skip, too, as those of optimizers that skip on the device.
+        The user's hooks run at a skip, too, as for optimizers that skip on the device.
         """
-        # ranks would have to decide again together, and the others may not have failed
+        # Several ranks would have to decide again together, and the others may not have failed.
         judged = self.decider.judge(w, decisions, undoable=not self._ranks.several)
         if bool(judged.found_inf):
             optimizer = owner_of_hooks(w.optimizer)
             run_with_hooks(lambda _: self._finish_step(w, decisions), optimizer)
             return
         if judged.grad_scale is not None:
+            # only after the read: a skip leaves the scaled gradients where the backward has put
+            # them
             decisions[0].unscale(w)
         optimizer = w.optimizer
         before = _versions(optimizer)
         try:
             base_class(type(optimizer)).step(optimizer)  # type: ignore[attr-defined]
         except BaseException:
-            if _versions(optimizer) != before:  # updates made before the error stay, as in torch
+            # Updates that were made before the error stay, as in torch. The half parameters must
+            # follow them, and a repeated call must not apply the same gradients again.
+            if _versions(optimizer) != before:
                 w.write_back(self._backend)
                 self._finish_step(w, decisions)
             raise
-        # count a write: torch's fused steps, and writes to ``.data``, do not
+        # torch's fused steps, and steps that write to ``.data``, count no write in ``_version``. At
+        # O3 the FP32 values in main memory follow counted writes only: ``state_dict`` and
+        # ``disable`` would return values of before the step.
         torch.autograd.graph.increment_version(
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         )
@@ -270,23 +305,28 @@ class Stepper:
         self._finish_step(w, decisions)
 
     def _finish_step(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
-        """Note the step or skip of ``w``, and remove it from its decisions."""
+        """Note the step or skip of ``w``, and remove ``w`` from its decisions."""
         w.note_step()
+        # Before ``leave_decisions``, which takes a decision with copies for one that was given up.
         for decision in decisions:
             decision.drop_copies()
         self.pending.leave_decisions(w, decisions)
         self.outcomes[w.optimizer].note_outcome(found_inf_of(decisions))
 
     def _answer(self, decisions: Sequence[Decision], by_scaler: bool) -> None:
-        """Carry out ``on_nonfinite`` of the policy, once for each decision."""
+        """Carry out ``Policy.on_nonfinite``, once for each decision."""
         for decision in decisions:
             if decision.phase is Phase.ANSWERED:
                 continue
+            # Before the response: it may raise, and a second optimizer of the same loss must not
+            # report again.
             decision.phase = Phase.ANSWERED
             try:
                 self._respond(bool(decision.found_inf))
             except NonFiniteError:
-                if by_scaler:  # the error keeps the user's loop from calling ``update``
+                # The error keeps the user's loop from calling ``update``. If the loop goes on with
+                # the next batch, the scaler must be ready for a new iteration.
+                if by_scaler:
                     decision.scaler.update()
                 raise
 

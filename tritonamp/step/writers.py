@@ -1,4 +1,4 @@
-"""The optimizer that steps on each parameter, named when inf or NaN is found there."""
+"""Which optimizer steps on which parameter, for reports about inf and NaN in parameters."""
 
 from collections.abc import Iterable, Mapping
 
@@ -11,10 +11,10 @@ from tritonamp.step.rules import zero_eps
 
 
 def writers(weights: Iterable[MasterWeights], names: Mapping[Tensor, str]) -> dict[str, Writer]:
-    """Return by name of a parameter the optimizer that steps on it.
+    """Return parameter name to a description of the optimizer that steps on the parameter.
 
     Args:
-        weights: the optimizers' master weights.
+        weights: master weights of the optimizers.
         names: parameter to its name.
     """
     return {
