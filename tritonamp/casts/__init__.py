@@ -1,1 +1,1 @@
-"""Which dtype: policies applied to models, inputs, operations."""
+"""The dtypes of an enabled model: its tensors, its inputs and outputs, its operations."""

@@ -1,4 +1,4 @@
-"""Which policy the ops of a thread follow: set by enabled forwards, asked by the op table."""
+"""The policy that a thread's ops follow. Enabled forwards set it, and the op table reads it."""
 
 import threading
 from collections import deque
@@ -14,12 +14,12 @@ from tritonamp.policy import Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-NO_RULES = 0  # a number for ``enter``
-MARKS = 128  # changes between kinds of enabled forwards that a backward can look back on
+NO_RULES = 0  # the number for ``enter`` that stands for no rules
+MARKS = 128  # changes of policy that a backward can look back on
 
 
 class ActivePolicy(NamedTuple):
-    """What the ops of an enabled forward follow, and the type of the device that they run on."""
+    """The policy and backend that the ops of an enabled forward follow, and their device type."""
 
     policy: Policy
     backend: str
@@ -27,7 +27,7 @@ class ActivePolicy(NamedTuple):
 
 
 class _Thread(threading.local):
-    """The enabled forwards that this thread is in, and the trace that each is part of."""
+    """The enabled forwards that a thread is inside, each with the trace that it is part of."""
 
     def __init__(self) -> None:
         # innermost last
@@ -36,7 +36,7 @@ class _Thread(threading.local):
         self.keeps_backwards = False  # whether this object has turned autograd's threads off
 
     def live(self) -> list[tuple[ActivePolicy | None, TracingContext | None]]:
-        """Return the stack, without what traces that were given up half-way have left on it."""
+        """Return the stack, without entries that abandoned traces left on it."""
         if self.stack and self.stack[-1][1] is not None:
             trace = TracingContext.try_get()
             while self.stack and self.stack[-1][1] not in (None, trace):
@@ -48,7 +48,7 @@ class _Thread(threading.local):
     def keep_backwards(self) -> None:
         """Run backwards in the thread that calls them.
 
-        On a GPU autograd uses a thread of the device, which has no policy.
+        Autograd would run the backward of a GPU in a thread of its own, which has no policy.
         """
         # private (torch 2.11 to 2.15): what torch.autograd.set_multithreading_enabled sets
         if torch._C._is_multithreading_enabled():
@@ -63,16 +63,16 @@ class _Thread(threading.local):
 
 
 class _Process:
-    """What all threads of the process know: it only grows, and decides nothing by itself.
+    """Bookkeeping that all threads share. It enables nothing by itself.
 
     Attributes:
-        policies: by the numbers that ``enter`` takes; the first stands for NO_RULES.
-        marks: sequence number of a node of autograd, and the policy that forwards follow from that
-            node on. Numbers count the nodes of one thread: two threads that train under different
-            policies must not checkpoint at once.
-        latest: the policy of the last mark.
-        inlined: functions that torch.compile traces as a part of their caller.
-        entered: how often ``enter`` was called.
+        policies: policies by the numbers that ``enter`` takes. The first entry stands for NO_RULES.
+        marks: pairs of an autograd node's sequence number and the policy that forwards follow from
+            that node on. Sequence numbers count the nodes of one thread, so two threads that train
+            under different policies must not use checkpointing at the same time.
+        latest: policy of the last mark.
+        inlined: functions that torch.compile traces as part of their caller.
+        entered: number of enabled forwards that have begun.
     """
 
     def __init__(self) -> None:
@@ -90,9 +90,9 @@ class _Process:
             self.latest = active
 
     def policy_of_node(self, node: Any) -> ActivePolicy | None:
-        """Return the policy of the forward that has made a node of autograd.
+        """Return the policy of the forward that created a node of autograd.
 
-        For a node that a backward's thread has made it is the latest.
+        For a node that a backward's thread created, the result is the latest policy.
         """
         marks = list(self.marks)  # another thread may add to it
         if not marks:
@@ -107,7 +107,7 @@ process = _Process()
 
 
 def number_of(policy: Policy, backend: str, device_type: str) -> int:
-    """Return a small number for ``enter``: a traced graph can carry a number, not a Policy."""
+    """Return a policy's number for ``enter``, because a graph can carry a number, but no Policy."""
     active = ActivePolicy(policy, backend, device_type)
     if active not in process.policies:
         process.policies.append(active)
@@ -115,10 +115,10 @@ def number_of(policy: Policy, backend: str, device_type: str) -> int:
 
 
 def inlined_by_dynamo(function: F) -> F:
-    """Have torch.compile trace ``function`` as a part of its caller, or else run it as it is.
+    """Make torch.compile trace ``function`` as part of its caller, and never compile it alone.
 
-    Were it compiled in parts, around a graph break in the user's forward, the parts after ``enter``
-    would lack it.
+    After a graph break in the user's forward, torch.compile would otherwise compile such functions
+    in parts, and the parts after ``enter`` would run without the policy.
     """
     process.inlined.append(function)
     return function
@@ -132,12 +132,14 @@ inlined_by_dynamo(_Thread.release_backwards)
 
 @inlined_by_dynamo
 def enter(number: int) -> None:
-    """Have ops of this thread that run under autocast follow a policy, until ``leave``.
+    """Make ops of this thread that run under autocast follow a policy, until ``leave``.
 
-    The rules are at autocast's keys: turning autocast on is left to the caller. Both are leaf calls
-    to torch.compile, which runs them while it traces: the graph holds what the rules chose.
+    The caller turns autocast on, because the rules are registered at autocast's keys. To
+    torch.compile ``enter`` and ``leave`` are leaf calls. It runs both while it traces, so the graph
+    holds what the rules chose.
 
-    ``number`` is the policy's, by ``number_of``; or NO_RULES.
+    Args:
+        number: number of the policy by ``number_of``, or NO_RULES.
     """
     push_policy(process.policies[number], TracingContext.try_get())
 
@@ -150,9 +152,11 @@ def leave() -> None:
 
 @inlined_by_dynamo
 def push_policy(active: ActivePolicy | None, trace: TracingContext | None = None) -> None:
-    """Do what ``enter`` does, for a policy itself, or None: no rules.
+    """Do what ``enter`` does, for a policy itself.
 
-    ``trace`` is the one that the forward is part of; None: it runs.
+    Args:
+        active: policy to follow; None: no rules apply.
+        trace: torch.compile's trace that the forward is part of; None: the forward runs eagerly.
     """
     process.entered += 1
     if active is not process.latest:
@@ -168,7 +172,7 @@ def push_policy(active: ActivePolicy | None, trace: TracingContext | None = None
 
 @inlined_by_dynamo
 def pop_policies(depth: int) -> None:
-    """End all enabled forwards of this thread but the outermost ``depth``."""
+    """End all enabled forwards of this thread except the outermost ``depth``."""
     stack = thread.stack
     del stack[depth:]
     if stack:
@@ -179,7 +183,7 @@ def pop_policies(depth: int) -> None:
 
 
 def active() -> ActivePolicy | None:
-    """Return what ops of this thread follow now, or None outside enabled forwards."""
+    """Return the policy that ops of this thread follow now, or None outside enabled forwards."""
     stack = thread.stack
     if stack and stack[-1][1] is None:  # of no trace, so that nothing is left of one above it
         return stack[-1][0]
@@ -198,24 +202,25 @@ def active() -> ActivePolicy | None:
 
 @constant_to_dynamo
 def is_inside() -> bool:
-    """Tell whether this thread is in an enabled forward, or recomputes a part of one."""
+    """Return whether this thread is in an enabled forward, or recomputes a part of one."""
     return bool(thread.live()) or active() is not None
 
 
 def checkpointed(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``stock`` with a mark in its answer: autocast's cache is off in enabled forwards only.
+    """Return ``stock`` with a mark in its result: autocast's cache is off in enabled forwards only.
 
-    torch.utils.checkpoint asks it where a segment begins, and sets autocast to the answer where the
-    segment is recomputed. There the cache would spare the casts of weights that the segment uses
-    more than once; nothing else depends on it.
+    torch.utils.checkpoint calls ``stock`` where a segment begins, and restores the returned state
+    where it recomputes the segment. With the cache off, the recomputation casts a weight again for
+    each use. Nothing else depends on the cache.
 
-    ``stock`` is torch's own function: it returns ``torch.autocast``'s arguments for the device and
-    for the CPU.
+    Args:
+        stock: torch's own function, which returns the arguments of ``torch.autocast`` for the
+            device and for the CPU.
     """
 
     def noted(device_type: str = "cuda") -> Any:
         of_device, of_cpu = stock(device_type)
-        of_cpu["cache_enabled"] = active() is None  # it is set last, and there is one for all
+        of_cpu["cache_enabled"] = active() is None  # set last; one flag for all
         return of_device, of_cpu
 
     return noted
@@ -223,13 +228,13 @@ def checkpointed(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 @constant_to_dynamo
 def under_op_policy() -> bool:
-    """Tell whether functions of the user's own are cast now."""
+    """Return whether functions that the user registered are cast now."""
     found = active()
     return found is not None and found.policy.op_policy
 
 
 def half_dtype() -> torch.dtype | None:
-    """Return the half dtype of the op policy that applies here, or None outside of any."""
+    """Return the half dtype of the op policy in force, or None where there is none."""
     for device_type in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device_type) and under_op_policy():
             return torch.get_autocast_dtype(device_type)
@@ -238,9 +243,9 @@ def half_dtype() -> torch.dtype | None:
 
 @constant_to_dynamo
 def tell_dynamo() -> None:
-    """Have torch.compile put ``enter`` and ``leave`` into its graphs.
+    """Make torch.compile put ``enter`` and ``leave`` into its graphs.
 
-    Called where it traces them: dynamo is imported then, and ``enable`` need not import it.
+    Tracing calls this function. Dynamo is imported by then, so ``enable`` need not import it.
     """
     for function in (enter, leave):
         torch.compiler.allow_in_graph(function)

@@ -1,7 +1,7 @@
 """batch_norm of half inputs with FP32 weights under vmap, computed in FP32.
 
-vmap comes before autocast: it takes batch_norm apart into ops that no rule of the op table sees.
-Its backward may be under vmap where the forward was not, in a batch of gradients. torch multiplies
+vmap runs before autocast, and decomposes batch_norm into ops that no rule of the op table sees. A
+backward may run under vmap although its forward did not: in a batch of gradients. torch multiplies
 some of the tensors first, and its kernels refuse the FP32 products together with the half input.
 """
 
@@ -16,7 +16,7 @@ from tritonamp.casts.op_rules import AUTOCAST
 
 KEY = "FuncTorchBatched"
 _FORWARDS = "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit"
-# where the input and the gradient are among the arguments
+# positions of the input and of the gradient among the arguments
 _BACKWARDS = {
     "native_batch_norm_backward": (1, 0),
     "cudnn_batch_norm_backward": (0, 1),
@@ -25,7 +25,7 @@ _BACKWARDS = {
 
 
 def register(library: torch.library.Library) -> None:
-    """Register the forwards and backwards of batch_norm in a library of aten."""
+    """Register rules for the forwards and backwards of batch_norm in a library of aten."""
     for op in _FORWARDS:
         library.impl(op, functools.partial(_forward, _kernel(op)), KEY, with_keyset=True)
     for op, places in _BACKWARDS.items():

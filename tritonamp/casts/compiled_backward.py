@@ -1,8 +1,8 @@
-"""Backwards that torch.compile makes run without autocast, as those of eager forwards do.
+"""Compile backwards without autocast, because those of eager forwards run without it.
 
-By default torch compiles a backward under the autocast state of the call that compiles. Inside of
-an enabled forward, or of ``with amp.autocast():``, operations that are FP32 on purpose would then
-have a half backward.
+By default torch compiles a backward under the autocast state of the call that compiles. Inside an
+enabled forward, or inside ``with amp.autocast():``, operations that are FP32 on purpose would then
+get a half backward.
 """
 
 import sys
@@ -16,10 +16,10 @@ _STOCK = "same_as_forward"
 
 
 class _Compilations:
-    """The compilations of this process, which torch makes one at a time.
+    """Observes the compilations of this process, which torch runs one at a time.
 
     Attributes:
-        observers: torch's list of functions that it calls when a compilation begins;
+        observers: torch's list of functions to call when a compilation begins.
             ``torch.compiler.reset`` empties this very list.
     """
 
@@ -28,7 +28,7 @@ class _Compilations:
         self._changed: Any = None  # torch's settings, while a compilation runs with another one
 
     def observe(self) -> None:
-        """Have torch call ``begins`` and ``_ends``, once torch._dynamo is imported."""
+        """Make torch call ``begins`` and ``_ends``, once torch._dynamo is imported."""
         handler: Any = getattr(sys.modules["torch._dynamo"], "callback_handler", None)
         if handler is not None:  # else another thread is importing it
             handler.register_start_callback(begins)
@@ -36,14 +36,14 @@ class _Compilations:
             self.observers = handler.start_callbacks
 
     def release(self) -> None:
-        """Leave torch as it was."""
+        """Stop torch from calling ``begins`` and ``_ends``."""
         if begins in self.observers:
             handler: Any = sys.modules["torch._dynamo"].callback_handler
             handler.remove_start_callback(begins)
             handler.remove_end_callback(_ends)
 
     def leave_autocast(self) -> None:
-        """Have the present compilation make a backward without autocast."""
+        """Make the present compilation build its backward without autocast."""
         # private, and the same from torch 2.11 to 2.15: nothing public says it
         config: Any = sys.modules["torch._functorch.config"]
         if config.backward_pass_autocast == _STOCK:  # else it is a setting of the user's
@@ -51,7 +51,7 @@ class _Compilations:
             self._changed = config
 
     def restore(self) -> None:
-        """Put torch's setting back."""
+        """Restore torch's setting."""
         if self._changed is not None:
             self._changed.backward_pass_autocast = _STOCK
             self._changed = None
@@ -61,7 +61,7 @@ compilations = _Compilations()
 
 
 def begins(_: Any) -> None:
-    """Note that a compilation begins, in the thread that has called the function."""
+    """Note that a compilation begins, in the thread that called the compiled function."""
     if thread.live():
         compilations.leave_autocast()
 
@@ -72,7 +72,7 @@ def _ends(_: Any) -> None:
 
 @constant_to_dynamo
 def leave_autocast() -> None:
-    """Have torch.compile make the backward of the forward that it traces without autocast."""
+    """Make torch.compile build the backward of the forward that it traces without autocast."""
     if begins not in compilations.observers:
         compilations.observe()
     compilations.leave_autocast()

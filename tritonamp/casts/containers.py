@@ -1,6 +1,6 @@
-"""Copies of containers with other items: of the same class, and the original keeps its own.
+"""Copy containers with other items. The copies have the originals' classes.
 
-Where a class does not allow such a copy, functions return the original.
+Originals keep their items. Where a class does not allow such a copy, functions return the original.
 """
 
 import copy
@@ -16,8 +16,8 @@ def sequence_of(value: Any, items: list[Any]) -> Any:
     """Return a list, tuple, named tuple or deque like ``value`` with these items; else ``value``.
 
     Args:
-        value: the sequence to copy.
-        items: as many as ``value`` has.
+        value: sequence to copy.
+        items: new items, as many as ``value`` has.
     """
     kind = type(value)
     if kind is list:
@@ -35,9 +35,9 @@ def mapping_of(value: Any, items: dict[Any, Any], changed: Iterable[Any]) -> Any
     """Return a mapping like ``value`` with these items; else ``value``.
 
     Args:
-        value: the mapping to copy.
-        items: all of them, with the keys of ``value``.
-        changed: the keys of those that differ from those of ``value``.
+        value: mapping to copy.
+        items: all items of the copy, under the keys of ``value``.
+        changed: keys whose items differ from those of ``value``.
     """
     kind = type(value)
     if kind is dict:
@@ -55,9 +55,9 @@ def object_of(value: Any, attributes: dict[str, Any], changed: Iterable[str]) ->
     """Return a copy of a dataclass or another plain object with these attributes; else ``value``.
 
     Args:
-        value: the object to copy.
-        attributes: all that were looked at, by their names.
-        changed: the names of those that differ from those of ``value``.
+        value: object to copy.
+        attributes: attributes of the copy by name.
+        changed: names of the attributes that differ from those of ``value``.
     """
     try:
         result = copy.copy(value)
@@ -81,7 +81,7 @@ def _first(value: Any, pairs: list[tuple[Any, Any]], makers: list[Callable[[], A
 
 
 def _tuple(value: Any, items: list[Any]) -> Any:
-    """Return a tuple of the class of ``value``, which may not be made of its items alone."""
+    """Return a tuple of the class of ``value``, whose constructor may take other arguments."""
     result = tuple.__new__(type(value), items)
     if hasattr(value, "__dict__"):
         vars(result).update(vars(value))
@@ -89,7 +89,10 @@ def _tuple(value: Any, items: list[Any]) -> Any:
 
 
 def _copy(value: Any, pairs: list[tuple[Any, Any]]) -> Any:
-    """Return a copy with some items written into it; a shallow one may hold the same memory."""
+    """Return a shallow copy with some items replaced, or None if ``value`` changed with it.
+
+    A shallow copy may share memory with the original. The items of ``value`` are put back then.
+    """
     result = copy.copy(value)
     before = [(key, value[key]) for key, _ in pairs]
     try:

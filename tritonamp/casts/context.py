@@ -1,4 +1,4 @@
-"""The context that modules of an enabled model share, and their forwards under its policy."""
+"""The context that modules of an enabled model share, and its forwards under the policy."""
 
 import contextlib
 import dataclasses
@@ -21,36 +21,36 @@ RunForward = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
 
 
 class ForwardObserver(Protocol):
-    """Whom each forward of an enabled model is reported to.
+    """Receives a report of each forward of an enabled model.
 
-    What ``before`` returns is handed to ``after`` or ``failed``.
+    The result of ``before`` is passed to ``after`` or ``failed``.
     """
 
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> Any:
-        """Note that a forward begins; return None where its end is of no interest."""
+        """Note that a forward begins. Return None if its end need not be reported."""
 
     def after(self, noted: Any, output: Any) -> None:
-        """Note that it has returned ``output``."""
+        """Note that the forward returned ``output``."""
 
     def failed(self, noted: Any) -> None:
-        """Note that it has raised."""
+        """Note that the forward raised."""
 
 
 class RanksInForward(Protocol):
-    """The ranks that a model is trained on, which become known in its forwards."""
+    """The ranks that train a model together. Forwards reveal them."""
 
     @property
     def gathered(self) -> bool:
         """Whether FSDP2 gathers the parameters."""
 
     def on_forward(self) -> bool:
-        """Take note of the DDP or stage that this forward runs in; return whether it has data."""
+        """Note the DDP or stage that this forward runs in. Return whether the forward has data."""
 
 
 class Entry(NamedTuple):
-    """What a thread is put into for a forward: a policy, and torch's autocast."""
+    """The state that a forward puts its thread into: a policy, and torch's autocast."""
 
-    number: int  # of the policy, by ``active.number_of``; NO_RULES: autocast is left as it is
+    number: int  # of the policy, by ``active.number_of``; NO_RULES: autocast does not change
     followed: active.ActivePolicy | None  # this policy; None: no rules
     device_type: str
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class Entry(NamedTuple):
 
 
 def _entry_of(context: "EnabledContext") -> Entry:
-    """Return what forwards of a context's model enter."""
+    """Return the entry for the forwards of a context's model."""
     policy, device_type, owner = context.policy, context.device_type, weakref.ref(context)
     if not torch.amp.is_autocast_available(device_type):
         return Entry(active.NO_RULES, None, "cpu", policy.dtype, False, owner)
@@ -76,24 +76,27 @@ def _entry_of(context: "EnabledContext") -> Entry:
 
 
 class EnabledContext:
-    """What an enabled module knows: its policy and backend, and the FP32 values of half tensors.
+    """What the modules of an enabled model know: its policy, its backend, and its FP32 values.
 
-    Copies keep the policy. Their tensors hold the FP32 values themselves.
+    A copy of a model keeps the policy, but its ``fp32_values`` are empty, because the tensors of a
+    copy hold the FP32 values themselves.
 
     Attributes:
-        handle: the ``Amp``; None in copies, and while it is built.
-        policy: what runs in which precision.
+        handle: ``Amp`` of the model; None in copies, and while the ``Amp`` is built.
+        policy: policy of the model.
         backend: "auto", "triton" or "eager".
-        fp32_values: of the model's half tensors.
-        observer: whom forwards are reported to; None in copies.
-        ranks: the ranks that decide together; None in copies, which decide alone.
-        holdings: what ``sharing`` notes of an enabled model; None in copies.
-        casts: whether anything is computed in half.
-        device_type: where the parameters are.
-        autocast: whether forwards run under torch's autocast, at whose keys the op table is.
-        run_forward: takes a function, its ``args`` and ``kwargs``, and runs it under the op policy.
-        input_cast: what becomes of arguments that are cast.
-        output_cast: what becomes of outputs; None: nothing.
+        fp32_values: FP32 values of the model's half tensors.
+        observer: receiver of reports about forwards; None in copies.
+        ranks: ranks that decide together; None in copies.
+        holdings: ``Holdings`` of the model in ``sharing``; None in copies.
+        casts: whether the policy computes anything in half.
+        device_type: device type of the parameters.
+        autocast: whether forwards run under torch's autocast, at whose keys the op table is
+            registered.
+        run_forward: function that runs a function with its ``args`` and ``kwargs`` under the op
+            policy.
+        input_cast: cast for the arguments that the policy selects.
+        output_cast: cast for outputs; None: outputs stay as they came.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class EnabledContext:
 
     @contextlib.contextmanager
     def under(self, policy: Policy) -> Iterator[None]:
-        """Have forwards run under another policy inside the block; dtypes of tensors stay."""
+        """Run forwards under another policy inside the block. Tensors keep their dtypes."""
         before = dict(vars(self))
         self.policy = policy
         self.move(self.device_type)
@@ -126,12 +129,12 @@ class EnabledContext:
             vars(self).update(before)
 
     def move(self, device_type: str) -> None:
-        """Note that the parameters are on a device of this type now."""
+        """Adapt to parameters that are on a device of this type now."""
         self.device_type = device_type
         self.casts = self.policy.cast_model or self.policy.op_policy
         entry = self._entry = _entry_of(self)
         self.autocast = entry.number != active.NO_RULES
-        # without a method of its own between: each call of a function counts
+        # no method wraps it, because at each forward every Python call counts
         self.run_forward: RunForward = (
             functools.partial(run_under, entry) if self.casts else _run_plainly
         )
@@ -141,7 +144,7 @@ class EnabledContext:
 
     @property
     def is_copy(self) -> bool:
-        """Whether it is that of a copy, which belongs to no ``Amp``."""
+        """Whether the context is a copy's, which belongs to no ``Amp``."""
         return self.handle is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EnabledContext":
@@ -154,7 +157,7 @@ class EnabledContext:
     @contextlib.contextmanager
     @active.inlined_by_dynamo
     def entered(self) -> Iterator[None]:
-        """Put the op policy around a ``with`` block."""
+        """Apply the op policy to a ``with`` block."""
         if not self.autocast:
             yield
         elif torch.compiler.is_compiling():
@@ -169,7 +172,7 @@ class EnabledContext:
     def run_compiled(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Do what ``run_forward`` does so that torch.compile traces it, and the function."""
+        """Do what ``run_forward`` does, in a form that torch.compile can trace."""
         if not self.casts:
             return function(*args, **kwargs)
         with self._traced():
@@ -178,7 +181,7 @@ class EnabledContext:
     @contextlib.contextmanager
     @active.inlined_by_dynamo
     def _traced(self) -> Iterator[None]:
-        """Do what ``_enter`` and ``_restore`` do by what torch.compile has graph nodes for."""
+        """Enter and leave the policy and autocast, in a form that torch.compile can trace."""
         active.tell_dynamo()
         leave_autocast()
         self._have_rules()
@@ -208,8 +211,8 @@ def run_under(
 ) -> Any:
     """Return ``function(*args, **kwargs)``, run under a policy and its autocast.
 
-    As in ``EnabledContext.entered``, without a generator. Whatever is raised, this thread is left
-    as it was: also by a Ctrl-C that comes while it is being changed.
+    This does what ``EnabledContext.entered`` does, without the cost of a generator. Any exception
+    leaves this thread as it was before, even a Ctrl-C during the changes themselves.
     """
     before = _begin(entry.device_type)
     try:
@@ -231,7 +234,10 @@ def _run_plainly(
 
 @contextlib.contextmanager
 def restored(device_type: str) -> Iterator[None]:
-    """Leave this thread as it is, also where a Ctrl-C comes while autocast is entered or left."""
+    """Restore this thread's policy and autocast at the end of the block.
+
+    A Ctrl-C while autocast is entered or left cannot prevent this.
+    """
     before = _begin(device_type)
     try:
         yield
@@ -243,7 +249,7 @@ def restored(device_type: str) -> Iterator[None]:
 
 @active.inlined_by_dynamo
 def _begin(device_type: str) -> tuple[int, str, bool, torch.dtype, bool, int]:
-    """Return what ``_restore`` puts back, and count one more autocast block."""
+    """Return the arguments of ``_restore``, and count one more autocast block."""
     return (
         len(active.thread.stack and active.thread.live()),
         device_type,
@@ -256,7 +262,7 @@ def _begin(device_type: str) -> tuple[int, str, bool, torch.dtype, bool, int]:
 
 @active.inlined_by_dynamo
 def _enter(entry: Entry) -> None:
-    """Have this thread follow a policy, and turn on its autocast."""
+    """Make this thread follow a policy, and turn on its autocast."""
     _, followed, device_type, dtype, cache, context = entry
     active.push_policy(followed)
     if followed is None:
@@ -275,10 +281,10 @@ def _enter(entry: Entry) -> None:
 def _restore(
     depth: int, device_type: str, enabled: bool, dtype: torch.dtype, cache: bool, nesting: int
 ) -> None:
-    """Put back what ``_enter`` changes in a thread, from wherever it is.
+    """Restore the thread state that ``_enter`` changes, even if only a part was changed.
 
-    ``depth`` and ``nesting`` count the enabled forwards, and the autocast blocks, that the thread
-    was in.
+    ``depth`` and ``nesting`` are the numbers of enabled forwards, and of autocast blocks, that the
+    thread was in. The other arguments are the state of its autocast.
     """
     active.pop_policies(depth)
     torch.set_autocast_enabled(device_type, enabled)

@@ -1,6 +1,7 @@
 """Copies of half parameters are FP32, and torch's ``AveragedModel`` reads FP32 values.
 
-An average in half stands still: a step of 1 - decay is less than half a unit in the last place.
+An average in half stands still, because a step of 1 - decay is smaller than half a unit in the last
+place.
 """
 
 import contextlib
@@ -23,12 +24,12 @@ from tritonamp.policy import HALF_DTYPES
 logger = logging.getLogger("tritonamp")
 
 # private (Python 3.10 to 3.14), and asked before ``__deepcopy__``: it serves every class of
-# tensors, and what torch has in its classes stays as it is
+# tensors, and torch's own classes do not change
 _copiers: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
 
 
 class _Readers:
-    """What reads FP32 values in the whole process, while a model is enabled.
+    """Makes copies and averages read FP32 values, in the whole process, while a model is enabled.
 
     Attributes:
         values: FP32 values of each ``Amp``.
@@ -52,7 +53,7 @@ class _Readers:
             self._undo.callback(_copiers.pop, kind)
 
     def release(self, values: Fp32Values | None) -> None:
-        """Take back one ``acquire``; the last one leaves torch and copy as they were."""
+        """Undo one ``acquire``. The last call restores torch and Python's ``copy``."""
         if values is not None:  # else it is gone
             self.values.discard(values)
         if not self.values:
@@ -60,7 +61,7 @@ class _Readers:
             self._has_warned = False
 
     def fp32_value(self, tensor: Tensor) -> Tensor | None:
-        """Return the FP32 value of an enabled half tensor, to be read at once; None of others."""
+        """Return the FP32 value of an enabled half tensor, to be read at once; None for others."""
         if tensor.dtype in HALF_DTYPES:
             for values in self.values:
                 if tensor in values:
@@ -68,11 +69,11 @@ class _Readers:
         return None
 
     def as_averaged(self, averaged: Tensor, tensor: Tensor) -> Tensor:
-        """Return what a tensor of an ``AveragedModel`` is averaged with.
+        """Return the value that enters an average.
 
         Args:
-            averaged: the tensor of the average.
-            tensor: the same of the model.
+            averaged: tensor of an ``AveragedModel``.
+            tensor: the model's tensor in the same place.
         """
         value = self.fp32_value(tensor)
         value = tensor if value is None else value
@@ -94,7 +95,7 @@ acquire, release = _readers.acquire, _readers.release
 
 
 def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Return the deep copy of a tensor: FP32 where it is an enabled half one."""
+    """Return the deep copy of a tensor, in FP32 if the tensor is an enabled half one."""
     with torch.inference_mode(False):  # else the copy could not be trained
         value = _readers.fp32_value(tensor)
         copied: Tensor = tensor.__deepcopy__(memo)
@@ -107,8 +108,8 @@ class _Averaged:
     """A model as ``AveragedModel.update_parameters`` reads it: with FP32 values.
 
     Args:
-        average: the module inside of the AveragedModel.
-        model: the model that it is updated with.
+        average: module inside the AveragedModel.
+        model: model that updates the average.
     """
 
     def __init__(self, average: nn.Module, model: nn.Module) -> None:
@@ -118,11 +119,11 @@ class _Averaged:
         return getattr(self._model, name)
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield what each parameter of the average is averaged with."""
+        """Yield the value that enters the average for each parameter."""
         return map(_readers.as_averaged, self._average.parameters(), self._model.parameters())
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield what each buffer of the average is averaged with."""
+        """Yield the value that enters the average for each buffer."""
         return map(_readers.as_averaged, self._average.buffers(), self._model.buffers())
 
 

@@ -1,6 +1,6 @@
-"""The op table at torch's autocast keys.
+"""Register the op table at torch's autocast keys.
 
-Outside an enabled forward every entry hands over to the kernel that torch had there before.
+Outside an enabled forward every entry calls the kernel that torch had there before.
 """
 
 import functools
@@ -26,32 +26,32 @@ from tritonamp.watched.frames import Role, plays
 
 
 class _Registration:
-    """What is in force in the whole process."""
+    """The state of the registration, one for the whole process."""
 
     def __init__(self) -> None:
-        self.libraries: list[torch.library.Library] = []  # the op table's
-        self.stock: Any = None  # torch.utils.checkpoint's function that ``noted`` stands in for
+        self.libraries: list[torch.library.Library] = []  # of the op table
+        self.stock: Any = None  # torch.utils.checkpoint's function that ``noted`` replaces
         self.noted: Any = None
-        self.owners = 0  # how many enabled models there are, and copies that borrow
+        self.owners = 0  # number of enabled models, and of copies that borrow
 
 
 registration = _Registration()
 
 
 def is_registered() -> bool:
-    """Tell whether torch's dispatch tables hold the op table now."""
+    """Return whether torch's dispatch tables hold the op table now."""
     return len(registration.libraries) > 0
 
 
 def acquire() -> None:
-    """Have the op table, and the user's registered functions, for one more enabled model."""
+    """Register the op table, and the user's functions, for one more enabled model."""
     registration.owners += 1
     _register()
     registered.replace_originals()
 
 
 def borrow(borrower: Any) -> None:
-    """Do what ``acquire`` does for the life of ``borrower``, a copy that outlives its original."""
+    """Do what ``acquire`` does for the lifetime of ``borrower``, the context of a copy."""
     acquire()
     weakref.finalize(borrower, release).atexit = False
 
@@ -88,7 +88,7 @@ def _register() -> None:
 
 
 def release() -> None:
-    """Take back one ``acquire``; the last one puts dispatch tables and functions back."""
+    """Undo one ``acquire``. The last call restores torch's dispatch tables and functions."""
     registration.owners -= 1
     if registration.owners == 0:
         registered.restore_originals()
@@ -97,12 +97,12 @@ def release() -> None:
             # private (torch 2.11 to 2.15): else the kernels stay until the library is collected
             library._destroy()
         registration.libraries.clear()
-        if checkpoint._get_autocast_kwargs is registration.noted:  # else somebody has wrapped it
+        if checkpoint._get_autocast_kwargs is registration.noted:  # else other code has wrapped it
             checkpoint._get_autocast_kwargs = registration.stock
 
 
 class _Op:
-    """One op at one autocast key, without our rules."""
+    """One op at one autocast key, without tritonamp's rules."""
 
     def __init__(self, namespace: str, op: str, key_name: str) -> None:
         self.plans: dict[Any, Any] = {}
@@ -113,14 +113,14 @@ class _Op:
         # kernel is registered
         self.after = torch._C._dispatch_keyset_full_after(key)
         self.kernel = None
-        # torch_nn's ops have none, and may not be there yet
+        # torch_nn's ops have no kernel here, and may not be imported yet
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         if namespace == "aten" and has_kernel(f"aten::{op}", key_name):
             self.kernel = torch.library.get_kernel(self.target, key_name)
 
     @functools.cached_property
     def target(self) -> Any:
-        """The op, which need not be there before it is called: torch_nn's are imported late."""
+        """The op. It is looked up at its first call, because torch_nn's ops are imported late."""
         packet, _, overload = self.op.partition(".")
         return getattr(getattr(getattr(torch.ops, self.namespace), packet), overload or "default")
 
@@ -128,7 +128,7 @@ class _Op:
         return self.run_without_rules(self.target, *args, **kwargs)
 
     def run_without_rules(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return ``function(*args, **kwargs)`` where no rule and no autocast applies."""
+        """Return ``function(*args, **kwargs)``, computed without rules and without autocast."""
         before, thread.in_rule = thread.in_rule, True
         try:
             # private (torch 2.11 to 2.15): torch.autocast(enabled=False) would also change what
@@ -139,7 +139,7 @@ class _Op:
             thread.in_rule = before
 
     def call_torchs(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        """Return what torch would have returned at this key."""
+        """Return what torch alone would return at this key."""
         # torch.func comes back here from below a rule, where the guard is undone: hence in_rule
         if self.kernel is not None and not thread.in_rule:
             return self.kernel.call_boxed(keyset, *args, **kwargs)

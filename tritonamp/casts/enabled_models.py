@@ -1,4 +1,4 @@
-"""The models of one ``enable``: the dtypes and classes that they get, and how they go back."""
+"""The models of one ``enable``: their dtypes and classes, and how both are restored."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,14 +22,14 @@ class EnabledModels:
     """Models that compute as the policy of a context says, until ``disable``.
 
     Args:
-        models: not enabled yet.
-        context: what their modules will know.
-        stepped: the parameters that optimizers step on.
-        gathered: FSDP2 makes the half copies of FP32 parameters itself, as it gathers them.
+        models: models that are not enabled yet.
+        context: context for all modules of the models.
+        stepped: parameters that optimizers step on.
+        gathered: whether FSDP2 makes half copies of FP32 parameters when it gathers them.
 
     Attributes:
-        dtypes: of their tensors.
-        fused: names of the norms that people wrote and that run as one kernel.
+        dtypes: dtypes of the models' tensors.
+        fused: names of the user-written norms that run as one kernel.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EnabledModels:
         sharing.note(context, models, self.dtypes, stepped)
 
     def _install_norms(self, model: nn.Module, context: EnabledContext, front: str) -> None:
-        """Have norms that are not torch's give what they get, as one kernel where that is same."""
+        """Make user-written norms keep half results half, and run proved RMSNorms as one kernel."""
         policy = context.policy
         for name, inner in model.named_modules():
             if inner is model or is_installed(inner) or not is_written_norm(inner):
@@ -74,10 +74,10 @@ class EnabledModels:
                 install(inner, NormModule, context, *unknown_followers(inner))
 
     def disable(self) -> dict[Tensor, Tensor]:
-        """Give tensors the dtype, and modules the class, that they came with.
+        """Restore the dtypes of tensors and the classes of modules.
 
         Returns:
-            each tensor that is half afterwards, to its FP32 value from before.
+            FP32 value, before this call, of each tensor that is half afterwards.
         """
         sharing.forget(self._context)
         fp32_values = self.dtypes.restore()
@@ -89,7 +89,7 @@ class EnabledModels:
 
 
 def _make_plain(model: nn.Module, is_left: Callable[[EnabledContext], bool]) -> None:
-    """Give the modules for whose context ``is_left`` is True the class that they came with."""
+    """Restore the classes of the modules for whose context ``is_left`` is True."""
     for module in model.modules():
         context = vars(module).get("_tritonamp_context")
         if context is not None and is_left(context):

@@ -1,4 +1,4 @@
-"""The classes that ``enable`` gives to a model, and to modules inside it that stay FP32."""
+"""The classes that ``enable`` gives to a model, and to modules inside it."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ from tritonamp.watched.frames import Role, plays
 
 
 class _WithForward(Swapped):
-    """A module whose forward is run by ``_run``; one that was set on the instance counts, too."""
+    """A module whose forward ``_run`` runs, also a forward that was set on the instance."""
 
     _belongings: ClassVar[tuple[str, ...]] = ("_tritonamp_context",)
     _set_aside = ("forward", "_tritonamp_forward")
@@ -34,7 +34,11 @@ class _WithForward(Swapped):
 
     @property
     def _tritonamp(self) -> EnabledContext:
-        """What the module knows; raises RuntimeError while its weights are asleep."""
+        """The context of the module.
+
+        Raises:
+            RuntimeError: the weights of the model are asleep.
+        """
         context = self._tritonamp_context
         context.fp32_values.asleep.check_weights()
         return context
@@ -55,19 +59,19 @@ class _WithForward(Swapped):
 
 
 class Method(NamedTuple):
-    """A method that a model is called by in the place of its forward."""
+    """A method that runs as an enabled model's forward does."""
 
     name: str
     signature: Signature
 
     def wanted(self, cast_inputs: Any, forward: Signature) -> bool | tuple[str, ...]:
-        """Return which arguments are cast: those of the names that the forward's positions have."""
+        """Return the arguments to cast. Positions become the names that the forward gives them."""
         named = isinstance(cast_inputs, bool)
         return cast_inputs if named else tuple(wanted_names(cast_inputs, forward))
 
 
 def _entered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that runs as ``forward`` does, unless it is called inside of one."""
+    """Return a method that runs as ``forward`` does, unless an enabled forward calls it."""
     entered = Method(name, signature_of(functools.partial(function, None)))
 
     @functools.wraps(function)
@@ -88,15 +92,15 @@ def enabled_forward(
     kwargs: Any,
     method: Method | None = None,
 ) -> Any:
-    """Run an enabled model's forward, or another method in the place of it.
+    """Run an enabled model's forward, or another method as if it were the forward.
 
     Args:
-        module: the model.
-        forward: of the class it had before, or the one that was set on the instance.
-        bound: arguments that come before the caller's ``args`` and ``kwargs``.
-        args: see ``bound``.
-        kwargs: see ``bound``.
-        method: by which the caller calls the model; None: its forward.
+        module: enabled model.
+        forward: forward of the model's original class, or the one that was set on the instance.
+        bound: arguments that come before ``args``.
+        args: positional arguments of the caller.
+        kwargs: keyword arguments of the caller.
+        method: method that the caller called; None: the forward.
     """
     if torch.compiler.is_compiling():
         return _traced_forward(module, forward, bound, args, kwargs, method)
@@ -132,7 +136,7 @@ def _traced_forward(
     kwargs: Any,
     method: Method | None,
 ) -> Any:
-    """Run the same where torch.compile traces it: nothing is noted."""
+    """Do what ``enabled_forward`` does while torch.compile traces. The observer gets no report."""
     context = module._tritonamp
     if context.ranks is not None:
         context.ranks.on_forward()
@@ -145,7 +149,7 @@ def _traced_forward(
 
 
 def _cast_inputs(module: Any, args: Any, kwargs: Any, method: Method | None) -> tuple[Any, Any]:
-    """Return the arguments of a forward, or of a method, as the policy wants them cast."""
+    """Return the arguments of a forward or method, cast as the policy says."""
     context, signature = module._tritonamp, module._tritonamp_inputs
     wanted = context.policy.cast_inputs
     if method is not None:
@@ -154,11 +158,11 @@ def _cast_inputs(module: Any, args: Any, kwargs: Any, method: Method | None) -> 
 
 
 def _cast_outputs(context: EnabledContext, output: Any, method: Method | None) -> Any:
-    """Return what a forward, or a method, returns as the policy wants it cast, if it does."""
+    """Return the output of a forward or method, cast as the policy says."""
     cast = context.output_cast
     if cast is None:
         return output
-    if method is not None:  # which may be there to hand parameters out
+    if method is not None:  # its purpose may be to return parameters
         cast = cast._replace(passes=(nn.Parameter,))
     return cast_tree(output, cast)
 
@@ -166,12 +170,12 @@ def _cast_outputs(context: EnabledContext, output: Any, method: Method | None) -
 def _fp32_forward(
     module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Run the forward of a module that stays FP32; arguments as for ``enabled_forward``."""
+    """Run the forward of a module that stays FP32. Arguments are those of ``enabled_forward``."""
     output = _in_fp32(module, forward, *bound, *args, **kwargs)
     policy = module._tritonamp.policy
     if policy.op_policy:
         return output
-    # nothing else would reconcile FP32 activations with the half layers that follow
+    # without an op table, the half layers that follow would refuse FP32 activations
     return cast_tree(output, to_half(policy.dtype))
 
 
@@ -190,7 +194,7 @@ def _in_fp32(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any
 class EnabledModule(_WithForward):
     """A model whose forward runs under its policy and whose ``state_dict`` holds FP32 values.
 
-    So do its other methods that reach parameters.
+    Its other methods that reach parameters run under the policy, too.
     """
 
     _belongings: ClassVar[tuple[str, ...]] = (
@@ -210,17 +214,17 @@ class EnabledModule(_WithForward):
 
     @classmethod
     def _members(cls, base: type, *methods: str) -> dict[str, Any]:
-        """Return the members of the subclass of ``base`` whose ``methods`` run as its forward."""
+        """Return the members of a subclass of ``base`` whose ``methods`` run as its forward."""
         entered = {name: _entered(name, getattr(base, name)) for name in methods}
         return super()._members(base) | entered | pretrained_members(base)
 
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """Return what the plain model's would be.
+        """Return the state of the plain model.
 
-        Parameters that train, and tensors that came in FP32, are FP32 in it, unless
-        ``policy.state_dict_dtype`` is half. All others are as they are stored.
+        Trainable parameters, and tensors that came in FP32, are FP32, unless
+        ``policy.state_dict_dtype`` is half. All other tensors have their stored dtype.
         """
         if args:  # positional as torch still allows
             defaults: tuple[Any, ...] = (destination, prefix, keep_vars)
@@ -240,7 +244,7 @@ class EnabledModule(_WithForward):
     # private, but what subclasses in torch itself override (RNNBase): ``to``, ``cuda`` and the like
     # all end here, from torch 2.11 to 2.15
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Follow ``to``, ``cuda``, ``cpu`` of the module, or of modules around it.
+        """Apply a conversion, such as ``to``, ``cuda`` or ``cpu``, to the model's tensors.
 
         Raises:
             RuntimeError: ``fn`` would change dtypes, as ``half``, ``float`` and ``double`` do.
@@ -271,9 +275,9 @@ class EnabledModule(_WithForward):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
     ) -> None:
-        """Take FP32 values unrounded.
+        """Load FP32 values without rounding.
 
-        torch calls it for the root before its children, with the whole state.
+        torch calls this for the root before its children, with the whole state.
         """
         assigns = local_metadata.get("assign_to_params_buffers", False)
         if assigns and not self._tritonamp.is_copy:
@@ -292,7 +296,7 @@ class EnabledModule(_WithForward):
 
 
 class Fp32Module(_WithForward):
-    """A module inside an enabled model that computes in FP32: half inputs are cast up."""
+    """A module inside an enabled model that computes in FP32. Its half inputs are cast to FP32."""
 
     _run = staticmethod(_fp32_forward)
 
@@ -300,7 +304,7 @@ class Fp32Module(_WithForward):
 def _norm_forward(
     module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Run the forward of a written norm layer; arguments as for ``enabled_forward``."""
+    """Run the forward of a user-written norm. Arguments are those of ``enabled_forward``."""
     if module._tritonamp_context.policy.op_policy:
         output = forward(*bound, *args, **kwargs)
     else:
@@ -309,7 +313,7 @@ def _norm_forward(
 
 
 class NormModule(_WithForward):
-    """A norm layer that is not torch's: its FP32 weights do not make a half result FP32."""
+    """A norm layer that is not torch's. Its FP32 weights do not make a half result FP32."""
 
     _belongings: ClassVar[tuple[str, ...]] = (
         "_tritonamp_context",
@@ -321,7 +325,7 @@ class NormModule(_WithForward):
     _run = staticmethod(_norm_forward)
 
     def _copied(self, memo: dict[int, Any] | None) -> Any:
-        """Return a copy that finds out by itself which results follow: its policy may differ."""
+        """Return a copy that records no followers yet, because its policy may differ."""
         copied = super()._copied(memo)
         copied._tritonamp_followers, copied._tritonamp_number = unknown_followers(copied)
         return copied

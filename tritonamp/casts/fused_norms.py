@@ -1,4 +1,4 @@
-"""RMSNorms that people write: told by their code, and run as ``rms_norm``."""
+"""Recognise RMSNorms that users wrote by their code, and run them as ``rms_norm``."""
 
 import copy
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from tritonamp.casts.straight_code import Computed, computed_by
 from tritonamp.policy import HALF_DTYPES
 
 _PROBES = (((6,), 1.0), ((2, 3), 1e-4), ((1, 2, 3), 1e4), ((70,), 1.0))
-"""Shapes, in front of the last dimension, and sizes of values; eps shows in small ones."""
-_CLOSE = 16 * torch.finfo(torch.float32).eps  # of the largest value: each has some ten roundings
+"""Shapes without the last dimension, and magnitudes of values. Small values reveal eps."""
+_CLOSE = 16 * torch.finfo(torch.float32).eps  # times the largest value: some ten roundings
 
 Norm = Callable[[Tensor, Tensor], Tensor]
-"""Computes a norm over the last dimension, given input and weight."""
+"""Function of input and weight that computes a norm over the last dimension."""
 
 
 class Recipe(NamedTuple):
-    """What a module computes: ``rms_norm(x, x.shape[-1:], offset + weight, eps)``.
+    """The formula of a module: ``rms_norm(x, x.shape[-1:], offset + weight, eps)``.
 
     ``offset`` is 1 where the parameter is the weight's distance from 1, else 0.
     """
@@ -30,10 +30,10 @@ class Recipe(NamedTuple):
     weight: str  # name of the parameter
     offset: float
     eps: float
-    computed: Computed  # the proof, and what it is true for
+    computed: Computed  # the proof, and its conditions
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the norm of ``x``, in its dtype; half is computed in FP32, and rounded once."""
+        """Return the norm of ``x``, in its dtype. Half is computed in FP32 and rounded once."""
         if self.offset and weight.dtype in HALF_DTYPES:  # half has no numbers between 1 and 1.001
             weight = weight.float()
         weight = weight.to(torch.promote_types(weight.dtype, x.dtype))
@@ -43,7 +43,7 @@ class Recipe(NamedTuple):
 
 
 def proved(module: nn.Module) -> Recipe | None:
-    """Return what an RMSNorm computes, if its code proves that it is one; see ``computed_by``."""
+    """Return the formula of an RMSNorm if ``computed_by`` proves it from the code, else None."""
     own = list(module.named_parameters())
     if len(own) != 1 or own[0][1].dim() != 1 or [*module.children(), *module.buffers()]:
         return None
@@ -58,11 +58,11 @@ def proved(module: nn.Module) -> Recipe | None:
 
 
 def recipe_of(module: nn.Module) -> Recipe | None:
-    """Return what an RMSNorm computes; None where it is another module, or cannot be told.
+    """Return the formula of an RMSNorm; None for other modules, and for unproved ones.
 
-    Its code has to prove it. Then a copy runs on a few numbers in main memory, in FP32, and is
-    compared with ``rms_norm`` in float64, gradients included: torch may do something else than the
-    proof says. Hooks do not run.
+    The code has to prove the formula. Then a copy runs on a few FP32 numbers on the CPU, and its
+    values and gradients are compared with those of ``rms_norm`` in float64, because torch may not
+    compute what the proof assumes. Hooks do not run.
     """
     recipe = proved(module)
     if recipe is None:
@@ -84,7 +84,7 @@ def recipe_of(module: nn.Module) -> Recipe | None:
 
 
 def _is_same(norm: Norm, other: Norm, n: int) -> bool:
-    """Tell whether two norms have the same values and gradients, and half results of half."""
+    """Return whether two norms agree, gradients included, and ``norm`` keeps half inputs half."""
     half = _probe(2, n).half()
     if norm(half, half[0]).dtype is not half.dtype:
         return False
@@ -122,7 +122,7 @@ def _probe(*shape: int) -> Tensor:
 def _fused_forward(
     module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Run the forward of a recognised norm; arguments as for ``enabled_forward``."""
+    """Run the forward of a recognised norm. Arguments are those of ``enabled_forward``."""
     recipe: Recipe = module._tritonamp_recipe
     weight: Tensor = getattr(module, recipe.weight)
     fits = len(args) == 1 and not kwargs and _fits(args[0], weight)
@@ -132,7 +132,7 @@ def _fused_forward(
 
 
 def _fits(x: Any, weight: Any) -> bool:
-    """Tell whether the norm of ``x`` has its dtype, whatever the code's casts are."""
+    """Return whether the norm of ``x`` has the dtype of ``x``, whatever casts the code makes."""
     if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
         return False
     if x.shape[-1:] != weight.shape or x.device != weight.device:

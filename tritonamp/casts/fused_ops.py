@@ -21,14 +21,17 @@ from tritonamp.kernels._implementations import MIN_NUMEL, TraceableOp
 from tritonamp.kernels._launch import KernelError
 from tritonamp.policy import HALF_DTYPES, Policy
 
-MOST_PLANS = 4096  # of an op, as there may be other shapes in every call
+MOST_PLANS = 4096  # per op; without a bound, new shapes in every call would fill memory
 
 
 class Choice:
-    """What a rule has chosen for tensors that lie in memory alike: a call takes these.
+    """The implementation that a rule chose for tensors of one kind. Later calls reuse it.
 
-    ``function`` of autograd takes the tensors, ``args`` and ``compute``, which its forward calls.
-    ``plans`` has the other choices of the same op.
+    Attributes:
+        function: autograd function that takes the tensors, ``args`` and ``compute``.
+        args: arguments of ``function`` that are not tensors.
+        compute: prepared launch that the forward of ``function`` calls.
+        plans: all choices of the same op.
     """
 
     __slots__ = ("args", "compute", "function", "plans")
@@ -46,10 +49,10 @@ class Choice:
         self.plans = plans
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
-        """Return the result; where there is no gradient to compute, at less cost.
+        """Return the result. Where no gradient is needed, autograd's function is skipped.
 
         Raises:
-            KernelError: as the operation.
+            KernelError: the kernel cannot be compiled, and the backend is "triton".
         """
         try:
             if torch.is_grad_enabled():
@@ -66,10 +69,11 @@ class Choice:
 def _find(
     stock: Stock, active: ActivePolicy, input: Tensor, *rest: Hashable
 ) -> tuple[Hashable, Choice | None]:
-    """Return what a call is known by, None where it must not be, and what was chosen before.
+    """Return the key of a call, and the choice of an earlier call with that key.
 
-    ``active`` is one of the policies that ``enter`` numbers, which are never freed; ``rest`` is all
-    else that choices depend on.
+    The key is None where choices must not be reused: under a dispatch mode or torch.func, and for
+    nested or traced tensors. It has the id of ``active``, because policies that ``enter`` numbers
+    are never freed. ``rest`` has all other facts that choices depend on.
     """
     # private (torch 2.11 to 2.15), nothing public asks it: a dispatch mode looks into what runs
     if torch._C._len_torch_dispatch_stack() or is_under_transforms():
@@ -82,7 +86,7 @@ def _find(
 
 
 def _least(active: ActivePolicy) -> int:
-    """Return from which size on torch's kernels of a GPU are not preferred to those here."""
+    """Return the number of elements from which "auto" prefers the kernels here on a GPU."""
     return 0 if active.backend == "triton" else MIN_NUMEL
 
 
@@ -103,7 +107,7 @@ def _apply(
 ) -> Tensor:
     """Apply an autograd function by its kernel, or by eager torch without any rules.
 
-    The former is kept as a plan for calls with this key.
+    A kernel is kept as the plan for calls with the key ``key``.
     """
     compute = operation.chosen(active.backend, tensors[0])
     if compute is operation.torch_function:
@@ -126,7 +130,7 @@ def _softmax_rule(
 ) -> Rule:
     """Return the rule of softmax or log_softmax.
 
-    ``result_dtype`` gives the dtype of the result where the caller asks for none.
+    ``result_dtype`` returns the dtype of the result where the caller asks for none.
     """
 
     def rule(
@@ -207,7 +211,7 @@ def _norm_of_rows(
     eps: float | None,
     center: bool,
 ) -> Tensor:
-    """Return layer_norm (``center``) or rms_norm; ``args`` are all that torch's op was given."""
+    """Return layer_norm (``center``) or rms_norm. ``args`` are all arguments of torch's op."""
     input, weight, bias = tensors
     kinds = input.get_device(), _kind(weight), _kind(bias)
     key, plan = _find(stock, active, input, kinds, *shape, eps)

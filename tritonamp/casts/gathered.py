@@ -1,4 +1,4 @@
-"""Weights that FSDP2 has gathered in half, for a module that computes in FP32."""
+"""FP32 weights for a module that computes in FP32, where FSDP2 gathered half ones."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from tritonamp.policy import HALF_DTYPES
 
 @contextlib.contextmanager
 def wide_weights(module: nn.Module) -> Iterator[None]:
-    """Have a module compute with FP32 copies of its half parameters inside the block.
+    """Make a module compute with FP32 copies of its half parameters inside the block.
 
-    They were gathered with those of a module around it. What is sharded by itself is gathered in
-    FP32. Gradients arrive at the half parameters.
+    These parameters were gathered together with those of a module around it. Modules that are
+    sharded by themselves are gathered in FP32. Gradients arrive at the half parameters.
     """
     halves = [
         (holder, name, param)
@@ -38,6 +38,6 @@ def wide_weights(module: nn.Module) -> Iterator[None]:
 
 
 def _refresh(rnn: nn.RNNBase) -> None:
-    """Have an RNN take over its weights, of which it keeps a list."""
+    """Make an RNN update the list that it keeps of its weights."""
     # private (torch 2.11 to 2.15): what its ``__setattr__`` writes, which takes parameters only
     rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]

@@ -1,4 +1,4 @@
-"""Modules of an enabled model that compute in FP32: since a fault, or for a block, as a trial."""
+"""Modules of an enabled model that compute in FP32: after a fault, or in a block as a trial."""
 
 import contextlib
 import dataclasses
@@ -20,19 +20,19 @@ from tritonamp.policy import Policy, resolve
 
 
 class Healing:
-    """The modules that compute in FP32 since a fault, and blocks that try what would help.
+    """Makes modules compute in FP32: for good after a fault, or inside a block as a trial.
 
     Args:
-        models: the enabled models.
-        policy: the policy of the enabled models.
-        context: the context of the enabled models.
-        model_dtypes: the dtypes of the models' tensors.
-        rebuild: called with the healed modules after each change, because gradients of other
-            dtypes need other buckets.
+        models: enabled models.
+        policy: policy of the models.
+        context: context of the models.
+        model_dtypes: dtypes of the models' tensors.
+        rebuild: function called with the healed modules after each change, because gradients of
+            other dtypes need other buckets.
 
     Attributes:
         names: names of the healed modules; "" is the model.
-        policy: the policy with the healed modules in ``fp32_modules``.
+        policy: policy with the healed modules in ``fp32_modules``.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Healing:
         self.policy = policy
 
     def heal(self, name: str) -> None:
-        """Have the module of that name compute in FP32 from now on, its parameters included.
+        """Make the module of that name compute in FP32 from now on, its parameters included.
 
         Raises:
             ValueError: there is no such module, or nothing is computed in half.
@@ -68,18 +68,18 @@ class Healing:
         self._compute_healed_in_fp32()
 
     def _compute_healed_in_fp32(self) -> None:
-        """Have all healed modules, and no others, compute in FP32."""
+        """Make all healed modules, and no others, compute in FP32."""
         self._undo.close()
-        # a model takes modules inside of it along, healed ones, too
+        # models last: they take the classes off modules inside, healed ones, too
         for module in sorted(self._modules, key=lambda m: isinstance(m, EnabledModule)):
             self._model_dtypes.widen(module)
             self._undo.callback(self._compute_in_fp32(module))
 
     def unheal(self, name: str) -> None:
-        """Have a healed module follow the policy again.
+        """Make a healed module follow the policy again.
 
         Raises:
-            ValueError: it was not healed.
+            ValueError: the module was not healed.
         """
         if name not in self.names:
             raise ValueError(f"module: expected one that is healed, {self.names}, got {name!r}")
@@ -92,9 +92,9 @@ class Healing:
         self._compute_healed_in_fp32()  # others may hold this one, or be inside
 
     def load(self, names: Sequence[str]) -> None:
-        """Have these modules compute in FP32 and no others.
+        """Make the modules of these names compute in FP32, and no others.
 
-        None where the policy computes nothing in half.
+        Under a policy that computes nothing in half, no module is healed.
 
         Raises:
             ValueError: there is no such module; nothing was changed then.
@@ -124,7 +124,7 @@ class Healing:
         """Return the module of that name.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such module.
         """
         found: dict[str, nn.Module] = {}
         for prefix, model in zip(prefixes(self._models), self._models, strict=True):
@@ -139,9 +139,10 @@ class Healing:
 
     @contextlib.contextmanager
     def in_fp32(self, names: Sequence[str] | None = None) -> Iterator[None]:
-        """Have modules of these names compute in FP32 inside the block; None: everything.
+        """Make modules compute in FP32 inside the block. They get their own tensors back.
 
-        They have their own tensors again afterwards.
+        Args:
+            names: names of the modules; None: everything computes in FP32.
         """
         modules = self._models if names is None else [self.find(name) for name in names]
         with contextlib.ExitStack() as stack:
@@ -155,10 +156,10 @@ class Healing:
 
     @contextlib.contextmanager
     def in_bfloat16(self) -> Iterator[None]:
-        """Have the models compute in bfloat16 inside the block, on FP32 weights.
+        """Make the models compute in bfloat16 inside the block, on FP32 weights.
 
         Raises:
-            UnsupportedDeviceError: the device has none.
+            UnsupportedDeviceError: the device does not compute in bfloat16.
         """
         for model in self._models:
             for device in {p.device for p in model.parameters()}:
@@ -174,7 +175,7 @@ class Healing:
             stack.enter_context(self._model_dtypes.widened(module, self._models))
 
     def _compute_in_fp32(self, module: nn.Module) -> Callable[[], None]:
-        """Have the forward of a module compute in FP32; return what puts it back as it was."""
+        """Make the forward of a module compute in FP32. Return a function that undoes this."""
         with contextlib.ExitStack() as undo:
             if isinstance(module, EnabledModule):
                 undo.callback(setattr, module, "_tritonamp_fp32", module._tritonamp_fp32)
@@ -195,7 +196,7 @@ class Healing:
 
 
 def _taken_off(module: Any) -> Callable[[], None]:
-    """Take the class of ours off a module; return what puts it back."""
+    """Take the generated class off a module. Return a function that restores the class."""
     kind: Any = type(module).__bases__[0]
     belongings = [vars(module)[name] for name in kind._belongings]
     uninstall(module)

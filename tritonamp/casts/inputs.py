@@ -1,4 +1,4 @@
-"""The arguments of a model's forward: how they are called, which are cast, what is in them."""
+"""The arguments of a model's forward: their names, their casts, and the tensors inside them."""
 
 import dataclasses
 import inspect
@@ -12,35 +12,38 @@ from tritonamp.casts.tree import Cast, cast_tree
 
 
 class Signature(NamedTuple):
-    """How the arguments of a forward are called."""
+    """The names of a forward's arguments."""
 
-    positional: tuple[str, ...] = ()  # those that can be given by position, in order
-    keywords: tuple[str, ...] = ()  # those that cannot
-    rest: str = ""  # ``*args``, if there is one
+    positional: tuple[str, ...] = ()  # arguments that can be given by position, in order
+    keywords: tuple[str, ...] = ()  # keyword-only arguments
+    rest: str = ""  # name of ``*args``; "" if there is none
     takes_any: bool = False  # whether there is ``**kwargs``
 
     def name(self, position: int) -> str:
-        """Return what the argument at a position is called; "" if nothing is known of it."""
+        """Return the name of the argument at a position; "" if it is unknown."""
         return self.positional[position] if position < len(self.positional) else self.rest
 
     def name_of(self, argument: str | int) -> str:
-        """Return what an argument is called that is given by name, or taken by ``*args``."""
+        """Return the name of an argument, given its name, or its position if ``*args`` takes it."""
         return argument if isinstance(argument, str) else self.name(argument)
 
     def has(self, argument: str | int) -> bool:
-        """Tell whether there is such an argument, by name or position."""
+        """Return whether the forward has an argument of that name or position."""
         if isinstance(argument, int):
             return argument < len(self.positional) or bool(self.rest)
         return self.takes_any or argument in (*self.positional, *self.keywords, self.rest)
 
     def __str__(self) -> str:
-        """Return it as one writes it: ``(images, targets, **)``."""
+        """Return the signature as one writes it: ``(images, targets, **)``."""
         rest = [f"*{self.rest}"] if self.rest else []
         return f"({', '.join([*self.positional, *rest, *self.keywords, *['**'] * self.takes_any])})"
 
 
 def signature_of(forward: Callable[..., Any]) -> Signature:
-    """Return the signature of a bound forward; one that takes anything where Python has none."""
+    """Return the signature of a bound forward.
+
+    For a callable without a Python signature, the result allows any arguments.
+    """
     try:
         parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):  # a callable written in C
@@ -65,9 +68,14 @@ def cast_arguments(
     signature: Signature,
     cast: Cast,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a forward's arguments; tensors in the wanted ones are cast.
+    """Return a forward's arguments, with tensors in the wanted arguments cast.
 
-    ``wanted`` are names and positions, or True: all, or False: none.
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        wanted: names and positions of the arguments to cast; True: all; False: none.
+        signature: signature of the forward.
+        cast: cast to apply.
     """
     if not wanted:
         return args, kwargs
@@ -86,7 +94,7 @@ def cast_arguments(
 
 
 def wanted_names(wanted: tuple[str | int, ...], signature: Signature) -> list[str]:
-    """Return the names of arguments that are wanted by name or position."""
+    """Return the names of the arguments that ``wanted`` has by name or position."""
     by_position = [p for p in wanted if isinstance(p, int) and p < len(signature.positional)]
     return [name for name in wanted if isinstance(name, str)] + [
         signature.positional[position] for position in by_position
@@ -96,9 +104,10 @@ def wanted_names(wanted: tuple[str | int, ...], signature: Signature) -> list[st
 def input_tensors(
     args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
 ) -> Iterator[tuple[str | int, Tensor]]:
-    """Yield the tensors in the arguments of a forward, in the containers that casts look into.
+    """Yield each tensor in the arguments of a forward, after the argument that holds it.
 
-    Each with its argument: the name, or the position where ``*args`` takes it.
+    The argument is a name, or a position where ``*args`` takes it. All containers that casts look
+    into are searched.
     """
     known = len(signature.positional)
     given: dict[str | int, Any] = {

@@ -1,9 +1,10 @@
-"""torch's own linear cross entropy (torch 2.13 and later), which an enabled forward makes ours.
+"""torch's own linear cross entropy (torch 2.13 and later), replaced in enabled forwards.
 
-With ``options`` torch makes the gradients in the forward, and rounds them to half before the loss
-scale arrives: at 2**16 they are inf, and what is below 2**-24 is 0. Two things are taken over while
-a model is enabled: the function in torch.nn.functional, which ``nn.LinearCrossEntropyLoss`` calls,
-too, and, for those who imported the function before, the operators behind ``options``.
+With ``options`` torch computes gradients in the forward, and rounds them to half before the loss
+scale reaches them: at a scale of 2**16 they are inf, and values below 2**-24 are 0. While a model
+is enabled, two things are replaced. One is the function in torch.nn.functional, which
+``nn.LinearCrossEntropyLoss`` calls, too. The other is the operators behind ``options``, for code
+that imported the function before.
 """
 
 import functools
@@ -24,7 +25,7 @@ OPERATORS = (
     "_linear_cross_entropy_batch_chunked",
     "_linear_cross_entropy_batch_chunked_no_reduction",
 )
-"""Those behind ``options``, in the namespace torch_nn: private, of torch 2.13 to 2.15."""
+"""Operators behind ``options``, in the namespace torch_nn; private, in torch 2.13 to 2.15."""
 
 
 def in_an_enabled_forward(
@@ -40,12 +41,15 @@ def in_an_enabled_forward(
     label_smoothing: float = 0.0,
     options: Any = None,
 ) -> Tensor:
-    """Return the loss of half logits, FP32, by ``functional.linear_cross_entropy``.
+    """Return the FP32 loss of half logits by ``functional.linear_cross_entropy``.
 
-    What that does not compute, or refuses, is torch's without ``options``: a linear layer and a
-    cross entropy, each by its rule, and torch's errors. So are probabilities as targets, losses of
-    more dimensions, and class weights together with label smoothing. ``stock`` is torch's function,
-    ``weight`` that of the classes; ``options``, how torch would cut the loss, are of no interest.
+    Where that function does not compute a case, or refuses it, the result is torch's without
+    ``options``: a linear layer and a cross entropy, each by its rule, with torch's errors. These
+    cases are probabilities as targets, losses of more dimensions, and class weights together with
+    label smoothing.
+
+    ``stock`` is torch's function, and ``weight`` has the weight of each class. ``options`` says how
+    torch would cut the loss into chunks, and is ignored. The other arguments are torch's.
     """
     rows = input, linear_weight, target, linear_bias
     plain = reduction in REDUCTIONS and 0 <= label_smoothing <= 1 and _is_plain(*rows)
@@ -71,7 +75,7 @@ def in_an_enabled_forward(
 
 
 def _is_plain(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> bool:
-    """Tell whether it is rows of a linear layer, and a class for each."""
+    """Return whether the tensors are rows for a linear layer, with one class index per row."""
     given = [t for t in (input, weight, target, bias) if t is not None]
     if not all(isinstance(t, Tensor) and not is_traceable_wrapper_subclass(t) for t in given):
         return False
@@ -87,7 +91,7 @@ def _is_plain(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
 
 
 def _is_a_share(weight: Tensor | None, linear_weight: Tensor, label_smoothing: float) -> bool:
-    """Tell whether class weights, if any, are a factor of each row's loss."""
+    """Return whether class weights, if any, only multiply each row's loss."""
     if weight is None:
         return True
     fits = weight.is_floating_point() and weight.shape == linear_weight.shape[:1]
@@ -95,7 +99,7 @@ def _is_a_share(weight: Tensor | None, linear_weight: Tensor, label_smoothing: f
 
 
 def ours_inside(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return torch's function, which is ours inside an enabled forward."""
+    """Return a wrapper of torch's function that is ours inside an enabled forward."""
 
     @functools.wraps(stock)
     def linear_cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
@@ -107,7 +111,7 @@ def ours_inside(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _rule(stock: Stock, active: ActivePolicy, *args: Any) -> Any:
-    """Return what an operator of ``OPERATORS`` does: a loss, and gradients that nobody reads."""
+    """Return the results of an operator in ``OPERATORS``: a loss, and gradients that stay empty."""
     schema = stock.target._schema
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
     kept = {name: given[name] for name in ("input", "linear_weight", "target")}

@@ -1,4 +1,4 @@
-"""The dtypes that a model was loaded in: which one is taken, and which values do not fit."""
+"""The half dtype that a model was loaded in, and its values that do not fit into float16."""
 
 import itertools
 import logging
@@ -19,7 +19,7 @@ from tritonamp.policy import HALF_DTYPES, Policy
 logger = logging.getLogger("tritonamp")
 
 HalfParameters = Mapping[nn.Module, Sequence[Castable]]
-"""Of each model the parameters that are half, without those of quantised modules."""
+"""Half parameters of each model, without those of quantised modules."""
 
 _SHOWN = 5  # parameters in a line
 
@@ -37,10 +37,11 @@ def half_parameters(models: Iterable[nn.Module]) -> HalfParameters:
 
 
 def loaded_dtype(half: HalfParameters, device: torch.device) -> torch.dtype | None:
-    """Return the half dtype that models were loaded in, or None.
+    """Return the half dtype that models were loaded in; None: they have no half dtype.
 
-    It is that of the parameters that train, else of the most elements, else the one that quantised
-    modules compute in; float16 where the device does not compute in bfloat16.
+    It is the most frequent dtype among trainable half parameters, else among all half parameters,
+    else among the compute dtypes of quantised modules. On a device that does not compute in
+    bfloat16, bfloat16 becomes float16, with a warning.
     """
     params = [s.tensor for s in itertools.chain(*half.values())]
     sizes: Counter[torch.dtype] = Counter()
@@ -60,7 +61,7 @@ def loaded_dtype(half: HalfParameters, device: torch.device) -> torch.dtype | No
 def _compute_dtypes(models: Iterable[nn.Module]) -> list[torch.dtype]:
     """Return the half dtypes that quantised modules compute in, where they say one.
 
-    Those of bitsandbytes do; the other modules of such a model may all be in FP32.
+    Modules of bitsandbytes say one. The other modules of such a model may all be FP32.
     """
     quantised = [m for model in models for m in model.modules() if is_quantised(m)]
     said = [getattr(module, "compute_dtype", None) for module in quantised]
@@ -68,10 +69,10 @@ def _compute_dtypes(models: Iterable[nn.Module]) -> list[torch.dtype]:
 
 
 def check_half_dtypes(half: HalfParameters, policy: Policy) -> None:
-    """Refuse several half dtypes among the parameters that train.
+    """Refuse several half dtypes among trainable parameters.
 
     Raises:
-        ValueError: names one parameter of each.
+        ValueError: names one parameter of each dtype.
     """
     names: dict[torch.dtype, str] = {}
     for stored in itertools.chain(*half.values()):
@@ -86,10 +87,10 @@ def check_half_dtypes(half: HalfParameters, policy: Policy) -> None:
 
 
 def check_own_memory(half: HalfParameters, policy: Policy) -> None:
-    """Refuse half parameters in the same memory: each would get an FP32 master of its own.
+    """Refuse half parameters that share memory, because each would get its own FP32 master.
 
     Raises:
-        ValueError: names two of them.
+        ValueError: names two such parameters.
     """
     found: dict[int, Castable] = {}
     for stored in itertools.chain(*half.values()):
@@ -106,16 +107,16 @@ def check_own_memory(half: HalfParameters, policy: Policy) -> None:
 
 
 class InFloat16(NamedTuple):
-    """What float16 makes of a parameter that was loaded in bfloat16."""
+    """The effect of a cast to float16 on a parameter that was loaded in bfloat16."""
 
     name: str
     largest: float  # finite magnitude
-    subnormal: int  # how many values become subnormal
-    zero: int  # how many others become 0
+    subnormal: int  # number of values that become subnormal
+    zero: int  # number of other values that become 0
 
 
 def bfloat16_in_float16(half: HalfParameters, policy: Policy) -> list[InFloat16]:
-    """Look at the bfloat16 parameters that forwards under ``policy`` use in float16.
+    """Measure the bfloat16 parameters that forwards under ``policy`` use in float16.
 
     Reads the device once.
     """
@@ -148,7 +149,10 @@ def _to_float16(model: nn.Module, half: Sequence[Castable], policy: Policy) -> l
 
 
 def _extremes_in_float16(x: Tensor) -> Tensor:
-    """Return the largest finite magnitude, and how many values become subnormal, and 0: (3,)."""
+    """Return largest finite magnitude, number of subnormals and number of zeros, float64 (3,).
+
+    Only values that become subnormal, or 0, by the cast to float16 are counted.
+    """
     sizes = x.float().abs()
     sizes = torch.where(sizes.isfinite(), sizes, 0)
     rounded = sizes.half()
@@ -159,7 +163,7 @@ def _extremes_in_float16(x: Tensor) -> Tensor:
 
 
 def check_range(found: Sequence[InFloat16]) -> None:
-    """Refuse bfloat16 values beyond float16, and log how many it makes subnormal or 0.
+    """Refuse bfloat16 values beyond float16, and log how many become subnormal or 0.
 
     Raises:
         ValueError: names the parameter of the largest value.
@@ -179,7 +183,7 @@ def check_range(found: Sequence[InFloat16]) -> None:
 
 
 def describe_small(found: Sequence[InFloat16]) -> str:
-    """Return as a line how many values float16 makes subnormal or 0; "" where there are none."""
+    """Return a line that counts values which are subnormal or 0 in float16; "" for none."""
     small = [row for row in found if row.subnormal or row.zero]
     if not small:
         return ""

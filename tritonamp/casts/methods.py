@@ -1,8 +1,9 @@
-"""The methods by which a model is used past ``forward``: ``encode``, ``get_value``, ``generate``...
+"""The methods, other than ``forward``, by which a model is used: ``encode``, ``generate``...
 
-Those that reach the model's parameters are entered as ``forward`` is. Which they are is read from
-their code: a method reaches what it, or a method that it names, takes from ``self`` by name. So a
-loss that happens to be a method stays as it is, and so does what changes a model, or trains it.
+A method that reaches the model's parameters runs as ``forward`` does. Its code decides: a method
+reaches the attributes that it takes from ``self`` by name, itself or through methods that it names.
+So a loss that happens to be a method is left alone. So is a method that changes a model, or trains
+it.
 """
 
 import dis
@@ -25,10 +26,10 @@ _CHANGES = tuple(
     remove_ replace_ reset resize_ save set_ setup tie_ to_ unfreeze unfuse_ unload unmerge_
     """.split()
 )
-"""How the names of methods begin that change a model, and compute nothing with it."""
+"""Beginnings of the names of methods that change a model, and compute nothing with it."""
 
 _TRAINS = {"backward", "manual_backward", "zero_grad"}
-"""Whoever calls these holds a whole training step: its forward is entered by itself."""
+"""Calls that mark a whole training step. The forward inside such a step is entered by itself."""
 
 _LOADS = ("LOAD_FAST", "LOAD_DEREF")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
@@ -38,11 +39,11 @@ class UsedNames(NamedTuple):
     """The names in a function's code."""
 
     of_self: frozenset[str]  # attributes of its first argument
-    all: frozenset[str]  # every attribute and global
+    all: frozenset[str]  # all attributes and globals
 
 
 def entered_methods(model: nn.Module, cls: type) -> tuple[str, ...]:
-    """Return the methods of ``cls``, the model's, that are entered as its ``forward`` is."""
+    """Return the methods of ``cls``, the model's class, that run as its ``forward`` does."""
     classes = _written_classes(cls)
     candidates = list(_candidates(classes))
     if not candidates:
@@ -57,7 +58,7 @@ def entered_methods(model: nn.Module, cls: type) -> tuple[str, ...]:
 
 
 def other_users(model: nn.Module, names: set[str]) -> list[str]:
-    """Return the model's other methods that take one of these attributes from ``self``."""
+    """Return the names of the model's other methods that take one of ``names`` from ``self``."""
     cls = base_class(type(model))
     classes, entered = _written_classes(cls), entered_methods(model, cls)
     methods = {name for cls in classes for name in vars(cls)} - {"__init__", "forward", *entered}
@@ -70,7 +71,7 @@ def _takes(classes: tuple[type, ...], method: str) -> set[str]:
 
 
 def _written_classes(cls: type) -> tuple[type, ...]:
-    """Return the class and its bases, without torch's own."""
+    """Return the class and its bases, without those of torch and Python."""
     found = (c for c in cls.__mro__ if c.__module__.partition(".")[0] not in _LIBRARIES)
     return tuple(c for c in found if c is not object)
 
@@ -88,15 +89,15 @@ def _candidates(classes: Iterable[type]) -> Iterator[str]:
 
 
 def _returns_at_once(method: Any) -> bool:
-    """Tell whether a method's code has run when it returns: that of generators runs later."""
+    """Return whether a method's code has run when it returns. Generators run later."""
     later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     return not any(is_kind(f) for f in _functions(method) for is_kind in later)
 
 
 def _reaches(classes: tuple[type, ...], method: str, reached: set[str]) -> bool:
-    """Tell whether a method takes one of the names ``reached`` from ``self``, and does not train.
+    """Return whether a method takes one of the names ``reached`` from ``self``, and does not train.
 
-    Casts in modules that it calls are theirs, not its own.
+    A call of ``forward`` does not count, because it casts by itself.
     """
     seen, todo, found = {"forward"}, [method], False
     while todo:
@@ -115,7 +116,7 @@ def _reaches(classes: tuple[type, ...], method: str, reached: set[str]) -> bool:
 
 
 def _functions(attribute: Any) -> list[FunctionType]:
-    """Return the functions that a method, a property or the like consists of, decorated or not."""
+    """Return the functions inside a method, a property or the like, decorated or not."""
     for inner in ("__func__", "func", "fget"):  # of static methods, partials, properties
         attribute = getattr(attribute, inner, attribute)
     found: list[FunctionType] = []

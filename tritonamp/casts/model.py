@@ -1,4 +1,4 @@
-"""Which modules of a model stay FP32, and how its tensors change their dtype in place."""
+"""The modules of a model that stay FP32, and changes of tensors' dtypes in place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,17 +12,17 @@ from tritonamp.names import short
 from tritonamp.policy import Policy
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
-"""Attributes in which torch's wrappers hold the module that they are around."""
+"""Attributes in which torch's wrappers hold the wrapped module."""
 
 
 def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
     """Return the modules inside ``model`` that stay FP32.
 
-    They are named by ``policy.fp32_modules``, or kept by the model itself; without an op policy
-    norm layers that stay FP32 are among them.
+    ``policy.fp32_modules`` names them, or the model asks for them. Without an op policy, norm
+    layers that stay FP32 are in the result, too.
 
     Raises:
-        ValueError: a name or class that matches nothing in ``model``.
+        ValueError: a name or class matches nothing in ``model``.
     """
     named = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
     unwrapped = {unwrapped_name(name): module for name, module in named.items()}
@@ -47,9 +47,10 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
 
 
 def unwrapped_name(name: str) -> str:
-    """Return a module's name without what DDP, DataParallel, torch.compile and checkpointing add.
+    """Return a module's name without the parts that torch's wrappers add.
 
-    So that a name holds wherever it was read, at a model that is wrapped or is not.
+    The wrappers are DDP, DataParallel, torch.compile and checkpointing. A name is then valid with
+    and without them.
     """
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
@@ -62,9 +63,9 @@ def with_forward(module: nn.Module) -> list[nn.Module]:
 
 
 def set_data(tensor: Tensor, data: Tensor, grad_dtype: torch.dtype | None = None) -> None:
-    """Give ``tensor`` other storage and dtype, and its gradient ``grad_dtype``; None: the same.
+    """Give ``tensor`` other storage and dtype, and its gradient ``grad_dtype``; None: its dtype.
 
-    ``Tensor.grad_dtype`` has to follow: autograd refuses a gradient of another dtype.
+    ``Tensor.grad_dtype`` has to follow, because autograd refuses a gradient of another dtype.
     """
     if not tensor.is_leaf:
         tensor.data = data
@@ -79,14 +80,14 @@ def set_data(tensor: Tensor, data: Tensor, grad_dtype: torch.dtype | None = None
 
 
 def flatten_rnns(model: nn.Module) -> None:
-    """Put the weights of each RNN into one block for cuDNN: new storage has broken it up."""
+    """Put the weights of each RNN back into one block for cuDNN, because new storage split it."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
 
 
 def refuse_cast(module: Any, fn: Callable[[Tensor], Any]) -> None:
-    """Raise RuntimeError if ``fn`` changes a dtype that tensors of an enabled module have."""
+    """Raise RuntimeError if ``fn`` would change the dtype of an enabled module's tensors."""
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
     for dtype, device in dict.fromkeys((t.dtype, t.device) for t in tensors):
         to = getattr(fn(torch.empty(0, dtype=dtype, device=device)), "dtype", dtype)

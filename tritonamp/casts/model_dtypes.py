@@ -1,15 +1,15 @@
-"""The dtype of each parameter and buffer: as it came, while the model is enabled, and afterwards.
+"""The dtype of each parameter and buffer: before ``enable``, while enabled, and afterwards.
 
 ::
 
-    it came as                 O0, O1                 O2                     O3
+    before enable              O0, O1                 O2                     O3
     FP32                       FP32                   half (a norm's: FP32)  half
-    half, trains               FP32                   half (a norm's: FP32)  half
+    half, trainable            FP32                   half (a norm's: FP32)  half
     half, frozen               O0: FP32, O1: as is    as is                  half
     half, buffer               FP32, unless its module holds frozen half     half
     quantised, sparse, others  as is                  as is                  as is
 
-Under FSDP2, which gathers FP32 parameters in half, O2 is as O1.
+Under FSDP2, which gathers FP32 parameters in half, O2 has the dtypes of O1.
 """
 
 import contextlib
@@ -34,17 +34,17 @@ class Castable(NamedTuple):
     """A parameter or buffer of a module."""
 
     tensor: Tensor
-    name: str  # the full one
-    module: nn.Module  # the first that holds it
+    name: str  # full name
+    module: nn.Module  # first module that holds the tensor
     is_parameter: bool  # else a buffer
 
 
 def castable_tensors(model: nn.Module) -> Iterator[Castable]:
     """Yield the parameters and buffers that ``enable`` may cast: FP32 and half ones, each once.
 
-    Tensors of quantised modules are left out. So are tensor subclasses that hold other tensors, as
-    torchao's do: their kernels take the half tensors inside. DTensors count as their parts. Sparse
-    tensors are left out, too: many of their ops have no half kernel.
+    Quantised modules are left out. So are tensor subclasses that hold other tensors, as torchao's
+    do, because their kernels take the half tensors inside. So are sparse tensors, because many of
+    their ops have no half kernel. A DTensor counts as the local tensor that it holds.
     """
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -63,13 +63,13 @@ def castable_tensors(model: nn.Module) -> Iterator[Castable]:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Tell whether a module holds its weights as integers, as those of bitsandbytes and GPTQ do."""
+    """Return whether a module holds its weights as integers, as bitsandbytes and GPTQ do."""
     own = (*module._parameters.values(), *module._buffers.values())
     return any(t is not None and t.dtype in _QUANTISED and t.dim() > 1 for t in own)
 
 
 def is_frozen_half(stored: Castable) -> bool:
-    """Tell whether it is a frozen half parameter, or a half buffer whose module holds one."""
+    """Return whether this is a frozen half parameter, or a half buffer whose module holds one."""
     if stored.tensor.dtype not in HALF_DTYPES:
         return False
     own = [stored.tensor] if stored.is_parameter else stored.module._parameters.values()
@@ -79,12 +79,15 @@ def is_frozen_half(stored: Castable) -> bool:
 def wanted_dtypes(
     model: nn.Module, policy: Policy, gathered: bool = False
 ) -> dict[Tensor, torch.dtype]:
-    """Return the tensors of ``model`` whose dtype ``policy`` changes, each with its new dtype.
+    """Return the new dtype of each tensor of ``model`` whose dtype ``policy`` changes.
 
-    ``gathered`` says that FSDP2 makes the half copies of FP32 parameters, as it gathers them.
+    Args:
+        model: model before its tensors are cast.
+        policy: policy for the model.
+        gathered: whether FSDP2 makes half copies of FP32 parameters when it gathers them.
 
     Raises:
-        ValueError: ``policy.fp32_modules`` names a module that the models lack.
+        ValueError: ``policy.fp32_modules`` names a module that the model lacks.
     """
     outer = fp32_modules(model, policy)
     kept = {id(t) for module in outer for t in (*module.parameters(), *module.buffers())}
@@ -117,12 +120,12 @@ def _wanted_dtype(
 
 
 class ModelDtypes:
-    """Casts the tensors of models in place, and back again; each stays the same object.
+    """Casts the tensors of models in place, and back again. Each stays the same object.
 
     Args:
-        policy: says in which dtype each tensor is stored.
-        fp32_values: gets the FP32 value of each tensor that becomes half.
-        gathered: FSDP2 makes the half copies of FP32 parameters, as it gathers them.
+        policy: policy that decides on each tensor's dtype.
+        fp32_values: receiver of the FP32 value of each tensor that becomes half.
+        gathered: whether FSDP2 makes half copies of FP32 parameters when it gathers them.
     """
 
     def __init__(self, policy: Policy, fp32_values: Fp32Values, gathered: bool) -> None:
@@ -136,19 +139,19 @@ class ModelDtypes:
 
     @property
     def has_changed(self) -> bool:
-        """Whether any tensor, or its gradient, is of another dtype than it came in."""
+        """Whether any tensor or gradient has another dtype than before ``enable``."""
         return bool(self._came or self._wide_gradients)
 
     def changes(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is of another dtype than it came in."""
+        """Return whether a tensor has another dtype than before ``enable``."""
         return tensor in self._came
 
     def cast(self, model: nn.Module, stepped: Collection[Tensor]) -> None:
         """Cast the tensors of ``model``.
 
         Args:
-            model: on any device.
-            stepped: parameters that get masters. Their FP32 values stay on their device; the FP32
+            model: model on any device.
+            stepped: parameters that get masters. Their FP32 values stay on their device. The FP32
                 values of all other tensors go to main memory, unless they are DTensors.
         """
         for tensor, dtype in wanted_dtypes(model, self._policy, self._gathered).items():
@@ -177,7 +180,7 @@ class ModelDtypes:
         flatten_rnns(module)
 
     def unwiden(self, module: nn.Module) -> None:
-        """Undo ``widen``: the tensors have the dtypes of the policy again."""
+        """Undo ``widen``. The tensors have the dtypes of the policy again."""
         for tensor in (s.tensor for s in castable_tensors(module)):
             if tensor in self._widened:
                 dtype = self._widened.pop(tensor)
@@ -191,11 +194,12 @@ class ModelDtypes:
     def widened(self, module: nn.Module, models: Iterable[nn.Module]) -> Iterator[None]:
         """Replace the half tensors of ``module`` by FP32 copies inside the block.
 
-        The half tensors keep their dtype: DDP would lose its hooks on a tensor that changes it.
+        The half tensors keep their dtype, because DDP would lose its hooks on a tensor that changes
+        it.
 
         Args:
-            module: a module of one of the models.
-            models: all of them; other modules may hold the same tensors.
+            module: module of one of the models.
+            models: all models, because other modules may hold the same tensors.
         """
         wide: dict[int, Tensor] = {}
         for half in (s.tensor for s in castable_tensors(module) if s.tensor.dtype in HALF_DTYPES):
@@ -208,7 +212,7 @@ class ModelDtypes:
                 for name, tensor in [*holder._parameters.items(), *holder._buffers.items()]:
                     if tensor is not None and id(tensor) in wide:
                         replaced.append((holder, name, tensor))
-                        setattr(holder, name, wide[id(tensor)])  # RNNs keep a list of theirs, too
+                        setattr(holder, name, wide[id(tensor)])  # also updates RNNs' lists
             flatten_rnns(module)
             yield
         finally:
@@ -221,21 +225,21 @@ class ModelDtypes:
         return (self._fp32_values.get(tensor) if has_fp32 else tensor).detach()
 
     def restore(self) -> dict[Tensor, Tensor]:
-        """Give every tensor the dtype that it came in; FP32 values are rounded once.
+        """Give every tensor the dtype that it came in. FP32 values are rounded once.
 
         Returns:
-            each tensor that is half afterwards, to its FP32 value from before.
+            FP32 value, before this call, of each tensor that is half afterwards.
         """
         self._fp32_values.push()
         changed = *self._fp32_values, *self._came, *self._wide_gradients
         values = {t: self._value(t) for t in changed}
         for tensor, value in values.items():
             came = self._came.get(tensor)
-            # one that stays half may have an FP32 gradient
+            # a tensor that stays half may have an FP32 gradient
             data = tensor.detach() if came is None else value.to(tensor.device, came)
             set_data(tensor, data)
         for param, grad_dtype in self._wide_gradients.items():
-            if grad_dtype is not param.dtype:  # somebody's own
+            if grad_dtype is not param.dtype:  # a setting of the user's
                 set_data(param, param.detach(), grad_dtype)
                 param.grad_dtype = grad_dtype
         self._came.clear()

@@ -1,4 +1,4 @@
-"""Norm layers among modules: torch's, users' own, and modules that a model asks to keep in FP32."""
+"""Find the norm layers of a model, and modules that a model asks to keep in FP32."""
 
 import re
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ NORMS = (
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Tell whether a module is a norm layer."""
+    """Return whether a module is a norm layer."""
     return isinstance(module, NORMS) or is_written_norm(module)
 
 
 def is_written_norm(module: nn.Module) -> bool:
-    """Tell whether a module is a norm layer that is not torch's.
+    """Return whether a module is a norm layer that is not torch's.
 
-    Its class is named like one, and its parameters are vectors of one length.
+    Its class has "norm" in its name, and its parameters are vectors of one length.
     """
     if "norm" not in type(module).__name__.lower() or isinstance(module, NORMS):
         return False
@@ -34,16 +34,16 @@ def is_written_norm(module: nn.Module) -> bool:
 
 
 def kept_names(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, re.Pattern[str]]]:
-    """Yield the modules that name parts of theirs to be kept in FP32, and what matches the names.
+    """Yield each module that asks to keep parts in FP32, with a pattern for the parts' names.
 
-    Models of transformers do: in ``_keep_in_fp32_modules`` for float16, in
+    Models of transformers ask in ``_keep_in_fp32_modules`` for float16, and in
     ``_keep_in_fp32_modules_strict`` for both half formats.
     """
     attributes = ["_keep_in_fp32_modules_strict"]
     if dtype is torch.float16:
         attributes.append("_keep_in_fp32_modules")
     modules = list(model.modules())
-    # a module takes long to answer that it has none; what it says of one inside, that says itself
+    # hasattr of a module is slow, so classes are asked; modules inside are visited by themselves
     asked = {cls for cls in set(map(type, modules)) if any(hasattr(cls, a) for a in attributes)}
     for module in modules:
         if type(module) not in asked and vars(module).keys().isdisjoint(attributes):

@@ -1,6 +1,7 @@
-"""Which FP32 results of a norm layer that is not torch's become half, as its input is.
+"""Which FP32 results of a user-written norm become half, as its input is.
 
-FP32 weights make a half result FP32. One that is FP32 with half weights, too, was asked for.
+FP32 weights make a half result FP32, and such a result becomes half again. A result that is FP32
+with half weights, too, is FP32 on purpose.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from tritonamp.policy import HALF_DTYPES
 _CASTABLE = (torch.float32, *HALF_DTYPES)
 
 Followers = dict[tuple[Any, ...], tuple[bool, ...]]
-"""By mode, number of results and kinds of arguments: which results follow the input."""
+"""Flags for the results that follow the input, by mode, number of results, kinds of arguments."""
 
 _numbered: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -46,7 +47,7 @@ def unknown_followers(module: nn.Module) -> tuple[Followers, int]:
 
 
 def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the first floating tensor among the arguments: a norm's input."""
+    """Return the first floating tensor among the arguments, which is the norm's input."""
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, Tensor) and argument.is_floating_point():
             return argument
@@ -54,13 +55,13 @@ def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def like_given(module: Any, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a norm's output with the FP32 results that follow its half input in that dtype.
+    """Return a norm's output, with FP32 results that follow its half input in the input's dtype.
 
     Args:
-        module: the norm.
-        output: its result, a tensor, or lists, tuples and dicts with tensors.
+        module: norm.
+        output: result of the norm: a tensor, or lists, tuples and dicts with tensors.
         args: positional arguments of the forward that returned ``output``.
-        kwargs: its keyword arguments.
+        kwargs: keyword arguments of that forward.
     """
     given = given_to(args, kwargs)
     if given is None or given.dtype not in HALF_DTYPES:
@@ -101,16 +102,16 @@ def _cast(
     args: Any,
     kwargs: Any,
 ) -> list[Tensor]:
-    """Return FP32 results of a norm's forward, in the dtype of ``given`` where they follow it.
+    """Return FP32 results of a norm, in the dtype of ``given`` where they follow it.
 
-    ``wide`` are their positions among ``count`` results.
+    ``wide`` has the positions of ``results`` among all ``count`` results.
     """
     follows = _followers(module, given, count, args, kwargs)
     return [r.to(given.dtype) if follows[i] else r for i, r in zip(wide, results, strict=True)]
 
 
 def _followers(module: Any, given: Tensor, count: int, args: Any, kwargs: Any) -> tuple[bool, ...]:
-    """Return which of ``count`` results follow the dtype of ``given``."""
+    """Return, for each of ``count`` results, whether it follows the dtype of ``given``."""
     known: Followers = module._tritonamp_followers
     kinds = module.training, count, *map(_kind, args), *map(_kind, kwargs.values())
     follows = known.get(kinds)
@@ -125,12 +126,12 @@ def _followers(module: Any, given: Tensor, count: int, args: Any, kwargs: Any) -
 
 
 def _kind(argument: Any) -> Any:
-    """Return what results may depend on: the dtype of an argument, or whether it is None."""
+    """Return the fact that results may depend on: an argument's dtype, or whether it is None."""
     return getattr(argument, "dtype", argument is None)
 
 
 def _cast_in_graph(number: int, *args: Any) -> list[Tensor]:
-    """Do what ``_cast`` does for the norm of that number: a leaf call to torch.compile."""
+    """Do what ``_cast`` does for the norm of that number, as a leaf call of torch.compile."""
     module = _numbered.get(number)
     results: list[Tensor] = args[3]
     return results if module is None else _cast(module, *args)
@@ -138,12 +139,12 @@ def _cast_in_graph(number: int, *args: Any) -> list[Tensor]:
 
 @constant_to_dynamo
 def _tell_dynamo() -> None:
-    """Have torch.compile put ``_cast_in_graph`` into its graphs, and run it where it traces."""
+    """Make torch.compile put ``_cast_in_graph`` into its graphs, and run it while it traces."""
     torch.compiler.allow_in_graph(_cast_in_graph)
 
 
 def _fits_into_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether arguments can be those of a call in a graph."""
+    """Return whether a call in a graph can take these arguments."""
     plain = (Tensor, bool, int, float, str, type(None))
     return all(isinstance(argument, plain) for argument in (*args, *kwargs.values()))
 
@@ -151,11 +152,11 @@ def _fits_into_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def half_results(
     module: nn.Module, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bool, ...] | None:
-    """Return which results of a module have a half dtype where its weights have.
+    """Return, for each result of a module, whether it is half if the weights are half.
 
-    A copy of it runs once, on meta tensors: without data, random numbers, hooks or op table. Where
-    its code cannot take half buffers, they stay as they are. None where it cannot run, because it
-    reads values or needs a device.
+    A copy of the module runs once on meta tensors, without data, random numbers, hooks or op table.
+    Its buffers are half, or unchanged where the code cannot take half buffers. The result is None
+    where the copy cannot run, because its code reads values or needs a device.
     """
     generators = Generators.now()
     try:
@@ -178,7 +179,7 @@ def _results_without_data(
 
 
 def _empty(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor without data; FP32 and half become ``dtype``, if there is one."""
+    """Return a tensor without data. FP32 and half become ``dtype``, if one is given."""
     if dtype is None or tensor.dtype not in _CASTABLE:
         dtype = tensor.dtype
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
@@ -187,12 +188,12 @@ def _empty(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _without_data(module: nn.Module, dtype: torch.dtype, buffers: torch.dtype | None) -> Any:
     """Return a copy of a module whose floating tensors have no data.
 
-    Counters and flags keep their values, because code asks for them.
+    Counters and flags keep their values, because code reads them.
 
     Args:
-        module: the module.
+        module: module to copy.
         dtype: dtype of the copy's parameters.
-        buffers: dtype of its floating buffers; None: the module's own.
+        buffers: dtype of the copy's floating buffers; None: that of the module's buffers.
     """
     twin: Any = copy.copy(module)
     if is_installed(twin):
@@ -213,7 +214,7 @@ def _without_data(module: nn.Module, dtype: torch.dtype, buffers: torch.dtype | 
 
 
 def _of_twin(twin: nn.Module, module: nn.Module, name: str, value: Any) -> Any:
-    """Return an attribute of a module for its copy, which must change nothing of the module's."""
+    """Return an attribute for a module's copy, which must change nothing of the module."""
     if name.endswith("hooks"):
         return OrderedDict()
     if isinstance(value, Tensor):

@@ -1,7 +1,7 @@
-"""The algebra of RMSNorms: what torch's operations make of an input, its mean square and a weight.
+"""The algebra of RMSNorms: terms of an input, its mean square and a weight.
 
-It proves over the real numbers what a norm computes, whatever its input. So it knows what can be
-part of an RMSNorm, and no more: anything else is ``Unproved``.
+It proves over the real numbers the formula of a norm, for every input. It knows the operations that
+can be part of an RMSNorm. Anything else raises ``Unproved``.
 """
 
 import dataclasses
@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-ROUNDING = 1e-12  # of the few factors that a norm multiplies its numbers by, in float64
+ROUNDING = 1e-12  # relative, of the few float64 factors in a norm
 RMS_EPS = torch.finfo(torch.float32).eps  # torch's, where eps is None
 GIVEN = object()
-"""The dtype of a tensor: as the input or the weight came in, or what half was cast to."""
+"""The dtype of a tensor: that of the input or the weight, or the one that half was cast to."""
 
 
 class Unproved(Exception):
-    """The code may compute something else than an RMSNorm."""
+    """The code may compute something other than an RMSNorm."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +26,14 @@ class Term:
     """A tensor: ``scale * x**x * (mean(x*x) + eps)**mean * (parameter + offset)**weight``.
 
     Attributes:
-        n: elements of a row, over which the mean is.
-        scale: a number, not 0, from 1e-6 to 1e6 in magnitude.
-        x: 0, 1 or 2.
-        mean: from -0.5 to 1.
-        eps: from 0 to 1, and not 0 where ``mean`` is negative; 0 where ``mean`` is 0.
-        weight: 0 or 1.
-        offset: from -1 to 1; 0 where ``weight`` is 0.
+        n: number of elements in a row, over which the mean is taken.
+        scale: factor from 1e-6 to 1e6 in magnitude, not 0.
+        x: exponent of the input: 0, 1 or 2.
+        mean: exponent of the mean square, from -0.5 to 1.
+        eps: number from 0 to 1 added to the mean square; not 0 where ``mean`` is negative, and 0
+            where ``mean`` is 0.
+        weight: exponent of the weight: 0 or 1.
+        offset: number from -1 to 1 added to the parameter; 0 where ``weight`` is 0.
     """
 
     n: int
@@ -45,7 +46,7 @@ class Term:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Return the shape; an ellipsis stands for what is in front of the last dimension."""
+        """The shape. An ellipsis stands for the dimensions in front of the last one."""
         if self.x:
             return (..., self.n)
         if self.mean or not self.weight:
@@ -54,7 +55,7 @@ class Term:
 
 
 def _checked(term: Term) -> Term:
-    """Return the term, unless it leaves the bounds: outside them rounding is not the same."""
+    """Return the term, or raise ``Unproved`` out of the bounds, where rounding differs."""
     scale = 1.0 if math.isclose(term.scale, 1, rel_tol=ROUNDING) else term.scale
     eps, offset = term.eps if term.mean else 0.0, term.offset if term.weight else 0.0
     is_bounded = term.x in (0, 1, 2) and -0.5 <= term.mean <= 1 and term.weight in (0, 1)
@@ -65,7 +66,7 @@ def _checked(term: Term) -> Term:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value is a number of Python; bools and numpy's are not."""
+    """Return whether a value is a number of Python. Bools and numpy's numbers are not."""
     return type(value) in (int, float)
 
 
@@ -76,7 +77,7 @@ def _term(value: Any) -> Term:
 
 
 def _square(value: Any) -> Term:
-    """Return a term that is the input's square, neither scaled nor weighted."""
+    """Return a term if it is the input's square, neither scaled nor weighted."""
     term = _term(value)
     if term != Term(term.n, x=2):
         raise Unproved(term)
@@ -123,7 +124,7 @@ def divide(a: Any, b: Any) -> Any:
 
 
 def add(a: Any, b: Any) -> Any:
-    """Return ``a + b``: of numbers, or a number added to a mean square or to the weight."""
+    """Return ``a + b`` of two numbers, or of a number and a mean square or a weight."""
     if is_number(a) and is_number(b):
         return a + b
     term, number = (b, a) if is_number(a) else (a, b)
@@ -142,7 +143,7 @@ def subtract(a: Any, b: Any) -> Any:
 
 
 def _same(a: Any, dtype: Any) -> Term:
-    """Return what a cast to FP32 or back makes of a tensor: the same."""
+    """Return a tensor's term after a cast to FP32 or back: the same term."""
     if dtype is not GIVEN and dtype is not torch.float32:
         raise Unproved(dtype)
     return _term(a)
@@ -198,4 +199,6 @@ OPS: dict[str, Callable[..., Any]] = {
     "to": _same,
     "type_as": lambda a, other: _same(a, GIVEN if _term(other) else None),
 }
-"""What may be called, as a method of a tensor or a function of torch, with torch's arguments."""
+"""Operations that code may call, as methods of tensors or functions of torch, with torch's
+arguments.
+"""

@@ -1,4 +1,4 @@
-"""The rules of the op table: what becomes of the arguments of an op, and of its result."""
+"""The rules of the op table: how each changes the arguments of an op, and its result."""
 
 import functools
 import math
@@ -14,22 +14,23 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class Stock(Protocol):
-    """The op without our rules: what a rule calls, or runs a function under."""
+    """An op without tritonamp's rules. A rule calls it, or runs a function under it."""
 
-    plans: dict[Any, Any]  # what rules keep of their choices, by their key
+    plans: dict[Any, Any]  # choices that rules keep, by key
     target: Any  # the op itself
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the op returns where no rule and no autocast applies."""
+        """Return the op's result without any rule or autocast."""
 
     def run_without_rules(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return ``function(*args, **kwargs)`` where no rule and no autocast applies."""
+        """Return ``function(*args, **kwargs)``, computed without any rule or autocast."""
 
 
 Rule = Callable[..., Any]
-"""``rule(stock, active, *args, **kwargs)`` is what the op returns for these arguments.
+"""``rule(stock, active, *args, **kwargs)`` returns the op's result for these arguments.
 
-It is asked under an op policy; those of ``ALSO_WITHOUT_OP_POLICY`` are asked without one, too.
+Rules are called under an op policy. Those of ``ALSO_WITHOUT_OP_POLICY`` are called without one,
+too.
 """
 
 
@@ -47,7 +48,7 @@ def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
 
 
 def floating_dtypes(value: Any) -> Iterator[torch.dtype]:
-    """Yield the floating dtypes of the tensors in ``value``, FP64 left out as autocast does."""
+    """Yield the floating dtypes of the tensors in ``value``, without FP64, as autocast does."""
     if isinstance(value, Tensor):
         if value.dtype in AUTOCAST:
             yield value.dtype
@@ -90,7 +91,7 @@ def baddbmm_rule(
 
 
 def _fitted_mask(active: ActivePolicy, mask: Tensor) -> Tensor:
-    """Return a mask that is added to scores in the half format: only what is -inf stays -inf."""
+    """Return a mask for half scores in the half format. Finite values stay finite."""
     half = torch.get_autocast_dtype(mask.device.type)
     if not active.policy.op_policy or mask.dtype not in AUTOCAST or mask.dtype is half:
         return mask
@@ -98,7 +99,7 @@ def _fitted_mask(active: ActivePolicy, mask: Tensor) -> Tensor:
 
 
 def _half_everywhere(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
-    """Return what HALF says, on CUDA, too."""
+    """Compute in half, as for HALF, on CUDA, too."""
     kind = args[0].device.type
     if kind == "cpu":
         return half_rule(stock, active, *args, **kwargs)
@@ -109,10 +110,10 @@ def _half_everywhere(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: A
 
 
 def grouped_mm_rule(stock: Stock, active: ActivePolicy, *args: Any) -> Any:
-    """As for HALF, on CUDA too: torch has it on no list.
+    """Compute in half, as for HALF, on CUDA, too, because torch has this op on no list.
 
-    An ``out_dtype``, the fifth argument, is that of the result; torch takes that of the operands
-    alone, and these are half here.
+    The fifth argument, ``out_dtype``, is the dtype of the result. torch refuses any but the dtype
+    of the operands, which are half here, so the result is cast afterwards.
     """
     if args[0].device.type != "cpu" and not active.policy.op_policy:
         return stock(*args)
@@ -122,9 +123,10 @@ def grouped_mm_rule(stock: Stock, active: ActivePolicy, *args: Any) -> Any:
 
 
 def out_dtype_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
-    """As for HALF, with the result in ``out_dtype``, the last argument: torch has it on CUDA alone.
+    """Compute in half, as for HALF, with the result in ``out_dtype``, the last argument.
 
-    What is added to the product, the first of three tensors, is not rounded.
+    torch has these ops on CUDA alone. The tensor that is added to the product, the first of three,
+    is not rounded.
     """
     half = torch.get_autocast_dtype("cpu")
     *added, a, b, out_dtype = args
@@ -137,7 +139,7 @@ def out_dtype_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any
 
 
 def fp32_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
-    """Compute in FP32, with an FP32 result; an explicit ``dtype`` wins."""
+    """Compute in FP32, with an FP32 result. An explicit ``dtype`` wins."""
     if kwargs.get("dtype") is not None:
         return stock(*args, **kwargs)
     return stock(*_to_fp32(args), **kwargs)
@@ -198,14 +200,14 @@ def fitting_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) 
     if dtype not in HALF_DTYPES:
         return stock(*args, **kwargs)
     fitted = [_fit(value, dtype) for value in args]
-    # those before the last are masks and indices
+    # tensors before the last one are masks and indices
     if isinstance(args[-1], Tensor) and args[-1].dtype is not dtype:
         fitted[-1] = _fit_tensor(args[-1], dtype)
     return stock(*fitted, **kwargs)
 
 
 def _fit(value: Any, dtype: torch.dtype) -> Any:
-    """Return a finite number clamped to what ``dtype`` holds, and anything else as it is."""
+    """Return a finite number clamped to the range of ``dtype``, and any other value unchanged."""
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         return value
     limit = torch.finfo(dtype).max
@@ -242,4 +244,4 @@ ALSO_WITHOUT_OP_POLICY = frozenset(
         storage_on_cpu_rule,
     }
 )
-"""They compute half models at O3 on a CPU, too, whose half kernels are slow, or missing."""
+"""Rules for half models at O3 on a CPU, too, because its half kernels are slow or missing."""

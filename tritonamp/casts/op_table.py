@@ -1,8 +1,8 @@
-"""The op table: what each op does on the tensors of an enabled forward.
+"""The op table: the rule of each op for tensors of an enabled forward.
 
-CUDA gets only the entries where tritonamp differs from torch's own CUDA lists. CPU gets those lists
-too, because torch's CPU autocast has other ones: a CPU run then shows the dtypes, and the
-overflows, of the GPU.
+CUDA gets only the entries where tritonamp differs from torch's own CUDA lists. A CPU gets those
+lists, too, because torch's CPU autocast has other ones. A CPU run then shows the dtypes, and the
+overflows, of a GPU run.
 """
 
 import functools
@@ -34,13 +34,13 @@ HALF = """
     rnn_tanh rnn_tanh_cell scaled_dot_product_attention
     _addmm_activation _native_multi_head_attention _transformer_encoder_layer_fwd
 """.split()
-"""Half in, half out. On CPU computed in FP32 from rounded inputs and rounded once: fast there, and
-what Tensor Cores do. The last three are CPU-only fused paths of linear and
-nn.TransformerEncoderLayer.
+"""Half in, half out. A CPU computes in FP32 from rounded inputs and rounds once. This is fast
+there, and equals the arithmetic of Tensor Cores. The last three are CPU-only fused paths of linear
+and nn.TransformerEncoderLayer.
 """
 
 OUT_DTYPE = "mm.dtype addmm.dtype bmm.dtype baddbmm.dtype".split()
-"""Products whose result has a dtype of its own."""
+"""Products that take the dtype of their result as an argument."""
 
 FP32 = """
     _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
@@ -54,39 +54,40 @@ FP32 = """
     upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
     upsample_nearest3d upsample_trilinear3d
 """.split()
-"""Half inputs are cast up, the result is FP32."""
+"""Half inputs are cast to FP32, and the result is FP32."""
 
 PROMOTE = """
     addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot
 """.split()
-"""All floating inputs are cast to the widest of them."""
+"""All floating inputs are cast to the widest dtype among the inputs."""
 
 FP32_EVERYWHERE = "var std var_mean std_mean cross_entropy_loss linalg_matrix_exp".split()
-"""As FP32, on CUDA too: torch lists none of them there, and they overflow, round or (the last) fail
-in half.
+"""As FP32, on CUDA, too, where torch's lists lack these ops. They overflow, round or (the last)
+fail in half.
 """
 
 SPARSE = """
     _sparse_addmm _sparse_mm hspmm smm sparse_sampled_addmm sspaddmm
 """.split()
-"""As FP32, on CUDA too. They refuse half and FP32 together, and most have no half kernel. They call
-ops that autocast lists; it would cast there, below autograd, and their backwards would fail.
+"""As FP32, on CUDA, too. These ops refuse half and FP32 together, and most have no half kernel.
+They also call ops that autocast lists. A cast there, below autograd, would make their backwards
+fail.
 """
 
 STORAGE = "layer_norm group_norm rms_norm".split()
-"""FP32 inside, the result in the input's dtype; half and FP32 weights may be mixed."""
+"""Computed in FP32, with the result in the input's dtype. Half and FP32 weights may be mixed."""
 
 RUNNING_NORMS = "batch_norm instance_norm".split()
-"""As they are where their kernels take the dtypes. Else, where frozen half weights and statistics
-meet FP32 inputs, or weights that train, in FP32, the result in the input's dtype.
+"""Unchanged where their kernels take the dtypes. Otherwise computed in FP32, with the result in the
+input's dtype: where frozen half weights and statistics meet FP32 inputs, or trainable FP32 weights.
 """
 
 PROMOTE_EVERYWHERE = """
     _weight_norm heaviside index_add index_copy index_reduce lerp linalg_cross put scatter.src
     scatter_reduce
 """.split()
-"""As PROMOTE, on CUDA too: they refuse half and FP32 together, as parameters that are frozen and
-such that train.
+"""As PROMOTE, on CUDA, too. These ops refuse half and FP32 together, for example frozen half
+parameters and trainable FP32 ones.
 """
 
 WRITTEN_INTO = """
@@ -94,9 +95,10 @@ WRITTEN_INTO = """
     masked_scatter masked_scatter_ put_ lerp_.Scalar lerp_.Tensor
     embedding_bag embedding_bag.padding_idx
 """.split()
-"""What they write takes the dtype of the tensor that it is written into, which stays in place: they
-refuse half and FP32 together. torch lists only the variants of some that return a new tensor. So do
-the factors of the rows that embedding_bag adds up: its table is not copied.
+"""The values that these ops write are cast to the dtype of the tensor that they write into, because
+the ops refuse half and FP32 together. torch's lists have only the variants of some that return a
+new tensor. embedding_bag multiplies the rows that it sums by factors; these are cast, so that the
+table is not copied.
 """
 
 STORAGE_ON_CPU = """
@@ -104,8 +106,8 @@ STORAGE_ON_CPU = """
     grid_sampler_2d grid_sampler_3d max_pool3d max_unpool2d max_unpool3d reflection_pad1d
     reflection_pad2d replication_pad1d replication_pad2d replication_pad3d trace
 """.split()
-"""On torch's CPU list for FP32, on no CUDA list: as STORAGE, because half kernels are missing here
-and there.
+"""As STORAGE, on a CPU only, because some half kernels are missing there. These ops are on torch's
+CPU list for FP32, and on no CUDA list.
 """
 
 FITTED = """
@@ -115,8 +117,8 @@ FITTED = """
     fill_diagonal_ full_like new_full constant_pad_nd
     clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ hardtanh hardtanh_
 """.split()
-"""Numbers that they write into half tensors, or bound them by, are clamped to the format. torch
-refuses them (where makes them inf), and a mask of -1e9 is meant as a low value.
+"""Numbers that these ops write into half tensors, or bound them by, are clamped to the format.
+torch refuses such numbers (``where`` makes them inf), but a mask of -1e9 only means a low value.
 """
 
 
@@ -141,7 +143,7 @@ def overloads(names: list[str]) -> Iterator[str]:
 
 @functools.cache
 def _rules(device_type: str) -> dict[str, Rule]:
-    """Return the rules written here; asking torch for its ops each time is slow."""
+    """Return the rules of this file. They are cached, because asking torch for its ops is slow."""
     rows: list[tuple[list[str], Rule]] = [(FP32_EVERYWHERE, fp32_rule), (SPARSE, fp32_rule)]
     rows += [(STORAGE, storage_rule), (RUNNING_NORMS, running_norm_rule)]
     rows += [(PROMOTE_EVERYWHERE, promote_rule)]
@@ -158,5 +160,5 @@ def _rules(device_type: str) -> dict[str, Rule]:
 
 
 def op_table(device_type: str, functions: dict[str, Rule]) -> dict[str, Rule]:
-    """Return the op table of "cuda" or "cpu", with rules of ops that have a kernel of their own."""
+    """Return the op table of "cuda" or "cpu". ``functions`` has the rules of ops with a kernel."""
     return {**_rules(device_type), **functions}

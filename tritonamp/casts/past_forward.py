@@ -1,4 +1,4 @@
-"""A loss that was computed past the forwards of the enabled models, noticed at its backward."""
+"""A warning about a loss that was computed outside the forwards of the enabled models."""
 
 import logging
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ _SHOWN = 3  # parameters and methods in a line
 
 
 class FirstLoss:
-    """Looks at the first loss: was there any enabled forward before it?
+    """Checks at the first loss whether an enabled forward came before it.
 
     Args:
-        models: enabled now.
-        watches: whether forwards run under an op policy, so that something is amiss otherwise.
+        models: models that are enabled now.
+        watches: whether forwards run under an op policy. Without one, nothing can be missed.
     """
 
     def __init__(self, models: Sequence[nn.Module], *, watches: bool) -> None:
@@ -30,7 +30,7 @@ class FirstLoss:
         self._waits = watches
 
     def check_loss(self, loss: Tensor) -> None:
-        """Warn where parameters were used, but no forward and no method was entered."""
+        """Warn if the loss used parameters, but no forward and no method was entered."""
         waits, self._waits = self._waits, False
         if not waits or process.entered != self._entered:
             return
@@ -55,9 +55,9 @@ class FirstLoss:
 
 
 def _parameters_used(loss: Tensor) -> set[Tensor]:
-    """Return the leaves of a loss; none where the graph has functions that hide what they do.
+    """Return the leaves of a loss; none if the graph has functions that hide their leaves.
 
-    Those are torch.compile's, too, whose graphs may have been traced before.
+    Graphs of torch.compile hide them, and may have been traced before ``enable``.
     """
     found = list(nodes(loss))
     hides_leaves = any(isinstance(node, BackwardCFunction) for node in found)

@@ -11,7 +11,7 @@ _BY_REFERENCE = (Tensor, torch.UntypedStorage, torch.TypedStorage)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles an object's state without its tensors, and without the object: ``left_out``."""
+    """Pickles an object's state. Tensors, and the object itself, go to ``left_out`` instead."""
 
     def __init__(self, file: io.BytesIO, owner: object) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -37,11 +37,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 def with_values(owner: nn.Module, state: Any, values: dict[Tensor, Tensor]) -> Any:
-    """Return a copy of ``state`` with other tensors, wherever in it they are.
+    """Return a copy of ``state`` in which some tensors are replaced, wherever they are.
 
-    It is copied as pickle does, which calls ``__reduce_ex__`` of what is inside, since only what
-    can be pickled has to be; all but the modules' structure is small. Other tensors are not copied.
-    ``state`` has the attributes of ``owner``, to which what is inside may refer.
+    The copy is made by ``__reduce_ex__``, as a pickle is, so its parts need to support no more than
+    pickling does. All but the structure of the modules is small. Tensors are not copied.
+
+    Args:
+        owner: module whose attributes ``state`` has. Parts of ``state`` may refer to it.
+        state: state to copy.
+        values: replacement of each tensor.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, owner)
@@ -55,12 +59,12 @@ def with_values(owner: nn.Module, state: Any, values: dict[Tensor, Tensor]) -> A
 def _as(tensor: Tensor, value: Tensor) -> Tensor:
     """Return ``value`` as a parameter where ``tensor`` is one.
 
-    A master is returned itself: in a pickle that holds the optimizer, too, they stay one.
+    A master is returned itself. In a pickle that also holds the optimizer, the two stay one tensor.
     """
     if not isinstance(tensor, nn.Parameter):
         return value.detach()
     if isinstance(value, nn.Parameter) and value.requires_grad is tensor.requires_grad:
         return value
     param = nn.Parameter(value.detach(), tensor.requires_grad)
-    vars(param).update({**vars(tensor), **vars(param)})  # a subclass has some of its own
+    vars(param).update({**vars(tensor), **vars(param)})  # a subclass has attributes of its own
     return param

@@ -1,4 +1,4 @@
-"""In which dtype tensors of an enabled model are saved: by state_dict, and by save_pretrained."""
+"""The dtypes of an enabled model's tensors in ``state_dict``, and in ``save_pretrained``."""
 
 import contextlib
 import copy
@@ -18,15 +18,18 @@ _CASTS_ADAPTERS = "autocast_adapter_dtype"  # an argument of PEFT's load_adapter
 
 
 class SavedDtypes:
-    """The dtypes of saved tensors by name, which copies and pickles of a model know, too.
+    """The dtypes of saved tensors by name. Copies and pickles of a model have them, too.
 
-    Training resumes from a state: tensors that train, or came in FP32, are FP32 in it. The files of
-    ``save_pretrained`` hold the dtypes that the model was loaded in, as a plain model's do.
+    Training resumes from a state, so trainable tensors, and tensors that came in FP32, are FP32 in
+    it. The files of ``save_pretrained`` hold the dtypes that the model was loaded in, as a plain
+    model's files do.
 
-    The model is one before its tensors are cast.
+    Args:
+        model: model before its tensors are cast.
+        policy: policy of the model.
 
     Attributes:
-        loaded: name to the dtype that a tensor came in.
+        loaded: dtype that each tensor came in, by name.
         as_loaded: whether states have these dtypes now.
     """
 
@@ -42,7 +45,7 @@ class SavedDtypes:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SavedDtypes":
-        """Return those of a copy, which holds FP32 values: it saves tensors as they are."""
+        """Return the dtypes of a copy, which holds FP32 values and saves all tensors as stored."""
         copied = copy.copy(self)
         copied._stay_half = frozenset(self.loaded)
         return copied
@@ -58,7 +61,7 @@ class SavedDtypes:
 
     @contextlib.contextmanager
     def saving_as_loaded(self) -> Iterator[None]:
-        """Have states be as the model was loaded."""
+        """Give states the dtypes that the model was loaded in, inside the block."""
         before, self.as_loaded = self.as_loaded, True
         try:
             yield
@@ -90,9 +93,9 @@ def changed_values(
 
 
 def pretrained_members(base: type) -> dict[str, Any]:
-    """Return what a generated subclass of ``base`` needs for files as the plain model writes them.
+    """Return the members by which a subclass of ``base`` writes files as the plain model does.
 
-    That is nothing, unless ``base`` has ``save_pretrained`` or its like.
+    There are none, unless ``base`` has ``save_pretrained`` or a similar method.
     """
     members: dict[str, Any] = {
         name: _saving(getattr(base, name)) for name in _SAVING if hasattr(base, name)
@@ -116,9 +119,9 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _loading_in_place(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Have PEFT load into the parameters that there are.
+    """Make PEFT load into existing parameters.
 
-    It would put FP32 ones into the place of half ones, on which the optimizer steps.
+    PEFT would replace half parameters, on which the optimizer steps, by FP32 ones.
     """
 
     @functools.wraps(load)
@@ -129,7 +132,7 @@ def _loading_in_place(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_loaded(dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return the getter ``dtype``, which answers as the model was loaded while it is saved."""
+    """Return a getter like ``dtype`` that gives the loaded dtype while the model is saved."""
 
     def loaded_or_own(self: Any) -> Any:
         saved: SavedDtypes = self._tritonamp_saved

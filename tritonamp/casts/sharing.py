@@ -1,4 +1,4 @@
-"""Tensors that two models have in common: two ``Amp`` must not scale, or cast, the same one."""
+"""Refuse to enable tensors twice, because two ``Amp`` must not scale, or cast, the same one."""
 
 import itertools
 import weakref
@@ -14,12 +14,12 @@ from tritonamp.policy import Policy
 
 
 class Holdings(NamedTuple):
-    """The models of one ``Amp``, and what it does to their tensors.
+    """The models of one ``Amp``, and its use of their tensors.
 
     Attributes:
-        models: weak references.
-        dtypes: of their tensors.
-        stepped: the parameters that optimizers step on.
+        models: weak references to the models.
+        dtypes: dtypes of the models' tensors.
+        stepped: parameters that optimizers step on.
     """
 
     models: Sequence["weakref.ref[nn.Module]"]
@@ -52,11 +52,12 @@ def check_shared_tensors(
 ) -> None:
     """Refuse models that share tensors with enabled ones, unless both can be enabled.
 
-    They can if neither policy changes the dtype of what they share, and no optimizer of either
-    steps on it (or one of the two has no optimizer at all, and so no loss scale).
+    Both can be enabled if neither policy changes the dtype of a shared tensor, and no optimizer
+    steps on a shared tensor. An optimizer may step on one if the other model has no optimizer at
+    all, and so no loss scale.
 
     Raises:
-        ValueError: a tensor, by its names in both models; or a model inside of an enabled one.
+        ValueError: names a shared tensor, as both models call it, or a model inside an enabled one.
     """
     stepped = {p for o in optimizers for group in o.param_groups for p in group["params"]}
     for model, (other, held) in itertools.product(models, _others()):
@@ -95,7 +96,7 @@ def _check_inside(model: nn.Module, other: nn.Module) -> None:
 
 
 def _shared(model: nn.Module, other: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the names in both models of each tensor in common, and the tensor."""
+    """Yield, for each shared tensor, its names in ``model`` and in ``other``, and the tensor."""
     there = {id(stored.tensor): stored.name for stored in castable_tensors(other)}
     for stored in castable_tensors(model):
         if id(stored.tensor) in there:

@@ -1,4 +1,4 @@
-"""A norm's formula, read from the code of its forward: a proof, where that is possible."""
+"""Read a norm's formula from the code of its forward: a proof, where that is possible."""
 
 import ast
 import inspect
@@ -39,17 +39,19 @@ Values = dict[str, Any]
 
 
 class Computed(NamedTuple):
-    """What a forward computes, and what that is true for."""
+    """The result of a forward, and the conditions under which it holds."""
 
     result: Term  # of ``forward(x)``
     weight: str  # name of the parameter in it; "" where there is none
-    attributes: tuple[tuple[str, Any], ...]  # that the code reads, with their values
-    methods: tuple[tuple[str, CodeType, Any], ...]  # that run, with their code and defaults
+    attributes: tuple[tuple[str, Any], ...]  # attributes that the code reads, with their values
+    methods: tuple[tuple[str, CodeType, Any], ...]  # methods that run, with their code and defaults
 
     def still_holds(self, module: Any, forward: Any) -> bool:
-        """Tell whether attributes and methods of the module are what they were.
+        """Return whether attributes and methods of the module are unchanged.
 
-        ``forward`` is what would run; somebody may have set another one on the instance.
+        Args:
+            module: module that was read.
+            forward: function that would run. It may have been set on the instance since.
         """
         own = vars(module)
         for name, value in self.attributes:
@@ -66,12 +68,12 @@ class Computed(NamedTuple):
 
 
 def computed_by(module: nn.Module, n: int) -> Computed | None:
-    """Return what ``module.forward(x)`` computes for every ``x`` whose rows have ``n`` elements.
+    """Return the result of ``module.forward(x)`` for every ``x`` whose rows have ``n`` elements.
 
-    None where that cannot be told. It can where the code that runs is straight-line: assignments
-    to local names, the operations of ``norm_terms``, methods of the module that are such code
-    themselves, its parameter, and attributes that are numbers, dtypes or shapes. An ``if`` that
-    asks for dtypes may be in it, where both ways compute the same.
+    The result is None where the code proves nothing. Only straight-line code can be read:
+    assignments to local names, the operations of ``norm_terms``, methods of the module that are
+    such code themselves, its parameter, and attributes that are numbers, dtypes or shapes. An
+    ``if`` may test dtypes, where both branches compute the same.
     """
     reader = _Reader(module, n)
     try:
@@ -85,7 +87,7 @@ def computed_by(module: nn.Module, n: int) -> Computed | None:
 
 
 class _Reader:
-    """Evaluates code of a module; an unknown construct raises ``Unproved``."""
+    """Evaluates code of a module. An unknown construct raises ``Unproved``."""
 
     def __init__(self, module: nn.Module, n: int) -> None:
         self.module, self.n = module, n
@@ -94,7 +96,7 @@ class _Reader:
         self.methods: list[tuple[str, CodeType, Any]] = []
 
     def call(self, method: str, args: tuple[Any, ...], keywords: Values) -> Any:
-        """Return what a method of the module computes."""
+        """Return the result of a method of the module."""
         cls: Any = type(self.module)
         function = inspect.getattr_static(cls, method)
         if method in vars(self.module) or method in [name for name, *_ in self.methods]:
@@ -131,7 +133,7 @@ class _Reader:
         return None
 
     def _check_dtypes(self, test: ast.expr, local: Values, outer: Values) -> None:
-        """Raise where a condition asks for anything but dtypes: it could have an effect."""
+        """Raise where a condition tests anything but dtypes. Such a test could have effects."""
         if not isinstance(test, ast.Compare):
             raise Unproved(type(test))
         for node in (test.left, *test.comparators):
@@ -182,7 +184,7 @@ class _Reader:
         raise Unproved(name)
 
     def _own(self, name: str) -> Any:
-        """Return the value of an attribute of the module: its parameter, or a plain one."""
+        """Return the value of an attribute of the module: its parameter, or a plain value."""
         own = vars(self.module)
         if hasattr(type(self.module), name):
             raise Unproved(name)
@@ -205,7 +207,7 @@ def _is_torch(value: Any) -> bool:
 
 
 def _torch_or_error(value: Any) -> Any:
-    """Return what a global name, or a name of torch's, may stand for outside of a call."""
+    """Return a global, or an attribute of torch, if code may use it outside of a call."""
     if _is_torch(value) or isinstance(value, torch.dtype):
         return value
     raise Unproved(value)
@@ -219,7 +221,7 @@ def _indexed(shape: Any, index: str) -> Any:
 
 
 def _statements(function: Any) -> list[ast.stmt]:
-    """Return the statements of a function, where its source is what runs."""
+    """Return the statements of a function whose source is the code that runs."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         raise Unproved(function)
     if function.__closure__ or function.__kwdefaults__:
@@ -237,7 +239,7 @@ def _statements(function: Any) -> list[ast.stmt]:
 
 
 def _check_same_code(tree: ast.FunctionDef, function: FunctionType) -> None:
-    """Raise where the source is not what runs: a file that has changed, say."""
+    """Raise where the source is not the code that runs, for example after the file changed."""
     code, outer = function.__code__, function.__globals__
     modules = [name for name in code.co_names if inspect.ismodule(outer.get(name))]
     # Python compiles ``torch.rsqrt(x)`` by whether torch was imported in the same file, or cell

@@ -14,7 +14,7 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class Cast(NamedTuple):
-    """What becomes of tensors by their dtype; those of no source dtype pass."""
+    """A cast of tensors by dtype. Tensors of other dtypes than ``sources`` pass unchanged."""
 
     sources: tuple[torch.dtype, ...]
     target: torch.dtype
@@ -26,26 +26,26 @@ TO: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.bfloat16: Tensor.bfloat16,
     torch.float32: Tensor.float,
 }
-"""``Tensor.to`` by dtype, at half the price."""
+"""``Tensor.to`` by dtype, at half the cost."""
 
 
 def to_half(dtype: torch.dtype) -> Cast:
-    """Return the cast of FP32 and the other half format; FP64, integers and complex pass."""
+    """Return the cast of FP32 and the other half format. FP64, integers and complex pass."""
     return Cast((torch.float32, *HALF_DTYPES), dtype)
 
 
 def from_half(dtype: torch.dtype) -> Cast:
-    """Return the cast of half tensors to ``dtype``; everything else passes."""
+    """Return the cast of half tensors to ``dtype``. Everything else passes."""
     return Cast(HALF_DTYPES, dtype)
 
 
 def cast_tree(value: Any, cast: Cast) -> Any:
     """Return ``value`` with every tensor inside it cast; the same object where nothing changed.
 
-    Looks into lists, tuples, named tuples, deques, mappings and dataclasses, which keep their type,
-    and calls ``obj.to(dtype)`` on other objects that have it. To FP32, distributions are cast, too.
-    A container that cannot be made with other items stays as it is, and so does one that holds
-    itself.
+    It looks into lists, tuples, named tuples, deques, mappings and dataclasses, which keep their
+    type. It calls ``obj.to(dtype)`` of other objects that have this method. A cast to FP32 also
+    casts distributions. A container that cannot be made with other items is returned unchanged, and
+    so is one that contains itself.
     """
     if type(value) is Tensor:
         return TO[cast.target](value) if value.dtype in cast.sources else value
@@ -56,7 +56,10 @@ def cast_tree(value: Any, cast: Cast) -> Any:
 
 
 def _cast(value: Any, cast: Cast) -> tuple[Any, bool]:
-    """Return the cast value, and whether anything changed: torch.compile cannot ask by ``is``."""
+    """Return the cast value, and whether anything changed.
+
+    The flag is needed because torch.compile cannot compare objects by ``is``.
+    """
     if isinstance(value, Tensor):
         if value.dtype not in cast.sources or isinstance(value, cast.passes):
             return value, False
@@ -105,9 +108,10 @@ def _has_to(value: Any) -> bool:
 
 
 def _is_distribution(cls: type) -> bool:
-    """Tell whether objects of a class hold the parameters of a distribution: torch's, diffusers'.
+    """Return whether a class is a distribution with parameters, as torch's and diffusers' are.
 
-    A divergence computed of them outside a forward, for one, leaves the half range.
+    One reason to cast: a divergence of half parameters, computed outside a forward, leaves the half
+    range.
     """
     return hasattr(cls, "sample") and hasattr(cls, "mode")
 
@@ -118,13 +122,14 @@ def _cast_inside(
     cast: Cast,
     remade: Callable[[Any, dict[Any, Any], list[Any]], Any],
 ) -> tuple[Any, bool]:
-    """Cast the items of a container, and return it, or its copy, and whether any item has changed.
+    """Return a container or its copy with cast items, and whether any item changed.
 
     Args:
-        value: the container.
-        items: its keys and items.
-        cast: the cast.
-        remade: returns a copy of a container, given all items and the keys of those that changed.
+        value: container.
+        items: keys and items of the container.
+        cast: cast to apply.
+        remade: function that returns a copy of a container, given all items and the keys of the
+            changed ones.
     """
     inside = {key: _cast(item, cast) for key, item in items}
     changed = [key for key, (_, changes) in inside.items() if changes]

@@ -1,4 +1,4 @@
-"""The user's own functions in the cast lists, by decorator or by name."""
+"""The user's own functions on the cast lists, by decorator or by name."""
 
 import contextlib
 import functools
@@ -19,13 +19,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Turn the op policy off inside an enabled forward: ops run in the dtype of their inputs."""
+    """Turn the op policy off inside the block. Ops then run in the dtype of their inputs."""
     with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         yield
 
 
 def half_function(function: F) -> F:
-    """Return ``function`` with floating tensors cast to half, inside an enabled forward."""
+    """Return ``function`` with FP32 tensor arguments cast to half, inside an enabled forward."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -38,9 +38,9 @@ def half_function(function: F) -> F:
 
 
 def float_function(function: F) -> F:
-    """Return ``function`` with half tensors cast to FP32, inside an enabled forward.
+    """Return ``function`` with half tensor arguments cast to FP32, inside an enabled forward.
 
-    It runs without further casts.
+    The function itself runs without further casts.
     """
 
     @functools.wraps(function)
@@ -55,7 +55,7 @@ def float_function(function: F) -> F:
 
 
 def promote_function(function: F) -> F:
-    """Return ``function`` with floating tensors cast to the widest, inside an enabled forward."""
+    """Return ``function`` with mixed half and FP32 arguments cast to FP32, in enabled forwards."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -67,13 +67,13 @@ def promote_function(function: F) -> F:
 
 
 class _Registered:
-    """Functions registered by name, which replace the originals while a model is enabled.
+    """Functions registered by name. Wrappers replace them while a model is enabled.
 
     The first is torch's own linear cross entropy.
 
     Attributes:
-        wanted: owner of each function, its name, and what wraps it.
-        originals: of each function that is replaced now, its owner, name, and value in ``vars``.
+        wanted: owner and name of each function, and the decorator that makes its wrapper.
+        originals: owner, name and value in ``vars`` of each function that is replaced now.
         in_place: whether a model is enabled.
     """
 
@@ -86,7 +86,7 @@ class _Registered:
         self.in_place = False
 
     def replace_originals(self) -> None:
-        """Replace the originals of those that are not replaced yet."""
+        """Replace the registered functions that are not replaced yet."""
         self.in_place = True
         for module, name, wrap in self.wanted[len(self.originals) :]:
             self.originals.append((module, name, vars(module).get(name, _INHERITED)))
@@ -126,8 +126,8 @@ def register_half_function(module: Any, name: str) -> None:
     """Put ``module.name`` on the half list while any model is enabled.
 
     Args:
-        module: a module or a class.
-        name: of a function in it.
+        module: module or class that has the function.
+        name: name of the function in ``module``.
 
     Raises:
         ValueError: ``module`` has no function of that name.
@@ -136,10 +136,26 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Put ``module.name`` on the FP32 list; see ``register_half_function``."""
+    """Put ``module.name`` on the FP32 list while any model is enabled.
+
+    Args:
+        module: module or class that has the function.
+        name: name of the function in ``module``.
+
+    Raises:
+        ValueError: ``module`` has no function of that name.
+    """
     _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Put ``module.name`` on the promote list; see ``register_half_function``."""
+    """Put ``module.name`` on the promote list while any model is enabled.
+
+    Args:
+        module: module or class that has the function.
+        name: name of the function in ``module``.
+
+    Raises:
+        ValueError: ``module`` has no function of that name.
+    """
     _register(module, name, promote_function)

@@ -1,4 +1,4 @@
-"""The forwards that led to the next decision, kept so that a failing one can be looked into."""
+"""The forwards that led to the next decision, kept so that a failing one can run again."""
 
 import contextlib
 import weakref
@@ -16,18 +16,19 @@ from tritonamp.diagnosis.replay.snapshots import Storage
 from tritonamp.kernels.device import is_capturing
 from tritonamp.nested import leaves
 
-MOST = 4  # forwards of one decision; of more micro-batches the last ones
+MOST = 4  # forwards per decision, the last ones
 
 
 class Forwards:
-    """Snapshots of the forwards since the last decision, with their batches until it is known.
+    """Snapshots of the forwards since the last decision, with their batches until the next one.
 
-    With ``gradients`` those that arrive at the outputs are kept, too, to run the backward again.
+    Args:
+        gradients: whether gradients that arrive at outputs are kept, to run the backward again.
     """
 
     def __init__(self, gradients: bool) -> None:
         self.recent: list[Snapshot] = []  # of the last decision
-        self.holds_recent = False  # whether these hold their batches until the next; else weakly
+        self.holds_recent = False  # they hold their batches until the next decision
         self._gradients = gradients
         self._snapshots: deque[Snapshot] = deque(maxlen=MOST)
         self._watch = AmbientWatch()
@@ -40,11 +41,15 @@ class Forwards:
         kwargs: dict[str, Any],
         method: str = "__call__",
     ) -> Snapshot | None:
-        """Record a forward that is about to run; None: it is of no interest, or must not be."""
+        """Record a forward that is about to run, or return None.
+
+        Forwards without gradients, traced ones, and those that a CUDA graph captures are not
+        recorded.
+        """
         if not torch.is_grad_enabled() or is_traced():
             return None
         snapshot = Snapshot(model, args, kwargs, method=method, outputs=self._outputs, alone=False)
-        if snapshot.gpus and is_capturing(snapshot.gpus[0]):  # which must not ask generators
+        if snapshot.gpus and is_capturing(snapshot.gpus[0]):  # it must not read generators
             return None
         snapshot.ambient = self._watch.now(snapshot.gpus)
         self._snapshots.append(snapshot)
@@ -55,22 +60,25 @@ class Forwards:
         for value in (output,) if type(output) is Tensor else leaves(output):
             if isinstance(value, Tensor) and value.layout is torch.strided:
                 found = weakref.ref(value.untyped_storage())
-                # anew: snapshots hold the old one
+                # a new tuple: snapshots hold the old
                 self._outputs = (*self._outputs[1 - 4 * MOST :], found)
         if self._gradients:
             snapshot.follow(output)
 
     def failed(self, snapshot: Snapshot) -> None:
-        """Forget a forward that has raised: it led to nothing."""
+        """Forget a forward that raised, because it led to no decision."""
         if snapshot in self._snapshots:
             self._snapshots.remove(snapshot)
 
     def pop_all(self, others: Sequence[Sequence[Tensor]] = ()) -> list[Snapshot]:
-        """Hand over the forwards of the decision that is being made, and begin anew.
+        """Return the forwards of the decision that is being made, and start a new list.
 
-        ``others`` are parameters of each optimizer that waits for another decision. A forward that
-        trains these alone stays until then if no gradient has arrived at it: a GAN makes its fakes
-        before the discriminator's step, and goes back through them after it.
+        A forward stays in the new list if it trains only parameters that wait for another decision,
+        and no gradient has arrived at its outputs yet. A GAN makes its fakes before the
+        discriminator's step, and runs their backward after it.
+
+        Args:
+            others: parameters of each optimizer that waits for another decision.
         """
         taken = list(self._snapshots)
         self.recent = taken if self.holds_recent else [s.weakened() for s in taken]
@@ -87,7 +95,7 @@ class Forwards:
 def data_in(snapshots: Iterable[Snapshot]) -> list[list[tuple[str, Tensor]]]:
     """Return, for each forward, the floating tensors that came in from outside the models.
 
-    Each tensor comes with its place among the arguments ("0", "images", "0['mask']"). Forwards
+    Each tensor comes after its place among the arguments ("0", "images", "0['mask']"). Forwards
     whose batch was written to since are left out.
     """
     found = []

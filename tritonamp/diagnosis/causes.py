@@ -1,4 +1,4 @@
-"""The cause of a skip, found from the device's numbers, the batch and the parameters."""
+"""Find the cause of a skip, from the device's numbers, the batch and the parameters."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from tritonamp.diagnosis.skips import NO_STEPS, Cause, Explanation, Skip, Steps,
 from tritonamp.kernels.decide import FAULT, HUGE, OUTLIER, VETO
 from tritonamp.watched.ops import nonfinite_samples
 
-# times the gradients of the step before: more than a scale that is looking for its level runs into
+# factor over the last step's gradients that a scale looking for its level does not run into
 _SUDDEN = 256
 _RUNNING = ("running_mean", "running_var")  # other buffers may hold -inf on purpose: masks
 _SHOWN = 8  # names or samples in a text
@@ -23,16 +23,21 @@ _FIXED = (
 )
 
 Batch = Sequence[tuple[str, Tensor]]
-"""Tensors, and where they were among the arguments of a forward."""
+"""Tensors, each after its place among the arguments of a forward."""
 
 
 def find_cause(
     skip: Skip, batches: Sequence[Batch], parameters: Mapping[Tensor, str], steps: Steps = NO_STEPS
 ) -> Explanation:
-    """Find the cause of a skip. Waits for the device, but not where a scale merely finds its level.
+    """Find the cause of a skip.
 
-    ``batches`` are the data of the forwards that led to it, as far as they are known; parameters
-    and buffers have their names.
+    Waits for the device, unless a loss scale merely finds its level.
+
+    Args:
+        skip: skip as the device recorded it.
+        batches: data of the forwards that led to the skip, where known.
+        parameters: names of the parameters and buffers.
+        steps: known facts of the steps before the skip.
     """
     if skip.outcome == OUTLIER:
         why = f"{_why_outlier(skip.outlier)}. {Cause.OUTLIER.advice}"
@@ -57,7 +62,7 @@ def find_cause(
 
 
 def _why_outlier(numbers: Sequence[float]) -> str:
-    """Return which numbers are beyond their limits; see ``Skip.outlier``."""
+    """Return which numbers are beyond their limits, given ``Skip.outlier``."""
     loss, norm, sigmas = numbers[:3], numbers[3:6], numbers[6]
     beyond = [
         f"the {name} is {value:.4g}: the median of the last 63 steps is {usual:.4g}, and the limit "
@@ -69,9 +74,9 @@ def _why_outlier(numbers: Sequence[float]) -> str:
 
 
 def _of_squares(skip: Skip) -> Explanation:
-    """Return the explanation of a skip because squares of gradients would leave FP32."""
+    """Explain a skip because squares of gradients would leave FP32."""
     names = tuple(name for name, amax in skip.amax.items() if skip.is_huge(amax))
-    if not (names or skip.ranks):  # only sums are huge: of several steps, or a whole parameter
+    if not (names or skip.ranks):  # only sums are huge: over steps, or over a parameter
         names = tuple(sorted(skip.amax, key=skip.amax.__getitem__)[-1:])
     shown = listed([f"{name} ({skip.amax[name] / skip.scale:.2g})" for name in names])
     reason = (
@@ -85,7 +90,7 @@ def _of_squares(skip: Skip) -> Explanation:
 
 
 def _in_steps(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Explanation | None:
-    """Search for the cause in the parameters, as earlier steps have left them."""
+    """Search the parameters, as earlier steps left them, for the cause."""
     bad = _in_parameters(skip, parameters, steps.writers)
     writer = None if bad is None else _writer(skip, bad.parameters, steps.writers)
     if writer is not None and writer.zero_eps is not None:
@@ -107,7 +112,7 @@ def _in_growth(skip: Skip, steps: Steps) -> Explanation | None:
 
 
 def _writer(skip: Skip, names: Sequence[str], writers: Mapping[str, Writer]) -> Writer | None:
-    """Return the optimizer that wrote these parameters, if one did; one at fault first."""
+    """Return the optimizer that wrote these parameters, one at fault first, or None."""
     found = [writers[name] for name in names if name in writers] if skip.wrote else []
     at_fault = [writer for writer in found if writer.zero_eps is not None]
     return next(iter(at_fault or found), None)
@@ -180,7 +185,7 @@ def _in_parameters(
 
 
 def _buffers(parameters: Mapping[Tensor, str]) -> str:
-    """Return a sentence about running statistics that are not finite; a skip leaves them so."""
+    """Return a sentence about running statistics that are not finite, because a skip keeps them."""
     running = ((t, name) for t, name in parameters.items() if name.rpartition(".")[2] in _RUNNING)
     names = _nonfinite(running)
     if not names:
@@ -193,5 +198,5 @@ def _buffers(parameters: Mapping[Tensor, str]) -> str:
 
 def _nonfinite(named: Iterable[tuple[Tensor, str]]) -> list[str]:
     dense = [(t, n) for t, n in named if t.is_floating_point() and t.layout is torch.strided]
-    flags = [torch.isfinite(t.detach()).all() for t, _ in dense]  # all are asked before one is read
+    flags = [torch.isfinite(t.detach()).all() for t, _ in dense]  # queued before one is read
     return [name for flag, (_, name) in zip(flags, dense, strict=True) if not flag]

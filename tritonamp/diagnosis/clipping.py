@@ -1,10 +1,10 @@
-"""Gradients that were clipped while they carried the loss scale, known by what they look like.
+"""Find gradients that were clipped while they carried the loss scale, by their marks.
 
-Clipping leaves a mark: many elements of one tensor are exactly its largest, or the norms of rows,
-of tensors, or of all gradients are the same number, or the same share of the weights'. If that
-number is far below the loss scale, then it was meant for gradients without the scale, and training
-stands still. Factors, masks, averages and noise leave no such mark. So it does not matter how the
-clipping was done: in place, through ``.data``, by hooks, in a library.
+Clipping leaves a mark. Many elements of one tensor are exactly its largest, or the norms of rows,
+of tensors, or of all gradients are the same number, or the same share of the weights' norms. If
+that number is far below the loss scale, the clipping was meant for gradients without the scale, and
+training stands still. Factors, masks, averages and noise leave no such mark. It does not matter how
+the clipping was done: in place, through ``.data``, by hooks, or in a library.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger("tritonamp")
 _ROWS = 8  # of each tensor
 _COLUMNS = 4096  # of a tensor with one row
 _TIES = 4  # elements that are the largest one
-_AT_LEAST = 4  # numbers that must be the same, where one alone would prove nothing
+_AT_LEAST = 4  # equal numbers that prove a mark
 _SHARE = 0.05  # of the elements that are not zero
 _FAR_BELOW = 2.0**-10  # as a share of the loss scale
 _TINY = 2.0**-10  # smaller half gradients are multiples of the smallest number, and often equal
@@ -42,13 +42,15 @@ class _Gradient(NamedTuple):
     """Numbers of one gradient.
 
     Attributes:
-        high, low: largest and smallest element of the sample.
-        at_high, at_low: number of elements that are equal to it.
+        high: largest element of the sample.
+        low: smallest element of the sample.
+        at_high: number of elements that are equal to ``high``.
+        at_low: number of elements that are equal to ``low``.
         nonzero: number of elements that are not zero.
         norm: 2-norm of the whole gradient.
         weight_norm: 2-norm of the parameter.
         ratios: 2-norm of each row of the gradient, divided by that of the parameter's row; NaN
-            where the two are parallel.
+            where the two rows are parallel.
     """
 
     high: float
@@ -62,7 +64,7 @@ class _Gradient(NamedTuple):
 
     @property
     def is_constant(self) -> bool:
-        """Whether all elements that are not zero are equal, as those of a sum's gradient."""
+        """Whether all nonzero elements are equal, as in the gradient of a sum."""
         return self.nonzero in (self.at_high, self.at_low)
 
     def limits(self) -> Iterator[float]:
@@ -83,11 +85,12 @@ class ClippedGradients:
     """Looks for clipped gradients in the first steps of a run, and warns once.
 
     Args:
-        names: returns parameter to its name.
-        scaled: the gradients of the same run, of which only one such warning is given.
+        names: function that returns the name of each parameter.
+        scaled: scaled gradients of the same run. The two give only one warning of clipping
+            together.
 
     Attributes:
-        is_due: tells whether the gradients of this step are to be given to ``look``.
+        is_due: function that returns whether ``look`` wants the gradients of this step.
     """
 
     def __init__(self, names: Callable[[], Mapping[Tensor, str]], scaled: ScaledGradients) -> None:
@@ -96,7 +99,7 @@ class ClippedGradients:
         self._looks = Looks(self._read)
         self.is_due = self._looks.is_due
         self._totals: dict[Hashable, list[tuple[float, float]]] = {}
-        self._zeros: dict[Hashable, int] = {}  # looks in a row that found nothing else
+        self._zeros: dict[Hashable, int] = {}  # looks in a row at gradients that were all 0
 
     @torch.no_grad()
     def look(
@@ -107,8 +110,8 @@ class ClippedGradients:
         Args:
             key: name of the sequence of steps, as for ``is_due``.
             params: parameters of the model.
-            grads: dense gradient of each.
-            scale: 0-d, the loss scale that the gradients carry.
+            grads: dense gradient of each parameter.
+            scale: 0-d tensor, the loss scale that the gradients carry.
         """
         pairs = [
             (p, g)
@@ -131,7 +134,7 @@ class ClippedGradients:
         if zeros == _IN_A_ROW:
             self._looks.end()
             logger.warning(_ALL_ZERO, zeros)
-        if scale == 1:  # clipped as they are meant
+        if scale == 1:  # nothing to unscale, so clipping is right
             return
         seen = dict(zip(params, found, strict=True))
         what, clipped = _mark(seen, scale * _FAR_BELOW) or self._mark_of_total(key, seen, scale)
@@ -143,9 +146,10 @@ class ClippedGradients:
     def _mark_of_total(
         self, key: Hashable, found: Mapping[Tensor, _Gradient], scale: float
     ) -> tuple[str, list[Tensor]]:
-        """Tell whether the norm of all gradients is the same in one look after another.
+        """Return the mark of clipping by the norm of all gradients, and the parameters; else "".
 
-        That is a mark if the norm is a round number, or if the gradients have changed otherwise.
+        An equal norm in one look after another is a mark if the norm is a round number, or if the
+        gradients changed otherwise.
         """
         total = math.hypot(*(gradient.norm for gradient in found.values()))
         largest = max(max(g.high, -g.low) for g in found.values())
@@ -186,7 +190,7 @@ def _numbers(param: Tensor, grad: Tensor) -> Tensor:
     )
     high, low = part.amax(), part.amin()
     of_grad, of_param = (torch.linalg.vector_norm(x, dim=1) for x in (part, weights))
-    # the gradient of a penalty of weights is a share of them by nature: its rows are parallel
+    # the gradient of a weight penalty is a multiple of the weights: no mark of clipping
     is_penalty = (part * weights).sum(1).abs() > 0.999 * of_grad * of_param
     ratios = torch.where(is_penalty, math.nan, of_grad / of_param)
     numbers = (
@@ -207,7 +211,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _mark(found: Mapping[Tensor, _Gradient], most: float) -> tuple[str, list[Tensor]] | None:
-    """Return the mark of a clipping in words, and the parameters that have it; None: there is none.
+    """Return the mark of clipping in words, and the parameters that have it; None: no mark.
 
     Args:
         found: gradient of each parameter.
@@ -240,7 +244,7 @@ def _mark(found: Mapping[Tensor, _Gradient], most: float) -> tuple[str, list[Ten
 
 
 def _common(values: Sequence[float], tolerance: float, at_least: int = _AT_LEAST) -> float | None:
-    """Return the median, if nine in ten values are equal to it up to a relative tolerance."""
+    """Return the median if nine in ten values equal it, up to a relative tolerance, else None."""
     if len(values) < at_least:
         return None
     middle = statistics.median(values)
@@ -249,7 +253,7 @@ def _common(values: Sequence[float], tolerance: float, at_least: int = _AT_LEAST
 
 
 def _is_round(value: float) -> bool:
-    """Tell whether a number has few digits."""
+    """Return whether a number has few digits."""
     digits = value / 10.0 ** math.floor(math.log10(value))
     return any(abs(digits - x) <= 5e-4 * x for x in _ROUND)
 

@@ -1,4 +1,4 @@
-"""The numbers of decisions: noted on the device, copied to the host."""
+"""The numbers of decisions: written on the device, copied to the host."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,19 +31,22 @@ COUNTS = {
     "vetoes": VETO,
     "huge_gradients": HUGE,
 }
-"""Outcomes of decisions, as states name them, to where they are counted: in front, CLEAN first."""
+"""Name of each outcome in states, to the outcome's slot in the record. CLEAN comes first."""
 _KEPT = AMAX + 1  # numbers in front that a checkpoint holds: counts, norm, largest magnitude
 
 
 class DeviceRecord:
-    """The record of the last decision, which the next one writes over.
+    """The record of the last decision. The next decision overwrites it.
 
     ::
 
         RECORD numbers, see kernels.decide.Record | a magnitude by rank | one by parameter | loss
 
-    It is made anew where parameters are added, or ranks change, and goes on from what it held.
-    ``names`` gives parameter of the model to its full name; asked again when some are added.
+    The record is rebuilt, with its values, when parameters are added or ranks change.
+
+    Args:
+        names: function that returns the full name of each parameter. It is called again when
+            parameters are added.
     """
 
     def __init__(self, names: Callable[[], Mapping[Tensor, str]]) -> None:
@@ -51,15 +54,15 @@ class DeviceRecord:
         self._names = dict(names())
         self._ranks: Sequence[int] = ()
         self._kept = [0.0] * _KEPT  # until there is a record
-        self._copied: Tensor | None = None  # what is copied to the host: numbers, and the loss
-        self._numbers: Tensor | None = None  # a part of it, as are the next two
-        # how many decisions had each outcome, on the device; None: there was no decision
+        self._copied: Tensor | None = None  # copied to the host as one: numbers, and the loss
+        self._numbers: Tensor | None = None  # view of ``_copied``, as are the next two
+        # number of decisions by outcome, on the device; None: there was no decision
         self.counts: Tensor | None = None
         self._loss: Tensor | None = None  # NaN: not known
         self._knows_loss = False
-        # by the ids of a decision's lists of parameters, which are kept: nothing else has their ids
+        # by the ids of a decision's lists of parameters, which are kept so that the ids stay theirs
         self._places: dict[tuple[int, ...], tuple[Record, Sequence[list[Tensor]]]] = {}
-        self._outgrown: list[Any] = []  # where the replays of a CUDA graph may still write
+        self._outgrown: list[Any] = []  # CUDA graphs that are replayed may still write here
         self._readback: Readback | None = None
 
     def place(
@@ -69,11 +72,15 @@ class DeviceRecord:
         ranks: Sequence[int],
         before_change: Callable[[], None],
     ) -> Record:
-        """Return the place of a decision on a device about the gradients of ``params``.
+        """Return the record for a decision about the gradients of ``params``.
 
-        These are one list for each optimizer. The lists do not change: other parameters come in
-        other lists. Magnitudes of ``ranks`` follow theirs. Before a place is made
-        ``before_change`` is called, since copies under way know the names of before.
+        Args:
+            params: one list of parameters for each optimizer. The lists themselves must not change.
+                Other parameters come in other lists.
+            device: device of the decision.
+            ranks: ranks whose magnitudes the record holds.
+            before_change: function called before the record is rebuilt, because copies under way
+                belong to the old names.
         """
         known = self._places.get(tuple(map(id, params)))
         if known and ranks == self._ranks and known[0].numbers.device == device:
@@ -96,14 +103,14 @@ class DeviceRecord:
         return record
 
     def _make_room(self, size: int, device: torch.device, ranks: Sequence[int]) -> Tensor:
-        """Make a new record, which begins with what the one before holds."""
+        """Make a new record that begins with the values of the present one."""
         refuse_capture(device, "the record of steps")
         before, first = self.values(), RECORD + len(self._ranks)
         by_rank = before[RECORD:first] if ranks == self._ranks else [0.0] * len(ranks)
         kept = before[:RECORD] + by_rank + before[first:]
         values = kept + [0.0] * (size - len(kept))
         copied = _uploaded(torch.tensor([*values, math.nan], dtype=torch.float64), device)
-        readback = Readback(copied)  # takes memory: nothing is half-way if there is none
+        readback = Readback(copied)  # may run out of memory, so before any attribute changes
         self._outgrown += [record for record, _ in self._places.values()]
         self._copied, self._readback = copied, readback
         self._numbers, self.counts, self._loss = copied[:-1], copied[: len(COUNTS)], copied[-1]
@@ -121,7 +128,7 @@ class DeviceRecord:
             self._knows_loss = loss is not None
 
     def start_reading(self, attached: Attached, again: bool = False) -> None:
-        """Start copying the record to the host; ``again``: in the place of the last copy."""
+        """Start copying the record to the host. With ``again``, replace the last copy."""
         assert self._readback is not None and self._copied is not None
         start = self._readback.restart if again else self._readback.start
         start(self._copied, attached)
@@ -132,13 +139,13 @@ class DeviceRecord:
             self._readback.cancel_last()
 
     def readings(self, wait: bool) -> Iterator[Reading]:
-        """Yield the copies that have arrived, the loss last; with ``wait`` all of them."""
+        """Yield the copies that have arrived, the loss last; with ``wait`` all started ones."""
         if self._readback is not None and (wait or not self.is_captured):
             yield from self._readback.ready(wait)
 
     @property
     def is_captured(self) -> bool:
-        """Whether a question, or its answer, would become part of a CUDA graph."""
+        """Whether a read of the device would become part of a CUDA graph."""
         return self._numbers is not None and is_capturing(self._numbers.device)
 
     # the numbers
@@ -150,17 +157,17 @@ class DeviceRecord:
         return self._numbers.tolist()
 
     def load(self, kept: Sequence[float]) -> None:
-        """Begin with these: counts, norm and largest magnitude of the last good step."""
+        """Begin with these numbers: counts, norm and largest magnitude of the last good step."""
         self._kept = [float(number) for number in kept]
         if self._numbers is not None:
             self._numbers[:_KEPT] = torch.tensor(self._kept, dtype=torch.float64)
 
     def by_name(self, values: Sequence[float]) -> dict[str, float]:
-        """Return the magnitudes in such numbers by name of the parameter."""
+        """Return the magnitudes in a record's values by name of the parameter."""
         return dict(zip(self._names.values(), values[RECORD + len(self._ranks) :], strict=True))
 
     def by_rank(self, values: Sequence[float]) -> dict[int, float]:
-        """Return the magnitudes in such numbers by rank."""
+        """Return the magnitudes in a record's values by rank."""
         end = RECORD + len(self._ranks)
         return dict(zip(self._ranks, values[RECORD:end], strict=True))
 

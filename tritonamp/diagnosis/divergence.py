@@ -1,4 +1,4 @@
-"""Has training diverged? What grew: loss, gradients, weights; and what FP32 would do."""
+"""Decide by the growth of loss, gradients and weights whether training has diverged."""
 
 import functools
 import math
@@ -11,25 +11,25 @@ from torch import Tensor
 
 from tritonamp.diagnosis.fault_counts import is_power_of_two
 
-# how many times larger than before; see Growth
+# factors over earlier values; see Growth
 _MOVED, _GREW, _EXPLODED = 2.0, 4.0, 16.0
 _LOSS_GREW, _LOSS_EXPLODED, _NORM_GREW = 10.0, 100.0, 10.0
-_SMALL = 0.1  # weights that begin at zero grow from here
+_SMALL = 0.1  # smaller weights count as this
 
 
 class Fp32Run(NamedTuple):
-    """What a failing batch gave when it ran again in FP32, weights included."""
+    """The result of a failing batch that ran again in FP32, weights included."""
 
     finite: bool
-    loss: float | None = None  # where the result is one number; None: it is computed elsewhere
+    loss: float | None = None  # if the result is one number; None: the loss is computed elsewhere
 
 
 class Growth(NamedTuple):
-    """How much larger loss, gradients and weights are than they were."""
+    """Factors by which loss, gradients and weights have grown."""
 
-    loss: float = 1.0  # how many times as large as in good steps; 1 where it is not known
-    norm: float = 1.0  # the same of the gradients' norm
-    weights: float = 1.0  # the same of the weights, beyond what an even pace would give
+    loss: float = 1.0  # factor over good steps; 1: not known
+    norm: float = 1.0  # the same for the gradients' norm
+    weights: float = 1.0  # the same for the weights, beyond growth at an even pace
     usual_loss: float = 0.0  # magnitude in good steps, 0 where it is not known
     after: int = 0  # the last step whose loss was usual
     losses: tuple[float | None, float | None] = (None, None)  # there, and now; None: not known
@@ -37,12 +37,12 @@ class Growth(NamedTuple):
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may be divergence, so that FP32 is worth asking."""
+        """Whether training may have diverged, so that a run in FP32 is worth its time."""
         return self.weights >= _GREW or (self.loss >= _LOSS_GREW and self.norm >= _NORM_GREW)
 
     @property
     def is_explosion(self) -> bool:
-        """Whether no run in good health grows like that."""
+        """Whether no healthy run grows like this."""
         grew_together = (
             self.weights >= _MOVED and self.loss >= _LOSS_EXPLODED and self.norm >= _NORM_GREW
         )
@@ -50,14 +50,15 @@ class Growth(NamedTuple):
 
     @property
     def has_run_away(self) -> bool:
-        """Whether training has diverged though its steps are taken."""
+        """Whether training has diverged although its steps are taken."""
         before, now = self.largest
         return self.loss >= _LOSS_EXPLODED and now >= _GREW * max(before, _SMALL)
 
     def is_divergence(self, in_fp32: Fp32Run | None) -> bool:
         """Return whether training has diverged, rather than left the range of a half format.
 
-        ``in_fp32`` is what FP32 makes of the failing batch; None: it was not asked.
+        Args:
+            in_fp32: result of the failing batch in FP32; None: it did not run in FP32.
         """
         if not self.is_suspect:
             return False
@@ -68,7 +69,7 @@ class Growth(NamedTuple):
         return not in_fp32.finite or self.is_explosion
 
     def words(self, in_fp32: Fp32Run | None) -> str:
-        """Return what has grown, and that FP32 is no way out."""
+        """Return the growth in words, with the fact that FP32 does not help."""
         before, now = self.losses
         known = math.nan if in_fp32 is None or in_fp32.loss is None else in_fp32.loss
         if math.isfinite(known) and (now is None or not math.isfinite(now)):
@@ -93,7 +94,7 @@ def _of_fp32(in_fp32: Fp32Run | None) -> str:
 class WeightSizes:
     """The largest magnitude in each parameter, measured before steps 1, 2, 4, 8... of a run.
 
-    It is measured on the device, which is not waited for: in the long run at no cost.
+    Measurements stay on the device without a wait. In a long run they cost nothing.
     """
 
     def __init__(self, tensors: Callable[[], Mapping[Tensor, str]]) -> None:
@@ -109,7 +110,7 @@ class WeightSizes:
             self._measured.append((counts.clone(), self._sizes(norm)))
 
     def _sizes(self, size: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return the ``size`` of each parameter that trains by name, 0-d on the device."""
+        """Return ``size`` of each trainable parameter by name, 0-d on the device."""
         params = ((p.detach(), name) for p, name in self._ask_tensors().items() if p.requires_grad)
         return {
             name: size(p)
@@ -118,13 +119,13 @@ class WeightSizes:
         }
 
     def growth(self, taken: int, calm: Collection[int] = ()) -> tuple[float, tuple[float, float]]:
-        """Return how many times larger the weights are than they were; the largest then, and now.
+        """Return by which factor the weights have grown, and the largest weight before and now.
 
-        Growth at an even pace of the ``taken`` steps counts as none: weights of zero become larger
-        at any rate. Nor does growth until the last of the ``calm`` steps: with the weights of then,
-        the loss was as it should be. Waits for the device.
+        Growth at an even pace over the ``taken`` steps does not count, because weights that begin
+        at zero always grow. Growth until the last of the ``calm`` steps does not count either,
+        because the loss was usual with those weights. Waits for the device.
         """
-        # beside inf and NaN; takes memory, unlike a norm
+        # without inf and NaN, unlike a norm, at the cost of memory
         now = _read(self._sizes(lambda p: torch.nan_to_num(p, 0.0, 0.0, 0.0).abs().max()))
         found: list[tuple[float, float, float]] = []
         read = [(counts.tolist(), _read(sizes)) for counts, sizes in self._measured]
@@ -159,8 +160,11 @@ def growth_of(
 ) -> Growth:
     """Return how much has grown since the good steps. Waits for the device.
 
-    ``good`` are number, loss and norm of the steps that were taken, as far as they are known;
-    ``loss`` is that of the step that was skipped, ``taken`` how many were taken in all.
+    Args:
+        good: number, loss and gradient norm of the steps that were taken; None where not known.
+        loss: loss of the step that was skipped; None: not known.
+        taken: number of steps that were taken in all.
+        weights: measured sizes of the weights.
     """
     steps = list(good)
     losses = [(n, abs(x)) for n, x, _ in steps if x is not None]
@@ -182,7 +186,7 @@ def growth_of(
 
 
 def _calm(losses: Sequence[tuple[int, float]]) -> set[int]:
-    """Return the numbers of the steps whose loss was not far above those before."""
+    """Return the numbers of the steps whose loss was not far above earlier losses."""
     usual = math.inf
     found = set()
     for number, loss in losses:
@@ -193,7 +197,7 @@ def _calm(losses: Sequence[tuple[int, float]]) -> set[int]:
 
 
 def _usual(values: Sequence[float]) -> float:
-    """Return the median, or the first where that is smaller: most of them may have grown since."""
+    """Return the median or the first value, whichever is less. Most may have grown since."""
     return min(values[0], statistics.median(values)) if values else 0.0
 
 

@@ -1,4 +1,4 @@
-"""How many faults there were: what the answer to the next one depends on."""
+"""Counts of faults, on which the response to the next fault depends."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ class FaultCounts(NamedTuple):
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "FaultCounts":
-        """Return what ``to_dict`` was called on; an empty state is a new beginning."""
+        """Return the counts of a state that ``to_dict`` made. An empty state gives zeros."""
         return cls(**{name: state[name] for name in cls._fields if name in state})
 
     def to_dict(self) -> dict[str, Any]:
@@ -28,15 +28,15 @@ class FaultCounts(NamedTuple):
         return self._replace(in_a_row=self.in_a_row + 1, seen=self.seen + replayable)
 
     def with_module(self, name: str) -> "FaultCounts":
-        """Return the counts with the fault of this module that a replay has found."""
+        """Return the counts with one more fault that a replay found in this module."""
         return self._replace(by_module={**self.by_module, name: self.by_module.get(name, 0) + 1})
 
     @property
     def wants_replay(self) -> bool:
-        """Whether the last fault that a replay can find is worth one."""
+        """Whether the last fault that a replay can find is worth a replay."""
         return self.seen <= FIRST_REPLAYS or is_power_of_two(self.seen)
 
 
 def is_power_of_two(n: int) -> bool:
-    """Tell whether a number from 0 is one: of repeated news these are told."""
+    """Return whether a number from 0 on is 0 or a power of two. Repeated messages use this."""
     return n & (n - 1) == 0

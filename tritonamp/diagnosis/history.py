@@ -1,4 +1,4 @@
-"""What became of the steps whose numbers were read, one by one."""
+"""The outcomes of the steps whose numbers were read, one by one."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -15,42 +15,42 @@ class History:
 
     def __init__(self) -> None:
         self.records: deque[StepRecord] = deque(maxlen=MOST)  # oldest first
-        self.causes: Counter[str] = Counter()  # how many skips had which cause
+        self.causes: Counter[str] = Counter()  # number of skips by cause
         self.counts = [0.0] * NORM  # of decisions by outcome, at the last reading
-        self.in_a_row = 0  # skips since the last step, as far as each of them was read
+        self.in_a_row = 0  # skips since the last step, as far as each was read
         # number of the first of the last steps that a lasting cause skipped; 0: the last was not
         self.since = 0
-        # number of the step that has left the parameters as they are; 0: not known, or no step
+        # number of the step that wrote the parameters last; 0: not known, or no step
         self.wrote = 0
 
     @property
     def step(self) -> int:
-        """The number of the last decision, from 1, by the last reading."""
+        """Number of the last decision, from 1, by the last reading."""
         return int(sum(self.counts))
 
     @property
     def taken(self) -> int:
-        """How many decisions were to step, by the last reading."""
+        """Number of decisions to step, by the last reading."""
         return int(self.counts[CLEAN])
 
     @property
     def skipped(self) -> int:
-        """How many decisions were to skip, by the last reading."""
+        """Number of decisions to skip, by the last reading."""
         return self.step - self.taken
 
     @property
     def last_taken(self) -> int:
-        """The number of the last step that was seen, if it was taken; else -1."""
+        """Number of the last recorded step, if it was taken; else -1."""
         taken = self.records and self.records[-1].cause is None
         return self.records[-1].step if taken else -1
 
     def load(self, counts: Sequence[float]) -> None:
-        """Go on from other counts."""
+        """Continue from other counts."""
         self.counts = list(counts)
         self.in_a_row = 0
 
     def update_counts(self, counts: Sequence[float]) -> tuple[int, int]:
-        """Take the counts of a reading; return how many are new of steps taken, and skipped."""
+        """Store the counts of a reading. Return the numbers of new steps, taken and skipped."""
         clean, *skips = (int(now - then) for now, then in zip(counts, self.counts, strict=True))
         if min(clean, *skips) < 0:  # a decision was read, then vetoed and made again, or given up
             self._forget_after(min(self.step - 1, int(sum(counts))))
@@ -73,7 +73,7 @@ class History:
         self.records.append(record)
 
     def begin_skip(self, step: int, untouched: bool) -> None:
-        """Note, before the cause is known, what has written the parameters; see ``Attached``."""
+        """Note a skip before its cause is known; ``untouched`` as in ``Attached``."""
         if not self.since:
             self.wrote = step - 1 if untouched and self.last_taken == step - 1 else 0
 

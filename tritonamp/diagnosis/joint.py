@@ -1,4 +1,4 @@
-"""What ranks have found about a skip, each for itself, as one finding of all."""
+"""Combine the findings of several ranks about a skip into one."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,46 +10,46 @@ from tritonamp.diagnosis.replay import FaultReport
 from tritonamp.diagnosis.skips import Cause, Explanation, ranks_in_words
 
 _EVIDENCE = Cause.PARAMETERS, Cause.DIVERGENCE, Cause.DATA
-"""Causes that a rank has seen; all others are what is left."""
+"""Causes that a rank has evidence for. All other causes are inferred."""
 
 
 class Ranks(Protocol):
-    """The ranks that train together. What they do together, all of them do at the same step."""
+    """The ranks that train together. Every joint action happens at the same step on all ranks."""
 
     @property
     def several(self) -> bool:
-        """Whether there are others."""
+        """Whether there is more than one rank."""
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether others may have run out of batches, so that nothing can be done together."""
+        """Whether other ranks may have run out of batches, so that no joint action is possible."""
 
     def gather(self, value: Any) -> Mapping[int, Any]:
-        """Return by rank what each has given; only one's own where no other can be asked."""
+        """Return the values of all ranks by rank, or only this rank's if it cannot ask others."""
 
     def alone(self) -> AbstractContextManager[str]:
-        """Have forwards wait for no other rank inside; gives "", or why that is impossible."""
+        """Make forwards wait for no other rank inside the block; yield "", or why that fails."""
 
     def full_state(self, model: nn.Module, keep: bool) -> dict[str, Any]:
-        """Return the state of a model, of sharded tensors the whole; empty where not kept."""
+        """Return the state of a model, with sharded tensors whole; empty unless ``keep``."""
 
 
 class Finding(NamedTuple):
-    """What came of running batches again."""
+    """The result of running batches again."""
 
-    report: str  # in words
-    faults: Sequence[FaultReport] = ()  # the one to blame first; on several ranks one of each
+    report: str  # text
+    faults: Sequence[FaultReport] = ()  # the fault to blame first; one for each faulty rank
 
     @property
     def fault(self) -> FaultReport | None:
-        """The one to blame."""
+        """The fault to blame."""
         return self.faults[0] if self.faults else None
 
 
 def explanation_of_all(found: Mapping[int, Explanation]) -> Explanation:
-    """Return the explanation of a skip that all ranks give, of what each alone would give.
+    """Return one explanation of a skip for all ranks, from the one that each rank alone would give.
 
-    It is that of a rank at fault, of one that has seen something before one that has not.
+    If ranks at fault are known, only theirs count. An explanation with evidence wins.
     """
     at_fault = {rank for explanation in found.values() for rank in explanation.skip.at_fault}
     to_blame = [found[rank] for rank in found if rank in at_fault] or list(found.values())
@@ -57,10 +57,10 @@ def explanation_of_all(found: Mapping[int, Explanation]) -> Explanation:
 
 
 def finding_of_all(found: Mapping[int, Finding]) -> Finding:
-    """Return the one report of what each rank has found in its own batches.
+    """Return one report of the findings of all ranks, each in its own batches.
 
-    The first fault comes first, one that is not silent before one that is. The others follow in a
-    line each. Where there is none, each thing that is said is said once.
+    It is the report of the first fault; silent faults come last. Each other fault follows in one
+    line. Without any fault, the result has each different text once.
     """
     faulty = sorted((f for f in found.values() if f.faults), key=lambda f: f.faults[0].silent)
     if not faulty:

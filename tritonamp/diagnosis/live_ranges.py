@@ -1,4 +1,4 @@
-"""How far the values of a run are from the end of their format, module by module, while it runs."""
+"""The distance of values from the end of their format, by module, while a run goes on."""
 
 import itertools
 import logging
@@ -25,22 +25,24 @@ _MOST = 64  # readings that are kept
 
 
 class RangeRecord(NamedTuple):
-    """What the values at one module's output were like in one step.
+    """The values at one module's output in one step.
 
     Attributes:
-        module: its name; "" is the model, of several models each begins with the model's number.
-        direction: "forward": the output; "backward": its gradient, which carries the loss scale.
-        step: the number of the step, from 1, as in ``amp.history``.
+        module: name of the module; "" is the model. With several models, a name begins with the
+            model's number.
+        direction: "forward": the output; "backward": the gradient of the output, which carries the
+            loss scale.
+        step: number of the step, from 1, as in ``amp.history``.
         absmax: largest magnitude; inf or NaN if there was one.
-        headroom_bits: how often ``absmax`` can double before it leaves the format; inf where all
-            is 0, -inf or NaN where something is inf or NaN.
+        headroom_bits: number of times that ``absmax`` can double within the format; inf if all
+            values are 0; -inf or NaN if a value is inf or NaN.
         zeros: share of the elements that are 0.
-        subnormals: share of those that are not 0 but below the smallest normal number (6e-5 in
-            float16): they have lost digits, and what is smaller still is 0.
-        elements: how many there were.
-        dtype: the narrowest format among them.
-        steps_left: of a forward that grows: about how many steps until it leaves the format, by
-            the trend of the last readings; None: no trend that says so.
+        subnormals: share of the elements below the smallest normal number (6e-5 in float16),
+            without zeros. These have lost digits, and still smaller values became 0.
+        elements: number of elements.
+        dtype: narrowest format among the values.
+        steps_left: for a forward that grows, estimated number of steps until it leaves the format,
+            by the trend of the last readings; None: no such trend.
     """
 
     module: str
@@ -56,17 +58,18 @@ class RangeRecord(NamedTuple):
 
 
 class LiveRanges:
-    """Reads what modules return, and the gradients that come back to it, every so many steps.
+    """Reads the outputs of modules, and their gradients, every so many steps.
 
     ::
 
         hook of a module      adds to its row of the table, if the flag on the device is 1
         after each decision   the table of a watched step is kept, and cleared; the flag is renewed
 
-    All of it are operations on the device: a CUDA graph captures them, and nobody waits.
+    All of this happens on the device without a wait, so a CUDA graph can capture it.
 
-    The first step is read, and each ``every`` steps after it. ``nn.Sequential`` is not: it returns
-    what its last module does. Nor are values on another device than that of the first parameter.
+    The first step is read, and each ``every`` steps after it. ``nn.Sequential`` is not read,
+    because it returns what its last module does. Values on another device than that of the first
+    parameter are not read either.
     """
 
     def __init__(self, models: Sequence[nn.Module], every: int, backend: str) -> None:
@@ -86,7 +89,7 @@ class LiveRanges:
         self._since = torch.zeros((), dtype=torch.int64, device=device)  # decisions since the start
         self._kept = torch.zeros(1 + self._table.numel(), dtype=torch.float64, device=device)
         self._readback = Readback(self._kept)
-        self._seen = 0  # decisions that the host knows of
+        self._seen = 0  # decisions that the host has counted
         self._readings: deque[list[RangeRecord]] = deque(maxlen=_MOST)
         self._warned: set[str] = set()
         self._handles = [
@@ -100,13 +103,13 @@ class LiveRanges:
         return bool(self._handles)
 
     def remove(self) -> None:
-        """Stop watching; what was read stays."""
+        """Stop watching. Earlier readings are kept."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def after_decision(self, counts: Tensor) -> None:
-        """Keep what a watched step has left, and look ahead; see ``StepLog``. Never waits."""
+        """Keep the table of a watched step, and warn of modules that grow. Never waits."""
         if not self._handles:
             return
         now = torch.cat([counts.sum().double().view(1), self._table.flatten()])
@@ -162,7 +165,7 @@ class LiveRanges:
                 yield record._replace(steps_left=self._steps_left(record))
 
     def _steps_left(self, record: RangeRecord) -> int | None:
-        if record.direction != "forward":  # there the loss scale moves
+        if record.direction != "forward":  # gradients move with the loss scale
             return None
         earlier = (r for reading in self._readings for r in reading)
         same = [r for r in earlier if (r.module, r.direction) == (record.module, "forward")]

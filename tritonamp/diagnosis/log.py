@@ -1,4 +1,4 @@
-"""Outcome and cause of each step: noted on the device, read on the host later."""
+"""Outcome and cause of each step, recorded on the device and read on the host later."""
 
 import functools
 import logging
@@ -34,22 +34,25 @@ class NonFiniteError(RuntimeError):
 
 
 class RunNames(Protocol):
-    """Names in the models of a run, looked up anew each time: parameters may be added."""
+    """Names in the models of a run. Each call looks them up, because parameters may be added."""
 
     def parameters(self) -> Mapping[Tensor, str]:
-        """Return parameter to full name."""
+        """Return the full name of each parameter."""
 
     def tensors(self) -> Mapping[Tensor, str]:
-        """Return parameter or buffer to full name, for the search for a cause."""
+        """Return the full name of each parameter and buffer, for the search for a cause."""
 
     def writers(self) -> Mapping[str, Writer]:
-        """Return by name of a parameter the optimizer that steps on it."""
+        """Return the optimizer that steps on each parameter, by name of the parameter."""
 
 
 class StepLog:
     """Counts of all decisions, a history of the last ones, and the causes of skips.
 
-    With ``log_skips`` each skip is a line in the log once its numbers have arrived.
+    Args:
+        names: names in the models.
+        dtype: half dtype of the policy.
+        log_skips: whether each skip becomes a line of the log once its numbers have arrived.
     """
 
     def __init__(self, names: RunNames, dtype: torch.dtype, log_skips: bool = False) -> None:
@@ -71,7 +74,7 @@ class StepLog:
     def record(
         self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int] = ()
     ) -> Record:
-        """Return the record for a decision; see ``DeviceRecord.place``."""
+        """Return the record for a decision. Arguments are those of ``DeviceRecord.place``."""
         read_all = functools.partial(self.collect, wait=True)
         return self._device_record.place(params, device, ranks, read_all)
 
@@ -84,7 +87,7 @@ class StepLog:
     ) -> None:
         """Process the results that have arrived, and start copying those of a new decision.
 
-        See ``Attached``; ``loss`` is 0-d on the device, None where it is not known.
+        ``untouched`` is that of ``Attached``; ``loss`` is 0-d on the device, or None if not known.
         """
         self._rule = rule
         counts = self._device_record.counts
@@ -104,12 +107,12 @@ class StepLog:
         self._device_record.cancel_last_reading()
 
     def decided_again(self, rule: ScaleRule) -> None:
-        """Copy the results of the last decision again: it was undone, and perhaps made again."""
+        """Copy the results of the last decision again, after it was undone, perhaps made again."""
         if not self._device_record.is_captured:
             self._device_record.start_reading(Attached(rule, ()), again=True)
 
     def collect(self, wait: bool = False) -> None:
-        """Process the results that have arrived; with ``wait``, wait for all requested ones."""
+        """Process the results that have arrived. With ``wait``, wait for all that were started."""
         for reading in self._device_record.readings(wait):
             self._process(reading)
 
@@ -134,7 +137,7 @@ class StepLog:
             )
 
     def _say(self, found: Explanation) -> None:
-        # 1, 2, 4, 8...: a run that skips all the time is not to fill the log
+        # skips 1, 2, 4, 8...: a run that skips all the time must not fill the log
         is_news = is_power_of_two(found.skip.skipped)
         long_run = self.history.in_a_row == _LONG_RUN
         log = logger.warning if (found.needs_help and is_news) or long_run else logger.info
@@ -145,7 +148,7 @@ class StepLog:
     def _explain(
         self, values: Sequence[float], attached: Attached, loss: float | None, exact: bool
     ) -> Explanation:
-        """Explain a skip from the numbers of the device, without the loss; see ``Skip``."""
+        """Explain a skip from the numbers of the device, without the loss. See ``Skip``."""
         rule, step = attached.rule, int(sum(values[: len(COUNTS)]))
         skip = Skip(
             outcome=int(values[decide.SKIPPED]),
@@ -180,7 +183,7 @@ class StepLog:
         good = [(r.step, r.loss, r.grad_norm) for r in self.history.records if r.cause is None]
         return growth_of(good, loss, self.history.taken, self._sizes)
 
-    # what is asked about all of them
+    # questions about all decisions
 
     def explanation(self) -> Explanation | None:
         """Explain the last skip; None: no step was skipped. Reads the device."""
@@ -188,15 +191,15 @@ class StepLog:
         values = self._device_record.values()
         unseen = _skipped(values) > self.history.skipped
         if values[decide.SKIPPED] and self._rule is not None and (unseen or self.last is None):
-            # a CUDA graph left it, whose decisions are not copied one by one
+            # left by a CUDA graph, whose decisions are not copied one by one
             exact = values[decide.CLEAN] == self.history.taken
             return self._explain(values, Attached(self._rule, ()), None, exact)
         return self.last
 
     def reconsidered(self, in_fp32: Callable[[], Fp32Run | None]) -> Explanation | None:
-        """Explain the last skip anew, now that ``in_fp32`` may run its batch again.
+        """Explain the last skip again, where ``in_fp32`` may run its batch in FP32.
 
-        The same as ``explanation`` if a step was taken since.
+        If a step was taken since, the result is that of ``explanation``.
         """
         last = self.explanation()
         if last is None or not self._is_newest(last):
@@ -204,7 +207,7 @@ class StepLog:
         return self._find_cause(last.skip, self.batches, in_fp32)
 
     def explain_by(self, found: Explanation) -> None:
-        """Give the last skip another explanation; a no-op if a step was taken since."""
+        """Give the last skip another explanation. Does nothing if a step was taken since."""
         last = self.last
         if last is not None and last is not found and self._is_newest(last):
             self.last = found
@@ -263,5 +266,5 @@ class StepLog:
 
 
 def _skipped(values: Sequence[float]) -> int:
-    """Return how many decisions were to skip, by the numbers of a record."""
+    """Return the number of decisions to skip, given the numbers of a record."""
     return int(sum(values[: len(COUNTS)]) - values[decide.CLEAN])

@@ -14,12 +14,13 @@ _FIRST = 4  # each of the first steps is looked at, then steps 8, 16, 32...
 
 
 class Looks:
-    """A look at the first four steps, then at the 8th, 16th, 32nd...: in the long run at no cost.
+    """Chooses steps to look at: the first four, then the 8th, 16th, 32nd...
 
-    The device is not waited for: the numbers of a look are read at a later step.
+    In a long run this costs nothing. The numbers of a look are read at a later step, so nothing
+    waits for the device.
 
     Args:
-        read: called with the numbers of a look, and what was attached to it.
+        read: function called with the numbers of a look, and with the attached object of ``start``.
     """
 
     def __init__(self, read: Callable[[Sequence[float], Any], None]) -> None:
@@ -30,11 +31,11 @@ class Looks:
         self.has_ended = False
 
     def is_due(self, key: Hashable, device: torch.device) -> bool:
-        """Tell whether this step is to be looked at. Call it once in each step.
+        """Return whether to look at this step. Call it once in each step.
 
         Args:
-            key: name of a sequence of steps, which are counted by themselves.
-            device: where the step is made; one that a CUDA graph captures is not looked at.
+            key: name of a sequence of steps. Each sequence is counted by itself.
+            device: device of the step. A step that a CUDA graph captures is not looked at.
         """
         if self.has_ended:
             return False
@@ -52,7 +53,7 @@ class Looks:
 
         Args:
             numbers: float64 of shape (n,).
-            attached: for ``read``.
+            attached: object to hand to ``read`` with the numbers.
         """
         kind = len(numbers), numbers.device
         if kind not in self._readbacks:
@@ -63,7 +64,7 @@ class Looks:
             self._collect()
 
     def end(self) -> None:
-        """Look at no later step: there is nothing more to say."""
+        """Look at no later step, because there is nothing more to say."""
         self.has_ended = True
 
     def _collect(self) -> None:

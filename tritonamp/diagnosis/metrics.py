@@ -7,9 +7,11 @@ from tritonamp.diagnosis.log import StepLog
 
 
 def metrics(log: StepLog, ranges: Sequence[RangeRecord] = ()) -> dict[str, float]:
-    """Return plain numbers by name, for TensorBoard, CSV files and their like. Never waits.
+    """Return plain numbers by name, for TensorBoard, CSV files and the like. Never waits.
 
-    ``ranges`` are those of the last step that was watched.
+    Args:
+        log: log of the run.
+        ranges: records of the last step that was watched.
     """
     log.collect()
     history = log.history

@@ -1,4 +1,4 @@
-"""A picture of what became of the steps: loss scale, gradient norm, skips by cause."""
+"""A picture of a run's steps: loss scale, gradient norm, skips by cause."""
 
 import importlib
 import math
@@ -20,7 +20,7 @@ def save_picture(
 
     Raises:
         RuntimeError: there was no step yet.
-        ValueError: a suffix that matplotlib cannot write.
+        ValueError: matplotlib cannot write files with this suffix.
         ImportError: matplotlib is not installed.
     """
     if not history:
@@ -37,9 +37,9 @@ def save_picture(
 
 
 def picture(history: Sequence[StepRecord], ranges: Sequence[Sequence[RangeRecord]] = ()) -> Any:
-    """Return a matplotlib ``Figure`` of panels above one another, over the steps' numbers.
+    """Return a matplotlib ``Figure`` with panels above one another, over the numbers of the steps.
 
-    Without pyplot: no display is needed, and no global state left behind.
+    It does not use pyplot, so it needs no display and leaves no global state.
     """
     figure = _figure_class()(figsize=(8, 9 if ranges else 7), layout="constrained")
     heights = [2, 2, 1, *([2] if ranges else [])]
@@ -71,7 +71,7 @@ def _figure_class() -> Any:
 
 
 def _draw_skips(axes: Any, history: Sequence[StepRecord]) -> None:
-    """Draw a row of marks for each cause that there was, in the order of ``Cause``."""
+    """Draw a row of marks for each cause that occurred, in the order of ``Cause``."""
     steps = {
         cause.value: [record.step for record in history if record.cause == cause.value]
         for cause in Cause

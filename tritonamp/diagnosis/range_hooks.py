@@ -1,4 +1,4 @@
-"""Hooks that read what modules return, and the gradients that come back to it."""
+"""Hooks that read the outputs of modules, and their gradients."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ from tritonamp.nested import leaves, map_leaves
 
 
 def _readable(value: Any, device: torch.device) -> Tensor | None:
-    """Return the tensor to read of a leaf, of a sharded one this rank's part; None: no tensor."""
+    """Return the tensor to read from a leaf, of a sharded one this rank's part; None: no tensor."""
     if not isinstance(value, Tensor):
         return None
     value = getattr(value, "_local_tensor", value)
@@ -22,9 +22,9 @@ def _readable(value: Any, device: torch.device) -> Tensor | None:
 
 
 class RangeHook:
-    """A forward hook that reads what its module returns, and what comes back to it.
+    """A forward hook that reads its module's output, and the gradient of the output.
 
-    Copies and pickles of the module do not watch: their hook is one that does nothing.
+    Copies and pickles of the module are not watched. Their hook does nothing.
     """
 
     def __init__(self, forward: Tensor, backward: Tensor, on: Tensor, backend: str) -> None:
@@ -64,7 +64,7 @@ class RangeHook:
 
 @contextlib.contextmanager
 def silenced(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Read nothing of what modules return inside of the block: a batch runs there once more."""
+    """Read nothing inside the block, because a batch runs again there."""
     hooks = [h for m in modules for h in m._forward_hooks.values() if isinstance(h, RangeHook)]
     for hook in hooks:
         hook.is_silent = True
@@ -76,7 +76,7 @@ def silenced(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class _Gradient(torch.autograd.Function):
-    """Reads the gradient in a compiled graph, where torch takes no hook of a tensor."""
+    """Reads the gradient in a compiled graph, where torch allows no hook on a tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row: Tensor, on: Tensor, backend: str) -> Tensor:
@@ -94,4 +94,4 @@ def _not_watched() -> Callable[..., None]:
 
 
 def _no_hook(module: nn.Module, args: Any, output: Any) -> None:
-    """Leave an output as it is."""
+    """Leave an output unchanged."""

@@ -1,4 +1,4 @@
-"""What the host keeps of a step, and of a decision on its way."""
+"""Records of a step, and of a decision under way, on the host."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,18 +8,20 @@ from tritonamp.kernels.decide import ScaleRule
 
 
 class StepRecord(NamedTuple):
-    """What became of one step.
+    """The outcome of one step.
 
     Attributes:
-        step: its number, from 1, skipped ones included.
-        cause: why it was skipped ("data", "forward fault", "scale overflow", "backward fault", "bad
-            parameters", "scale exhausted", "divergence", "outlier", "veto"), or None: it was not.
-        scale: the loss scale that its backward used.
-        grad_norm: of the unscaled gradients; None for a skipped one.
-        parameters: names of those whose gradients (under "bad parameters" whose values) were not
-            finite.
-        detail: the cause in words, "" for a step.
-        loss: that of ``amp.backward``, of micro-batches their sum; None: inf, NaN, or not known.
+        step: number of the step, from 1, skipped ones included.
+        cause: reason of a skip ("data", "forward fault", "scale overflow", "backward fault", "bad
+            parameters", "scale exhausted", "divergence", "outlier", "veto", "huge gradient"); None:
+            the step was taken.
+        scale: loss scale that the backward used.
+        grad_norm: norm of the unscaled gradients; None for a skipped step.
+        parameters: names of the parameters whose gradients were not finite. Under "bad parameters",
+            names of those whose values were not finite.
+        detail: cause in words; "" for a step that was taken.
+        loss: loss that ``amp.backward`` got, of micro-batches the sum; None: inf, NaN, or not
+            known.
     """
 
     step: int
@@ -32,8 +34,8 @@ class StepRecord(NamedTuple):
 
 
 class Attached(NamedTuple):
-    """What is known on the host about a decision."""
+    """Facts that the host knows about a decision."""
 
-    rule: ScaleRule  # of its loss scale
-    batches: Sequence[Snapshot]  # the forwards that led to it
-    untouched: bool = False  # nobody but the last step has written to the parameters since
+    rule: ScaleRule  # rule of the loss scale
+    batches: Sequence[Snapshot]  # forwards that led to the decision
+    untouched: bool = False  # whether only the last step has written to the parameters since it

@@ -1,4 +1,4 @@
-"""What cures a fault: tried on the batch that showed it, before anybody is advised to do it."""
+"""Remedies for a fault. Each is tried on the batch that showed the fault before it is advised."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -15,13 +15,13 @@ CURED_BY_FP32 = frozenset(
 
 
 class TrialBlocks(Protocol):
-    """Blocks in which the model computes otherwise."""
+    """Blocks in which the model computes in another precision."""
 
     def in_fp32(self, names: Sequence[str] | None = None) -> AbstractContextManager[None]:
-        """Compute modules, None: everything, in FP32."""
+        """Compute modules in FP32 inside the block; None: everything."""
 
     def in_bfloat16(self) -> AbstractContextManager[None]:
-        """Compute everything in bfloat16."""
+        """Compute everything in bfloat16 inside the block."""
 
 
 def find_remedy(
@@ -33,7 +33,8 @@ def find_remedy(
 
     Args:
         wrong: full names of the faulty modules; None for a fault outside of modules.
-        again: runs the batch under a remedy, and returns the names of the modules still faulty.
+        again: function that runs the batch under a remedy and returns the names of modules that are
+            still faulty.
         most: number of runs with modules in FP32. A fault may move on from module to module.
     """
     modules: tuple[str, ...] = ()
@@ -53,10 +54,15 @@ def remedy_of(
     search: Callable[[AbstractContextManager[None]], FaultReport | None],
     trials: TrialBlocks,
 ) -> Remedy | None:
-    """Return the remedy for the fault of a batch; None: there is none to try.
+    """Find a remedy for the fault of a batch; None: nothing can be tried.
 
-    If more than a few modules would have to be FP32, the whole model in FP32 is tried.
-    ``search`` runs the batch again inside of a block, and returns the fault of that run.
+    Where FP32 for a few modules is not enough, FP32 for the whole model is tried, too.
+
+    Args:
+        fault: fault of the batch.
+        search: function that runs the batch again inside a block, and returns the fault of that
+            run.
+        trials: blocks that compute in another precision.
     """
     if fault.module is None or fault.kind not in CURED_BY_FP32 | {"domain_error", "unknown"}:
         return None

@@ -1,4 +1,4 @@
-"""Batches that run again: what went wrong in them, what cures it, and what FP32 makes of them."""
+"""Run batches again, to find their fault, a remedy, and their result in FP32."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ from tritonamp.watched.collectives import CollectiveError
 from tritonamp.watched.ops import amax, is_finite
 
 Rerun = tuple[Callable[[], Any], dict[str, Any]]
-"""A function, and what ``find_fault`` can know of its run."""
+"""A function to run, and known facts of its run as keywords of ``find_fault``."""
 
 BY_FUNCTION = "amp.explain(replay=lambda: criterion(model(x), y))"
 _NOT_ALONE = "Not replayed: a batch would run again on each rank by itself, which takes {why}."
@@ -52,9 +52,10 @@ _IN_THE_LOSS = (
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Replays:
-    """Runs the forwards of the last skip again, or a function, and says what is wrong in them.
+    """Runs the forwards of the last skip, or a function, again, and reports what is wrong.
 
-    Where ranks train together each runs its own, all at the same step, and all have one report.
+    Ranks that train together each run their own forwards, all at the same step, and share one
+    report.
     """
 
     _models: list[nn.Module]  # the enabled ones
@@ -69,19 +70,19 @@ class Replays:
     healed: list[str] = dataclasses.field(default_factory=list)
 
     def model_of(self, module: str) -> str:
-        """Return the name of the enabled model that a module is in: of an only one ""."""
+        """Return the name of the enabled model that contains a module; "" for an only model."""
         front = next((p for p in prefixes(self._models) if f"{module}.".startswith(p)), "")
         return front.rstrip(".")
 
     def note_healed(self, names: Sequence[str]) -> None:
-        """Note that modules compute in FP32 because of what was found; remedies are tried again."""
+        """Note that modules compute in FP32 because of a fault. Remedies are then tried again."""
         self.healed += names
         self._remedies.clear()
 
     def run_in_fp32(self, replay: bool | Callable[[], Any] = True) -> Fp32Run | None:
-        """Return what the forwards of the last skip, or a function, give together in FP32.
+        """Return the result of the forwards of the last skip, or of a function, in FP32.
 
-        None: there are none, or one has raised.
+        None: there is nothing to run, or a run raised.
         """
         runs = [replay] if callable(replay) else [batch.run for batch in self._log.batches]
         if not runs:
@@ -91,13 +92,13 @@ class Replays:
             results = [t for of_one in found for t in of_one]
             loss = sum(map(float, results)) if all(t.numel() == 1 for t in results) else None
             return Fp32Run(all(map(is_finite, results)), loss)
-        except Exception:  # the user's code raised: growth alone has to tell
+        except Exception:  # the user's code raised: growth alone decides
             return None
 
     def replay(self, replay: bool | Callable[[], Any] = True) -> Finding:
-        """Run a function again, else the forwards of the last skip, or the last ones of all.
+        """Run a function again, else the forwards of the last skip, else the last forwards of all.
 
-        All ranks call it together.
+        All ranks must call this together.
         """
         if callable(replay):
             return self._find_together([(replay, {})])
@@ -106,11 +107,11 @@ class Replays:
         return self._find_together([(batch.run, _facts_of(batch)) for batch in self._log.batches])
 
     def replay_forwards(self, batches: Sequence[Snapshot]) -> Finding:
-        """Run forwards again, without their backward; see ``replay``."""
+        """Run forwards again, without their backward. All ranks must call this together."""
         return self._find_together([(batch.run, {"backward": False}) for batch in batches])
 
     def _find_together(self, runs: Sequence[Rerun]) -> Finding:
-        """Return what all ranks have found, each in its own runs, of which it may have none."""
+        """Return the findings of all ranks, each in its own runs. A rank may have no run."""
         with self._ranks.alone() as hindrance:
             mine = Finding(_NOT_ALONE.format(why=hindrance)) if hindrance else self._find(runs)
         return finding_of_all(self._ranks.gather(mine))
@@ -148,7 +149,7 @@ class Replays:
         return Finding("\n".join(filter(None, [self._nothing_found(runs), vanished])))
 
     def _compared(self, fault: FaultReport, run: Callable[[], Any]) -> FaultReport:
-        """Return the report with what FP32 gives beside it, where that can run."""
+        """Return the report with the difference from FP32's result, where FP32 can run."""
         try:
             half = result_of(self._models, run, contextlib.nullcontext())
             full = result_of(self._models, run, self._trials.in_fp32())
@@ -159,7 +160,7 @@ class Replays:
             return fault
 
     def _remedy(self, fault: FaultReport, find_again: Callable[..., Any]) -> Remedy | None:
-        """Return what cures a fault, tried once for each kind and module."""
+        """Return the remedy for a fault. It is tried once for each kind of fault and module."""
         key = fault.kind, fault.module
         if key not in self._remedies:
             try:
@@ -188,10 +189,10 @@ class Replays:
         return f"{NOT_REPRODUCED}.{healed} {elsewhere}"
 
     def write_bundle(self, folder: str | Path) -> Path:
-        """Write what it takes to run the failing batch of the last skip again elsewhere.
+        """Write a folder from which the failing batch of the last skip can run again elsewhere.
 
-        All ranks call it together. The one whose batch it is writes: the one that the report
-        names, else the first at fault that has a batch.
+        All ranks must call this together. The rank whose batch failed writes: the one that the
+        report names, else the first rank at fault that has a batch.
 
         Raises:
             RuntimeError: there is no such batch, or another rank could not write.
@@ -224,9 +225,9 @@ class Replays:
 
 
 def _facts_of(batch: Snapshot) -> dict[str, Any]:
-    """Return what ``find_fault`` can make use of.
+    """Return the facts of a batch's run that ``find_fault`` can use.
 
-    Gradients that came in bad say nothing about the model's backward.
+    Gradients that arrived at outputs as inf or NaN say nothing about the model's backward.
     """
     grads = batch.grad_outputs
     if grads is not None and not all(g is None or bool(torch.isfinite(g).all()) for g in grads):

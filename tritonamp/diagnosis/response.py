@@ -1,4 +1,4 @@
-"""The response to a skip, by ``on_nonfinite``: explain, heal or raise the fault."""
+"""The response to a skip, by ``on_nonfinite``: explain, heal or raise."""
 
 import functools
 import logging
@@ -22,18 +22,19 @@ logger = logging.getLogger("tritonamp")
 class Healing(Protocol):
     """Makes modules compute in FP32."""
 
-    names: list[str]  # of those that do
+    names: list[str]  # names of the modules that do
 
     def heal(self, name: str) -> None:
-        """Have the module of that name compute in FP32 from now on."""
+        """Make the module of that name compute in FP32 from now on."""
 
 
 @dataclass(eq=False, repr=False)
 class Response:
     """Carries out ``policy.on_nonfinite`` for each skip.
 
-    Ranks that train together have taken one decision: all come here at the same step. What each has
-    found they put together, and go on from that alone, so that all say, heal and raise the same.
+    Ranks that train together have taken one decision, so all ranks come here at the same step.
+    They combine their findings, and use only the combined one. So all ranks report, heal and raise
+    the same.
     """
 
     _policy: Policy
@@ -44,13 +45,13 @@ class Response:
     _ranks: Ranks
     counts: FaultCounts = field(default_factory=FaultCounts)  # of the faults so far
     _reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
-    _vanished: str = ""  # what was found in a good batch
+    _vanished: str = ""  # report about a good batch
 
     def __post_init__(self) -> None:
         self._forwards.holds_recent = self._policy.on_nonfinite in ("explain", "heal")
 
     def __call__(self, skipped: bool) -> None:
-        """Carry out the policy's response to a decision: to skip, or to step.
+        """Respond to a decision: to skip, or to step.
 
         Raises:
             NonFiniteError: under "raise", where a lower scale cannot help.
@@ -104,7 +105,7 @@ class Response:
         logger.log(logging.WARNING if is_news else logging.INFO, text)
 
     def _explained(self, mine: Explanation | None) -> Explanation | None:
-        """Return, and note, the explanation of all ranks; None: on none was a step skipped."""
+        """Return and store one explanation for all ranks; None: no rank skipped a step."""
         found = {r: one for r, one in self._ranks.gather(mine).items() if one is not None}
         if not found:
             return None
@@ -113,7 +114,7 @@ class Response:
         return explanation
 
     def _heal_after_faults(self, faults: Sequence[FaultReport]) -> str:
-        """Answer each second fault of a module; return this in words, or ""."""
+        """Heal after each second fault of a module. Return a report in words, or ""."""
         found: dict[str, FaultReport] = {}
         for fault in faults:  # on several ranks, at the same step: one fault
             if fault.kind in CURED_BY_FP32 and fault.module is not None:
@@ -126,9 +127,9 @@ class Response:
         return text
 
     def _heal(self, module: str, remedy: Remedy | None) -> str:
-        """Have what cures a module's faults compute in FP32, if anything does; return it in words.
+        """Make the remedy of a module's faults permanent. Return a report in words.
 
-        Where faults come again in a module that was healed, its whole model is.
+        If a healed module has faults again, its whole model is healed.
         """
         whole = self._replays.model_of(module)
         found = [module] if remedy is None else [*remedy.modules]
@@ -151,11 +152,11 @@ class Response:
         )
 
     def _is_healed(self, name: str) -> bool:
-        """Tell whether a module, or one around it, has been healed."""
+        """Return whether a module, or one around it, has been healed."""
         return any(f"{name}.".startswith(f"{n}.") or not n for n in self._healing.names)
 
     def explain(self, replay: bool | Callable[[], Any]) -> str:
-        """Return the cause of the last skip, and what a replay, now or before, has reported.
+        """Return the cause of the last skip, and the report of a replay, now or before.
 
         All ranks replay together.
         """

@@ -1,8 +1,8 @@
-"""Gradients that carry the loss scale, clipped by torch or stepped on by others: one warning each.
+"""Warn once where torch clips scaled gradients, or where another optimizer steps on them.
 
-Of gradients that are 65536 times too large a clip to norm 1 leaves a 65536th of what was meant, and
-training stands still without an error. An optimizer that was not handed over steps 65536 times too
-far, or, where no optimizer was, on half weights without masters.
+With gradients that are 65536 times too large, a clip to norm 1 leaves a 65536th of the intended
+step, and training stands still without an error. An optimizer that ``enable`` did not get steps
+65536 times too far. Where ``enable`` got no optimizer, it steps on half weights without masters.
 """
 
 import contextlib
@@ -31,11 +31,14 @@ CLIPPING = (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_)
 
 
 class ScaledGradients:
-    """The gradients of one ``Amp``, and what has been warned of.
+    """The gradients of one ``Amp``, and the warnings given so far.
 
-    ``params`` gives the tensors whose gradients carry the loss scale now, and their masters;
-    ``left_out`` the models' parameters with gradients that no enabled optimizer holds: what
-    ``amp.backward`` has added there is never unscaled; ``halves`` the models' half parameters.
+    Args:
+        params: function that returns the tensors whose gradients carry the loss scale now, and
+            their masters.
+        left_out: function that returns parameters with gradients that no enabled optimizer holds,
+            so that nothing unscales these gradients.
+        halves: function that returns the models' half parameters.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class ScaledGradients:
         self._has_warned_of_step = False
 
     def warn_if_clipped(self, given: set[int], function: Callable[..., Any]) -> None:
-        """Warn, once, where torch's ``function`` is to clip some of them, by ids of tensors."""
+        """Warn, once, where ``function`` clips scaled gradients, given the ids of parameters."""
         if self._has_warned or not any(id(param) in given for param in self._params()):
             return
         self._has_warned = True
@@ -64,14 +67,15 @@ class ScaledGradients:
         )
 
     def is_news(self) -> bool:
-        """Tell whether nothing was said of clipping yet; from now on something was."""
+        """Return whether there was no warning of clipping yet. From now on there was one."""
         was_silent, self._has_warned = not self._has_warned, True
         return was_silent
 
     def warn_if_stepped(self, optimizer: Optimizer) -> None:
-        """Warn, once, where an optimizer that is not enabled is about to step on some of them.
+        """Warn, once, where an optimizer that is not enabled is about to step on scaled gradients.
 
-        A step on half weights is warned of with any gradients, unless the optimizer keeps masters.
+        A step on half weights causes a warning with any gradients, unless the optimizer keeps
+        masters.
         """
         if self._has_warned_of_step:
             return
@@ -110,7 +114,7 @@ class _Watched:
         self._undo = contextlib.ExitStack()
 
     def acquire(self, gradients: ScaledGradients) -> None:
-        """Watch the gradients of one more enabled model, as long as they are there."""
+        """Watch the gradients of one more enabled model, while they exist."""
         self.gradients.add(gradients)
         self.owners += 1
         if self.owners > 1:
@@ -124,14 +128,17 @@ class _Watched:
         self._undo.callback(register_optimizer_step_pre_hook(before_step).remove)
 
     def release(self) -> None:
-        """Take back one ``acquire``; the last one leaves torch as it was."""
+        """Undo one ``acquire``. The last call restores torch."""
         self.owners -= 1
         if self.owners == 0:
             self._undo.close()
 
 
 def wrapped_cell(function: Any) -> CellType | None:
-    """Return where a function of torch keeps the one that it runs without gradients, if it does."""
+    """Return the cell in which a function of torch keeps its inner function; None: no such cell.
+
+    The inner function is the one that torch.no_grad wraps.
+    """
     # private (torch 2.11 to 2.15): the only free variable of what torch.no_grad has in its place
     names = function.__code__.co_freevars
     return function.__closure__[0] if names == ("func",) else None
@@ -154,9 +161,10 @@ def _warning_first(
 
 
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Look at what an optimizer that is not enabled steps on; torch's hook on all steps.
+    """Warn where an optimizer that is not enabled steps on scaled gradients.
 
-    A GradScaler that steps for it has unscaled them.
+    torch calls this before the steps of all optimizers. The steps of a GradScaler are not checked,
+    because it has unscaled the gradients.
     """
     if torch.compiler.is_compiling() or is_installed(optimizer) or _is_scalers_step():
         return
@@ -165,7 +173,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_scalers_step() -> bool:
-    """Tell whether a GradScaler calls the step: it is a few frames further out then."""
+    """Return whether a GradScaler, a few frames further out, calls the step."""
     frames = itertools.islice(outwards(sys._getframe(1)), 8)
     return any(isinstance(f.f_locals.get("self"), torch.amp.GradScaler) for f, _ in frames)
 

@@ -21,7 +21,7 @@ _REPLAY = (
 
 
 class Cause(enum.Enum):
-    """Why a step was skipped. The value is the name in words that users see."""
+    """Why a step was skipped. The value is the name that users see."""
 
     DATA = "data"
     FORWARD = "forward fault"
@@ -36,7 +36,7 @@ class Cause(enum.Enum):
 
     @property
     def advice(self) -> str:
-        """What to do; "{where}" in it stands for the suspects."""
+        """Advice. "{where}" stands for the suspects, "{rates}" for the learning rates."""
         return _ADVICE[self]
 
     @property
@@ -46,12 +46,12 @@ class Cause(enum.Enum):
 
     @property
     def scale_moves(self) -> bool:
-        """Whether a lower loss scale is the answer, so that nobody has to do anything."""
+        """Whether a lower loss scale is the cure, which comes by itself."""
         return self is Cause.SCALE
 
     @property
     def lasting(self) -> bool:
-        """Whether it does not go away by itself, so that its text says since when it is there."""
+        """Whether the cause lasts, so that its text names the step where it began."""
         return self is Cause.PARAMETERS
 
 
@@ -96,17 +96,17 @@ _ADVICE = {
 class Writer(NamedTuple):
     """The optimizer that steps on a parameter."""
 
-    name: str  # of its class
-    lr: float | None  # for that parameter; None: it has none
-    dtype: torch.dtype  # that it steps in
-    zero_eps: float | None = None  # its eps, if its step rounds that to zero
+    name: str  # name of the class
+    lr: float | None  # for that parameter; None: the optimizer has none
+    dtype: torch.dtype  # dtype that the optimizer steps in
+    zero_eps: float | None = None  # eps of the optimizer, if its step rounds eps to zero
 
     def __str__(self) -> str:
         return self.name if self.lr is None else f"{self.name}, lr={self.lr:g}"
 
     @property
     def fault(self) -> str:
-        """What is wrong with its steps, if they have written inf or NaN; and what to do."""
+        """The mistake in its steps, if they have written inf or NaN, and advice."""
         if self.zero_eps is None:
             return (
                 "Lower the learning rate, or take level='O2', which steps in FP32 and skips what "
@@ -124,31 +124,31 @@ class Steps(NamedTuple):
 
     writers: Mapping[str, Writer] = {}  # by name of a parameter
     growth: Callable[[], Growth] | None = None  # in these steps; None: unknown
-    in_fp32: Callable[[], Fp32Run | None] | None = None  # runs the batch again; None: nobody may
+    in_fp32: Callable[[], Fp32Run | None] | None = None  # runs the batch again; None: not allowed
 
 
 NO_STEPS = Steps()
 
 
 class Skip(NamedTuple):
-    """A skipped step as the device saw it."""
+    """A skipped step as the device recorded it."""
 
     outcome: int  # FAULT, OVERFLOW, OUTLIER, VETO or HUGE
-    step: int  # its number, from 1
+    step: int  # number of the step, from 1
     exact: bool  # False: it was that step or one before it, whose numbers were not read
-    skipped: int  # how many steps were skipped so far, this one included
+    skipped: int  # number of steps skipped so far, this one included
     # where bad parameters skipped the steps before, the number of the first of those; else ``step``
     since: int
     scale: float  # the loss scale that the backward used
-    lowest: float  # the scale below which it does not go
+    lowest: float  # smallest scale that the rule allows
     fixed: bool  # whether the scale never moves
     amax: Mapping[str, float]  # by name, the largest scaled gradient
     before: float  # the largest unscaled gradient of the last good step, 0 if there was none
     limit: float  # the largest number of the policy's half format
-    # where several ranks decided, for each the largest scaled gradient; under FAULT, whether its
+    # if several ranks decided, the largest scaled gradient of each; under FAULT, whether its
     # own loss was inf or NaN; under VETO, whether it had one of these, or a veto
     by_rank: Mapping[int, float] = {}
-    wrote: int = 0  # number of the step that left parameters as they are; 0: not known, or no step
+    wrote: int = 0  # number of the step that wrote the parameters last; 0: not known, or no step
     loss: float | None = None  # None: it is inf, NaN or not known
     # the loss, the usual one and its limit, the same of the norm, and how many standard deviations
     # the limits are away
@@ -173,7 +173,7 @@ class Skip(NamedTuple):
         return math.isfinite(magnitude) and magnitude / self.scale <= _FP32_MAX
 
     def is_huge(self, magnitude: float) -> bool:
-        """Return whether FP32 does not hold the square of that scaled gradient, unscaled."""
+        """Return whether the square of that scaled gradient, unscaled, is beyond FP32."""
         return (magnitude / self.scale) ** 2 > LARGEST_SQUARE
 
 
@@ -204,10 +204,10 @@ class Explanation(NamedTuple):
 
     @property
     def hint(self) -> str:
-        """How to find out more, to be appended to the text; "" where nothing would help."""
+        """Advice on how to find out more, to append to the text; "" where nothing would help."""
         return _REPLAY if self.cause.replayable else ""
 
     @property
     def needs_help(self) -> bool:
-        """Whether it is more than the loss scale finding its level, or a skip that was wanted."""
+        """Whether the user has to act: not for a scale that finds its level, or a wanted skip."""
         return self.cause not in (Cause.SCALE, Cause.OUTLIER, Cause.VETO)

@@ -9,12 +9,16 @@ _FEWEST = 4
 
 
 def steps_left(points: Sequence[tuple[int, float]], limit: float) -> int | None:
-    """Return in how many steps a magnitude will pass ``limit``, 0 if it has.
+    """Return the number of steps until a magnitude passes ``limit``; 0: it has; None: no trend.
 
-    Growth by a constant factor and growth by a constant amount are tried; the one that is nearer to
-    the points (step and magnitude, oldest first; the last eight count), in powers of two, decides.
-    None where there are fewer than four, where no growth stands out of the noise, and where the end
-    is further away than the trend is long, in steps or in powers of two.
+    Two trends are fitted: growth by a constant factor, and growth by a constant amount. The one
+    that is nearer to the points, in powers of two, decides. There is no trend with fewer than four
+    points. Growth must stand out of the noise. The limit must not be further away than the trend is
+    long, in steps and in powers of two.
+
+    Args:
+        points: step and magnitude, oldest first. The last eight count.
+        limit: largest number of the format.
     """
     points = points[-_POINTS:]
     step, last = points[-1]

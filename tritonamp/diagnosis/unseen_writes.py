@@ -1,7 +1,7 @@
-"""Half weights that are unlike their rounded FP32 masters: one side was written through ``.data``.
+"""Half weights that differ from their rounded FP32 masters: one was written through ``.data``.
 
-torch counts no writes through ``.data``, so that the other side does not follow. What was written
-into a half weight is gone after the next step, which rounds the master into it.
+torch does not count writes through ``.data``, so the other side does not follow. A value written
+into a half weight is lost at the next step, which rounds the master into it.
 """
 
 import logging
@@ -17,13 +17,13 @@ logger = logging.getLogger("tritonamp")
 
 
 class UnseenWrites:
-    """Looks for half weights that are unlike their masters before a few steps; warns once.
+    """Looks for half weights that differ from their masters before a few steps, and warns once.
 
     Args:
-        names: returns parameter to its name.
+        names: function that returns the name of each parameter.
 
     Attributes:
-        is_due: tells whether the weights are to be given to ``look`` before this step.
+        is_due: function that returns whether ``look`` wants the weights before this step.
     """
 
     def __init__(self, names: Callable[[], Mapping[Tensor, str]]) -> None:
@@ -32,11 +32,12 @@ class UnseenWrites:
         self.is_due = self._looks.is_due
 
     def look(self, params: Sequence[Tensor], unlike: Sequence[Tensor]) -> None:
-        """Read some numbers when they have arrived.
+        """Start reading how many elements differ. A later step reads the numbers and may warn.
 
         Args:
             params: half parameters.
-            unlike: number of elements of each that are not the rounded master, 0-d on the device.
+            unlike: for each parameter, the number of elements that are not the rounded master, 0-d
+                on the device.
         """
         if unlike:
             counts = [count.to(unlike[0].device, torch.float64) for count in unlike]

@@ -1,4 +1,4 @@
-"""A failing batch runs again, watched op by op: where did inf or NaN begin, and why?"""
+"""Run a failing batch again, watched op by op, to find where inf or NaN began, and why."""
 
 from tritonamp.diagnosis.replay.bundles import load_bundle as load_bundle
 from tritonamp.diagnosis.replay.bundles import write_bundle as write_bundle

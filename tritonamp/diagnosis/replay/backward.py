@@ -1,4 +1,4 @@
-"""One backward run again at other loss scales: which of them all gradients survive."""
+"""Run a backward again at other loss scales, to find those at which all gradients are finite."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,16 @@ MIN_EXPONENT, MAX_EXPONENT = -24, 40  # of the loss scales that are tried
 
 
 class Backward:
-    """The backward from some outputs to the parameters, at one loss scale or another.
+    """The backward from some outputs to the parameters, at any loss scale.
 
-    It starts at those tensors of the output that require a gradient, with ``grad_outputs``, which
-    carry the loss scale ``scale``; None: the output is a loss.
+    It starts at the tensors of the output that require a gradient.
+
+    Args:
+        output: output of the forward.
+        grad_outputs: gradients of the output's tensors, with the loss scale in them; None: the
+            output is a loss.
+        scale: loss scale that ``grad_outputs`` carry.
+        params: parameters by name.
     """
 
     def __init__(
@@ -38,7 +44,7 @@ class Backward:
         self.params = params
 
     def gradients(self, scale: float) -> dict[str, Tensor]:
-        """Return by name the gradients that there are at a loss scale, as they are stored."""
+        """Return the gradients at a loss scale by name, without parameters that get none."""
         outputs, params = self.outputs, list(self.params.values())
         seeds = [g * (scale / self.scale) for g in self.seeds if g is not None] or None
         if seeds is None:

@@ -1,4 +1,4 @@
-"""A failing batch as a folder that somebody else can run."""
+"""Save a failing batch as a folder from which it can run elsewhere."""
 
 import json
 from collections.abc import Mapping
@@ -63,21 +63,21 @@ def write_bundle(
     *,
     state: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write what it takes to run a forward again elsewhere, and return the folder.
+    """Write a folder from which a forward can run again elsewhere, and return the folder.
 
-    inputs.pt (arguments, generators, training flag; ``torch.load(..., weights_only=True)`` takes
-    it), weights.pt (the model's ``state_dict``), policy.json, report.txt, fault.json, and
-    replay.py, which the user completes with the function that makes his model.
+    It holds inputs.pt (arguments, generators, training flag; ``torch.load(..., weights_only=True)``
+    takes it), weights.pt (the model's ``state_dict``), policy.json, report.txt, fault.json, and
+    replay.py, to which the user adds the function that makes the model.
 
     Args:
-        folder: made if it is not there.
-        fault: what ``find_fault`` gave; None: not reproduced.
-        snapshot: the forward.
-        policy: that the model was enabled with.
-        state: the ``state_dict`` to write; None: the model's.
+        folder: folder to write, made if it does not exist.
+        fault: result of ``find_fault``; None: not reproduced.
+        snapshot: forward to write.
+        policy: policy that the model was enabled with.
+        state: ``state_dict`` to write; None: the model's.
 
     Raises:
-        BatchGoneError: the batch is not there any more.
+        BatchGoneError: the batch no longer exists.
         ValueError: an argument of the model is neither tensor nor plain value.
     """
     folder = Path(folder)
@@ -117,10 +117,10 @@ def _plain(value: Any) -> Any:
 
 
 def load_bundle(folder: str | Path, model: nn.Module) -> Snapshot:
-    """Return the forward of ``model`` that ``write_bundle`` wrote down, on any device.
+    """Return the forward of ``model`` that ``write_bundle`` wrote, on any device.
 
-    The model should have the same weights. Its arguments go to where it is; so does the state of
-    the generator of the one GPU that they were on.
+    The model should have the same weights. Arguments move to the model's device. If they were on
+    one GPU, the state of its generator moves with them.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     state = torch.load(Path(folder) / "inputs.pt", map_location="cpu", weights_only=True)

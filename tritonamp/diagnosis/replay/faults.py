@@ -1,4 +1,4 @@
-"""The report about a fault: where, what, why, and what to do."""
+"""The report about a fault: its place, its effect, its reason, and advice."""
 
 import linecache
 import math
@@ -14,19 +14,19 @@ from tritonamp.names import short
 
 
 class Remedy(NamedTuple):
-    """What cured a fault when its batch ran again."""
+    """The remedies under which a batch ran again without its fault. Without any, nothing helped."""
 
-    modules: tuple[str, ...] = ()  # that computed in FP32
-    bfloat16: bool = False  # instead, the model computed in bfloat16
-    fp32: bool = False  # so did all of the model in FP32, where no few modules were enough
+    modules: tuple[str, ...] = ()  # modules that computed in FP32
+    bfloat16: bool = False  # whether the model computed in bfloat16 instead
+    fp32: bool = False  # whether the whole model computed in FP32, where no few modules were enough
 
     @property
     def helps(self) -> bool:
-        """Whether anything did."""
+        """Whether there is any remedy."""
         return bool(self.modules) or self.bfloat16 or self.fp32
 
     def words(self, by_hand: str) -> str:
-        """Return what to do, ``by_hand`` for the model itself, and that it was tried."""
+        """Return advice in words. ``by_hand`` is the advice for the model itself."""
         if self.bfloat16:
             return (
                 "train in bfloat16: dtype=torch.bfloat16 (tried: the batch passes; keeping "
@@ -49,18 +49,18 @@ class FaultReport:
 
     Attributes:
         kind: a key of ``VERDICTS``: "matmul_overflow", "masked_row", "scale_too_high"...
-        event: what was seen at the op, and its ``place``.
-        outcome: what became of the loss or the gradients.
-        silent: the result of the forward is finite, and wrong.
-        harmless: an overflow that vanished, and made no op after it wrong.
-        difference: of the result from FP32's, the largest, and the largest number in FP32's;
+        event: what was seen at the op, with its ``place``.
+        outcome: effect on the loss or the gradients.
+        silent: whether the result of the forward is finite, and wrong.
+        harmless: whether the overflow vanished, and made no later op wrong.
+        difference: largest difference of the result from FP32's, and the largest number in FP32's;
             None: not compared.
-        scale: the loss scale of the backward.
-        fits: the largest loss scale (for vanished gradients the smallest) that serves.
-        names: the parameters, inputs or gradients that are not finite.
+        scale: loss scale of the backward.
+        fits: largest loss scale that works, or the smallest one for vanished gradients.
+        names: names of the parameters, inputs or gradients that are not finite.
         replayed: whether the forward gave the same bits as the first time.
-        remedy: what came of trying to cure it; None: it was not tried.
-        rank: whose batch it was; None: there are no other ranks.
+        remedy: result of the tried remedies; None: none was tried.
+        rank: rank whose batch it was; None: there are no other ranks.
     """
 
     kind: str
@@ -80,7 +80,7 @@ class FaultReport:
     def module(self) -> str | None:
         """Full name of the module to blame, as ``fp32_modules`` takes it.
 
-        "" is the model; None: outside of it.
+        "" is the model; None: the fault is outside the model.
         """
         return self.event.place.module
 
@@ -91,7 +91,7 @@ class FaultReport:
 
     @property
     def phase(self) -> str:
-        """Whether it began in the "forward" or the "backward"."""
+        """Whether the fault began in the "forward" or the "backward"."""
         return self.event.phase
 
     @property
@@ -107,12 +107,12 @@ class FaultReport:
 
     @property
     def why(self) -> str:
-        """Why it happened, in one sentence."""
+        """The reason of the fault, in one sentence."""
         return VERDICTS[self.kind].why.format(**self._words())
 
     @property
     def advice(self) -> str:
-        """What to do, in one sentence."""
+        """Advice, in one sentence."""
         advice = VERDICTS[self.kind].advice
         if self.remedy is not None and not self.remedy.helps:
             advice = _KEEP.sub(".", advice) + f" {NO_PRECISION_HELPS}"
@@ -143,7 +143,7 @@ class FaultReport:
         }
 
     def _keep(self) -> str:
-        """Return what to keep in FP32, or what else helps where that was tried in vain."""
+        """Return advice: the modules to keep in FP32, or another remedy if FP32 did not help."""
         is_input = self.kind == "cast_overflow" and not self.event.place.file
         by_hand = _UNCAST if is_input else _BY_HAND
         if self.remedy is not None:
@@ -204,7 +204,7 @@ class FaultReport:
         return "; ".join(parts)
 
     def _is_right(self) -> bool:
-        """Return whether the result is FP32's within 1 %; False where nobody has compared."""
+        """Return whether the result is FP32's within 1 %; False where none was compared."""
         return self.difference is not None and self.difference[0] <= 0.01 * self.difference[1]
 
     def as_dict(self) -> dict[str, Any]:
@@ -253,7 +253,7 @@ _UNCAST = 'level="O2" and cast_inputs=False, with the modules that read it in fp
 
 
 def number(value: float | None) -> str:
-    """Return a number as texts show it: powers of two as such, else four digits."""
+    """Return a number as texts show it: powers of two as powers, else four digits."""
     if value is None:
         return "an unknown value"
     exponent = math.frexp(value)[1] - 1 if value and math.isfinite(value) else 0
@@ -269,7 +269,7 @@ def listed(items: Sequence[Any]) -> str:
 
 
 def for_json(value: Any) -> Any:
-    """Return plain values with lists for tuples, and text for inf and NaN, which JSON has not."""
+    """Return plain values with tuples as lists, and with inf and NaN, which JSON lacks, as text."""
     if isinstance(value, dict):
         return {key: for_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What is known of torch's ops by their names, and of what they compute."""
+"""Known facts of torch's ops by their names, and of their results."""
 
 import math
 from typing import Any
@@ -9,14 +9,14 @@ from torch import Tensor
 from tritonamp.watched.ops import OpCall
 
 ON_PURPOSE = {"nan_to_num", "where", "masked_fill", "isfinite"}
-"""What these replace was meant to be replaced."""
-DOES_NOT_FIT = "without overflow"  # says torch where a Python number is beyond the format
+"""Ops that replace values. The replaced values do not count as lost."""
+DOES_NOT_FIT = "without overflow"  # in torch's error about a Python number beyond the format
 DIVISORS = {
     **dict.fromkeys("reciprocal rsqrt pow log log2 log10 logit".split(), 0),
     **dict.fromkeys("div divide true_divide xlogy".split(), 1),
     "addcdiv": 2,
 }
-"""The argument that must not be zero, by its number."""
+"""The number of the argument that must not be zero, by op."""
 
 FAMILIES = {
     "matmul": """mm bmm addmm addbmm baddbmm mv addmv addr dot vdot inner outer matmul linear
@@ -56,7 +56,7 @@ def is_masked(call: OpCall) -> bool:
 
 
 def are_same(args: tuple[Any, ...]) -> bool:
-    """Return whether the first two arguments are equal tensors: their product is a square."""
+    """Return whether the first two arguments are equal tensors, whose product is a square."""
     first, second = args[:2]
     are_tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
     return are_tensors and first.dtype is second.dtype and torch.equal(first, second)
@@ -65,7 +65,7 @@ def are_same(args: tuple[Any, ...]) -> bool:
 def differ(result: Tensor, other: Tensor) -> bool:
     """Return whether two results differ by more than 1 % anywhere.
 
-    Numbers that vanish beside FP32's smallest do not count.
+    Differences below FP32's smallest normal number do not count.
     """
     other = other.double()
     return bool(((result.double() - other).abs() > 0.01 * other.abs() + 2.0**-126).any())

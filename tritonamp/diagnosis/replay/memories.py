@@ -1,4 +1,4 @@
-"""What is known of the memory of tensors, and what overflows would be if the format went on."""
+"""Known facts of tensors' memory, and the exact values behind overflows."""
 
 from collections import defaultdict
 from collections.abc import Hashable
@@ -15,36 +15,36 @@ from tritonamp.watched.places import Place
 
 @dataclass
 class MemoryFacts:
-    """What is known of the values in some memory, which several tensors may share."""
+    """Known facts of the values in some memory, which several tensors may share."""
 
-    origin: Event | None = None  # the event behind those that are not finite
-    eps: tuple[float, torch.dtype] | None = None  # was added, and the format in which it is zero
-    maker: Place | None = None  # where they were computed
-    unwritten: bool = False  # it was allocated, and nobody has written to it
+    origin: Event | None = None  # event that made values inf or NaN
+    eps: tuple[float, torch.dtype] | None = None  # added, and the format where it is 0
+    maker: Place | None = None  # where the values were computed
+    unwritten: bool = False  # allocated, and not written to yet
 
 
 class Memories:
-    """What is known of the memory of tensors: by storage, which views share.
+    """Known facts of tensors' memory, by storage, which views share.
 
     Values that overflowed are followed in float64 from op to op, while their memory lives.
     """
 
     def __init__(self) -> None:
         self._facts: dict[int, MemoryFacts] = defaultdict(MemoryFacts)
-        # the memory, and by layout the values of each view of it
+        # the memory, and values of each view by layout
         self._exact: dict[int, tuple[StorageWeakRef, dict[Hashable, Tensor]]] = {}
 
     def of(self, tensor: Tensor) -> MemoryFacts:
-        """Return what is known of the memory of ``tensor``."""
+        """Return the known facts of the memory of ``tensor``."""
         return self._facts[storage_id(tensor)]
 
     def renew(self, tensor: Tensor, unwritten: bool) -> None:
-        """Note that the memory is new, perhaps where older one has been."""
+        """Note that the memory is new. It may reuse the address of freed memory."""
         self._facts[storage_id(tensor)] = MemoryFacts(unwritten=unwritten)
         self.forget(tensor)
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """Return a copy, of which the same is known."""
+        """Return a copy of a tensor, with the same known facts."""
         copy = tensor.detach().clone()
         self._facts[storage_id(copy)] = replace(self.of(tensor))
         values = self.exact(tensor)
@@ -53,7 +53,7 @@ class Memories:
         return copy
 
     def exact(self, tensor: Tensor) -> Tensor | None:
-        """Return the float64 values of ``tensor``, of its shape; None: nothing is known."""
+        """Return the float64 values of ``tensor``, in its shape; None: not known."""
         memory, views = self._exact.get(storage_id(tensor), (None, {}))
         return None if memory is None or memory.expired() else views.get(_layout(tensor))
 
@@ -64,13 +64,13 @@ class Memories:
         self._exact.setdefault(storage_id(tensor), (memory, {}))[1][_layout(tensor)] = values
 
     def forget(self, tensor: Tensor) -> None:
-        """Forget all views of the memory of ``tensor``: it was written to, or is new."""
+        """Forget all views of the memory of ``tensor``, because it was written to, or is new."""
         self._exact.pop(storage_id(tensor), None)
 
     def results(self, call: OpCall) -> list[Tensor]:
-        """Return what the op would give for exact values; none where it cannot be run again.
+        """Return the op's results for exact values; none where the op cannot run again.
 
-        An inf that nothing is known of counts as the largest number of its format.
+        An inf of which nothing is known counts as the largest number of its format.
         """
         if call.schema.name == "as_strided":  # reads memory by another layout than a copy's
             return []

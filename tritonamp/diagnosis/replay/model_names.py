@@ -1,4 +1,4 @@
-"""What modules, parameters and buffers are called."""
+"""The names of modules, parameters and buffers."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from tritonamp.watched.ops import storage_id
 
 
 class ModelNames:
-    """What modules, parameters and buffers are called; several models are numbered in front."""
+    """The names of modules, parameters and buffers. With several models, a number comes first."""
 
     def __init__(self, models: list[nn.Module]) -> None:
         self.roots = models
@@ -27,7 +27,7 @@ class ModelNames:
             yield from own.items()
 
     def weight(self, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """Return name and tensor of the parameter or buffer that ``tensor`` is or looks into."""
+        """Return name and tensor of the parameter or buffer that ``tensor`` is, or is a view of."""
         for name, weight in self._weights.get(storage_id(tensor), {}).items():
             if 0 <= tensor.data_ptr() - weight.data_ptr() < weight.nbytes:
                 return name, weight

@@ -45,29 +45,29 @@ def find_fault(
     """Find the first op that makes inf or NaN out of finite numbers and matters to the result.
 
     Afterwards parameters, buffers, ``.grad``, random number generators, training flags and autocast
-    are, bit for bit, what they were; also if ``run`` raises. Attributes of other kinds that a
-    forward sets are not put back. Waits for the device at every op.
+    have the same bits as before, even if ``run`` raises. Other attributes that a forward sets are
+    not restored. Waits for the device at every op.
 
     Args:
-        model: enabled by tritonamp, or not; or several.
-        run: computes the loss (a scalar), or the model's output.
-        dtype: the half format.
-        scale: the loss scale of the backward.
-        backward: whether to run it; None: if the loss requires a gradient, or ``grad_outputs`` is
-            given.
-        harmless: also report an overflow that vanished, where nothing is wrong.
-        grad_outputs: gradients of the tensors that ``run`` returns, with the scale in them; for a
+        model: model or models, enabled by tritonamp or not.
+        run: function that computes the loss (a scalar), or the model's output.
+        dtype: half format.
+        scale: loss scale of the backward.
+        backward: whether to run the backward; None: if the loss requires a gradient, or
+            ``grad_outputs`` is given.
+        harmless: whether to report an overflow that vanished, where nothing else is wrong.
+        grad_outputs: gradients of the tensors that ``run`` returns, with the scale in them, for a
             model without a loss.
-        expected: the tensors that ``run`` returned the first time, to compare bits with.
-        around: what else the run is inside of.
+        expected: tensors that ``run`` returned the first time, to compare bits.
+        around: block around the run.
 
     Raises:
-        ValueError: ``backward=True``, and there is neither a scalar that requires a gradient nor
+        ValueError: ``backward=True``, without a scalar that requires a gradient and without
             ``grad_outputs``.
         CollectiveError: the run communicates with other ranks.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
-    with around or contextlib.nullcontext():  # may put other tensors into the models
+    with around or contextlib.nullcontext():  # it may put other tensors into the models
         replay = _Replay(models, dtype, scale)
         with _untouched(models, replay.watch):
             output = replay.forward(run, expected)
@@ -82,14 +82,14 @@ def find_fault(
 def result_of(
     models: list[nn.Module], run: Callable[[], Any], around: AbstractContextManager[None]
 ) -> list[Tensor]:
-    """Return the floating tensors that ``run`` gives inside of ``around``; leaves no trace."""
+    """Return the floating tensors that ``run`` gives inside ``around``. Leaves no trace."""
     with around, _untouched(models):
         return [t.detach() for t in floats(run())]
 
 
 @contextlib.contextmanager
 def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[None]:
-    """Run what is inside in eager torch; put everything back that a forward and backward change."""
+    """Run the block in eager torch, and restore all that a forward and backward change."""
     for fp32_values in _fp32_values(models):
         fp32_values.push()  # what the next forward would do, before anything is recorded
     modules = list(dict.fromkeys(module for m in models for module in m.modules()))
@@ -140,9 +140,9 @@ class _Replay:
         self.params = {name: t for name, t in self.names.weights() if t.is_leaf and t.requires_grad}
 
     def forward(self, run: Callable[[], Any], expected: Sequence[Tensor] | None) -> Any:
-        """Return what ``run`` returns, watched.
+        """Return the result of ``run``, watched.
 
-        Where torch refuses a constant that the format cannot hold: the report of that.
+        Where torch refuses a constant that the format cannot hold, the result is a report of that.
         """
         with self.watch:
             try:
@@ -166,7 +166,7 @@ class _Replay:
         )
 
     def fault_of_forward(self, output: Any) -> FaultReport | None:
-        """Report what made the output non-finite; else what made it wrong."""
+        """Report the cause of a non-finite output, else of a wrong one."""
         if isinstance(output, FaultReport):
             return output
         results = floats(output)
@@ -184,7 +184,7 @@ class _Replay:
         return self._fault(absorbed, silent=True, outcome=outcome)
 
     def vanished(self) -> FaultReport | None:
-        """Report an overflow that vanished, and left the right numbers as far as is known."""
+        """Report an overflow that vanished and, as far as is known, left the right numbers."""
         found = next((e for e in self.watch.events if e.overflowed), None)
         return None if found is None else self._fault(found, harmless=True)
 
@@ -208,7 +208,7 @@ class _Replay:
     def wants_backward(
         self, output: Any, asked: bool | None, grad_outputs: Sequence[Tensor | None] | None
     ) -> bool:
-        """Return whether there is something to run backward from, and it was not declined."""
+        """Return whether a backward can run from the output, and was not declined."""
         losses = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         possible = bool(losses) and (
             grad_outputs is not None or (len(losses) == 1 and losses[0].numel() == 1)
@@ -223,7 +223,7 @@ class _Replay:
     def fault_of_backward(
         self, output: Any, grad_outputs: Sequence[Tensor | None] | None
     ) -> FaultReport | None:
-        """Report what made gradients non-finite, or all of them zero."""
+        """Report the cause of non-finite gradients, or of gradients that are all zero."""
         backward = Backward(output, grad_outputs, self.scale, self.params)
         grads = backward.gradients(self.scale)
         if all(map(is_finite, grads.values())):
@@ -237,7 +237,7 @@ class _Replay:
             grads = backward.gradients(self.scale)
         bad = {name: g for name, g in grads.items() if not is_finite(g)}
         if not bad:
-            return None  # it does not do the same twice
+            return None  # the run is not deterministic
         event = self._first([self.watch.origin(g, _RESULT) for g in bad.values()])
         if event.phase == "forward" and not event.overflowed and not event.source:
             event.phase, event.discarded = "backward", True
@@ -250,7 +250,7 @@ class _Replay:
     def _vanished(self, backward: Backward) -> FaultReport | None:
         fits = backward.smallest_scale(self.scale)
         if fits is None:
-            return None  # they are zero at every scale: no matter of precision
+            return None  # zero at every scale, so precision is not the cause
         self.watch.phase, self.watch.looks_for_zeros = "backward", True
         with self.watch:
             backward.gradients(self.scale)

@@ -1,4 +1,4 @@
-"""What a forward depends on beside the weights, recorded so that it can run again."""
+"""Record the state of a forward, in addition to the weights, so that it can run again."""
 
 import contextlib
 import functools
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from tritonamp.ambient import AmbientState, Generators
 from tritonamp.nested import leaves, map_leaves
 
-# while a storage lives, all views of it have one object for it (torch 2.11 to 2.15)
+# while a storage lives, all its views have one Python object for it (torch 2.11 to 2.15)
 Storage = weakref.ref[torch.UntypedStorage]
 
 
 class BatchGoneError(RuntimeError):
-    """The batch of a snapshot is no longer there, or no longer what it was."""
+    """The batch of a snapshot no longer exists, or has changed."""
 
 
 @contextlib.contextmanager
 def training_preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put the training flags of modules back at the end."""
+    """Restore the training flags of modules at the end of the block."""
     flags = [(module, module.training) for module in modules]
     try:
         yield
@@ -32,7 +32,7 @@ def training_preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class Snapshot:
-    """One forward of a model, about to happen: its arguments and what else decides the result.
+    """One forward of a model that is about to run: its arguments, and all else it depends on.
 
     ::
 
@@ -45,7 +45,7 @@ class Snapshot:
     Arguments are kept without the graphs that they come from.
     """
 
-    ambient: AmbientState  # under what the forward runs
+    ambient: AmbientState  # generators, grad mode and autocast of the forward
 
     _outputs: Sequence[weakref.ref[Tensor]] = ()
     _grads: Mapping[int, Tensor] = {}
@@ -56,9 +56,9 @@ class Snapshot:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        method: str = "__call__",  # of the model, which may stand in the place of its forward
-        outputs: Sequence[Storage] = (),  # of what models have returned before, while they live
-        alone: bool = True,  # generators, grad mode and autocast; else the caller sets ``ambient``
+        method: str = "__call__",  # of the model, called instead of its forward
+        outputs: Sequence[Storage] = (),  # of earlier outputs of models, while they live
+        alone: bool = True,  # records the ambient state; else the caller sets it
     ) -> None:
         self.model = model
         self.method = method
@@ -66,7 +66,7 @@ class Snapshot:
         self._earlier = outputs
         self._versions: list[int] = []
         self._computed: list[int] = []  # which leaves of the arguments were part of a graph
-        self.gpus: list[torch.device] = []  # that the arguments are on
+        self.gpus: list[torch.device] = []  # GPUs that the arguments are on
         note = self._noted
         given = [note(v) if type(v) is Tensor else map_leaves(note, v) for v in args]
         self._given = tuple(given), kwargs and map_leaves(note, kwargs)
@@ -74,7 +74,7 @@ class Snapshot:
             self.ambient = AmbientState.now(Generators.now(self.gpus)._replace(numpy=None))
 
     def weakened(self) -> "Snapshot":
-        """Return the same forward, with its batch held only as long as somebody else does."""
+        """Return the same forward, with weak references to the tensors of its batch."""
         weak = Snapshot.__new__(Snapshot)
         vars(weak).update(vars(self))  # copy.copy takes five times as long, and each step does this
         weak._given = map_leaves(
@@ -87,7 +87,7 @@ class Snapshot:
         """Return ``args`` and ``kwargs``.
 
         Raises:
-            BatchGoneError: a tensor among them is gone, or was written to since.
+            BatchGoneError: a tensor in them no longer exists, or was written to since.
         """
         given = map_leaves(_alive, self._given)
         versions = zip(map(_version, leaves(given)), self._versions, strict=True)
@@ -100,7 +100,7 @@ class Snapshot:
         return given
 
     def _noted(self, value: Any) -> Any:
-        """Note what is to be known of a leaf of the arguments; return it without its graph."""
+        """Record facts of a leaf of the arguments, and return the leaf without its graph."""
         if not isinstance(value, Tensor):
             self._versions.append(0)
             return value
@@ -116,9 +116,10 @@ class Snapshot:
         return value
 
     def made(self) -> set[int]:
-        """Return which leaves of the ``arguments`` are no data, but what models have made.
+        """Return the leaves of the ``arguments`` that are results of models, as indices.
 
-        That is: part of a graph, or what a forward has returned, detached or not.
+        They were part of a graph, or are outputs of a forward, detached or not. They do not count
+        as data.
         """
         outputs = [storage() for storage in self._earlier]
         found = {id(storage) for storage in outputs if storage is not None}
@@ -132,10 +133,10 @@ class Snapshot:
         return {*self._computed, *returned}
 
     def run(self) -> Any:
-        """Run the forward again on its ``arguments``, under what it ran under the first time.
+        """Run the forward again on its ``arguments``, under the state of its first run.
 
-        That is: generators, grad mode, autocast and training flag. The random numbers go on from
-        there, for a loss that draws some, too.
+        The state is generators, grad mode, autocast and training flag. A loss that runs afterwards
+        draws the random numbers that follow.
         """
         args, kwargs = self.arguments()
         before = AmbientState.now()
@@ -163,7 +164,7 @@ class Snapshot:
 
     @property
     def outputs(self) -> list[Tensor] | None:
-        """The tensors of the output that ``follow`` was given; None: some are gone."""
+        """The tensors of the output that ``follow`` was given; None: some no longer exist."""
         alive = [t for t in (ref() for ref in self._outputs) if t is not None]
         return alive if alive and len(alive) == len(self._outputs) else None
 

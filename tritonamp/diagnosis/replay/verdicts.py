@@ -1,4 +1,4 @@
-"""From what was seen at an op to a verdict: the kind of fault, why it happened, what to do."""
+"""Find the kind of fault from an op's event, with the texts for reason and advice."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tritonamp.watched.places import Place
 
 @dataclass(frozen=True)
 class OpInput:
-    """A floating tensor that went into an op, as the op read it."""
+    """A floating input of an op, as the op read it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -26,30 +26,30 @@ class OpInput:
 
 @dataclass
 class Event:
-    """An op that made inf or NaN, and what became of it."""
+    """An op that made inf or NaN, and the effects of these values."""
 
     place: Place
     phase: str  # "forward" or "backward"
     dtype: torch.dtype  # of the result
     aten: str = ""  # the op as torch dispatched it; ``place.op`` is the one the user called
     inputs: tuple[OpInput, ...] = ()  # the floating tensors that the user's op was given
-    nan: bool = False  # there is NaN in the result
+    nan: bool = False  # whether there is NaN in the result
     # largest magnitude of the result in float64; inf or NaN where float64 has no number either;
     # None where the op could not be run again
     exact: float | None = None
-    quiet: bool = False  # an infinity that somebody wrote on purpose, such as a mask of -inf
+    quiet: bool = False  # an infinity written on purpose, such as a mask of -inf
     source: str = ""  # "data", "parameters" or "propagated" where no op made it
     names: tuple[str, ...] = ()  # of the inputs or parameters that were not finite
     samples: tuple[int, ...] = ()  # of the input, by number, that were not finite
     scalars: tuple[float, ...] = ()  # Python numbers among the arguments
-    eps: tuple[float, torch.dtype] | None = None  # added further up, in a format where it is zero
+    eps: tuple[float, torch.dtype] | None = None  # added earlier, in a format where it is 0
     zero: bool = False  # a divisor, or the argument of a logarithm, is zero
     masked: bool = False  # a softmax row has nothing but -inf
-    constant: bool = False  # an infinity that somebody wrote on purpose went in
+    constant: bool = False  # an infinity written on purpose is among the inputs
     rounding: bool = False  # the op only rounded a finite value of a wider format
     squares: bool = False  # the op multiplied a tensor by itself
-    discarded: bool = False  # the forward threw its result away, the backward did not
-    later: int = 0  # how many ops handed inf or NaN on
+    discarded: bool = False  # the forward discarded its result, the backward did not
+    later: int = 0  # number of ops that passed inf or NaN on
     first_nan: Place | None = None  # where inf became NaN
     absorbed: Place | None = None  # where inf became a wrong finite number
     vanished: Place | None = None  # where inf first became a finite number, right or wrong
@@ -63,7 +63,7 @@ class Event:
 
 
 class Verdict(NamedTuple):
-    """What is said about a kind of fault, with the names of ``FaultReport._words`` in braces."""
+    """The texts for a kind of fault. Names of ``FaultReport._words`` are in braces."""
 
     why: str
     advice: str
@@ -209,7 +209,7 @@ FORWARD: list[tuple[str, Callable[[Event], bool]]] = [
     ("domain_error", lambda e: e.nan and _is("root", "divide", "square")(e)),
     ("square_overflow", lambda e: _is("square")(e) and e.exact == math.inf),
 ]
-"""Kinds of a forward fault, first match wins."""
+"""Kinds of a forward fault. The first match wins."""
 
 REASONS = {
     "sqrt": "the slope of sqrt at 0 is infinite",
@@ -228,7 +228,9 @@ REASONS = {
 def judge(event: Event, fits: float | None = None) -> str:
     """Return the kind of fault: a key of ``VERDICTS``.
 
-    For a backward, ``fits`` is the largest loss scale at which all gradients are finite, if any.
+    Args:
+        event: event of the fault.
+        fits: for a backward, the largest loss scale at which all gradients are finite; None: none.
     """
     if event.source:
         return event.source

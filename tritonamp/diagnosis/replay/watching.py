@@ -35,14 +35,14 @@ class _Ran(NamedTuple):
 
 
 class Watch(PlacedOps):
-    """Looks at every op while it is active. Waits for the device at each."""
+    """Looks at every op while it is active, and waits for the device at each."""
 
     def __init__(self, names: ModelNames) -> None:
         super().__init__(names.modules)
         self.model_names = names
         # storage of a tensor that a model was called with, to its name
         self.inputs: dict[int, str] = {}
-        self.phase = "forward"  # its owner sets "backward" where that begins
+        self.phase = "forward"  # the owner sets "backward" when the backward begins
         self.events: list[Event] = []  # in the order in which they happened
         # the last op that torch refused, because a constant does not fit
         self.refused: Event | None = None
@@ -61,7 +61,7 @@ class Watch(PlacedOps):
             }
 
     def _asked(self, call: OpCall) -> tuple[OpCall, Place]:
-        """Return the op that the user called, which a rule of the op table may carry out."""
+        """Return the op that the user called, and its place. A rule may run other ops for it."""
         way = Way.out_of(sys._getframe(1))
         if way.rule is not None:
             found = way.rule.f_locals
@@ -71,7 +71,7 @@ class Watch(PlacedOps):
         here = self.place_now(asked.schema.name, way)
         is_cast = way.at_edge and asked is call and call.schema.name == "to_copy"
         if is_cast and self.modules and self.modules[-1] in self.model_names.roots:
-            # an output that is cast belongs to its maker
+            # blame the cast of an output on the op that made the output
             here = next((self._memories.of(t).maker or here for t in call.inputs()), here)
         return asked, self.place_by_graph(here)
 
@@ -95,7 +95,7 @@ class Watch(PlacedOps):
         return result
 
     def _with_copies(self, call: OpCall) -> OpCall:
-        """Return the call with copies of what it is about to write to."""
+        """Return the call with copies of the arguments that it is about to write to."""
         written = call.schema.written
         if not written:
             return call
@@ -134,7 +134,7 @@ class Watch(PlacedOps):
     # inf and NaN
 
     def _event_behind(self, ran: _Ran, bad: list[Tensor]) -> Event:
-        """Return an earlier event that reached results that are not finite, or a new one."""
+        """Return the earlier event that reached the results that are not finite, or a new one."""
         causes = [self.origin(t, ran.place) for t in ran.call.inputs() if not is_finite(t)]
         nan = any(bool(t.isnan().any()) for t in bad)
         masked = nan and known_ops.is_masked(ran.call)
@@ -193,7 +193,7 @@ class Watch(PlacedOps):
         )
 
     def origin(self, tensor: Tensor, place: Place) -> Event:
-        """Return the event behind a tensor that is not finite; ``place`` is where it was met."""
+        """Return the event behind a tensor that is not finite, which was met at ``place``."""
         memory = self._memories.of(tensor)
         if memory.origin is not None:
             return memory.origin
@@ -222,7 +222,7 @@ class Watch(PlacedOps):
         return event
 
     def _follow_overflows(self, ran: _Ran, results: list[Tensor]) -> None:
-        """Note where inf of an overflow became finite, and wrong; follow what it should be."""
+        """Note where the inf of an overflow became finite and wrong; follow the exact values."""
         call, place = ran.call, ran.place
         if call.schema.name in READ_NO_VALUES or self.phase == "backward":
             return
