@@ -87,6 +87,12 @@ def assert_within(actual: Tensor, exact: Tensor, bound: Tensor) -> None:
     assert (error <= bound).all(), f"{(error / bound).max()} times the bound"
 
 
+def assert_rounded(actual: Tensor, dtype: torch.dtype, exact: Tensor, error: Tensor) -> None:
+    """Assert that ``exact``, with an error of FP32 arithmetic, was rounded to ``dtype``."""
+    assert actual.dtype is dtype
+    assert_within(actual, exact, ulp(exact, dtype) / 2 + error)
+
+
 def length(x: Tensor, dim: int) -> int:
     return x.shape[dim] if x.dim() else 1
 
@@ -236,6 +242,18 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Shrink:
             monkeypatch.setattr(module, "LONGEST", 64 if module is softmax_backward else 128)
 
     return shrink
+
+
+@pytest.fixture
+def tiles_of_layout(small_tiles: Shrink, layout: Any) -> None:
+    """Tiles as the parameter ``layout`` has them."""
+    small_tiles(layout.many)
+
+
+@pytest.fixture
+def small_loops(small_tiles: Shrink) -> None:
+    """One program walks over a line of more than 128 elements in tiles."""
+    small_tiles(0)
 
 
 class Traffic:
