@@ -18,6 +18,11 @@ class Apply(nn.Module):
         return self.function(x)
 
 
+def around(*modules: nn.Module, width: int = 16) -> nn.Sequential:
+    """Return modules between two linear layers."""
+    return nn.Sequential(nn.Linear(width, width), *modules, nn.Linear(width, 8))
+
+
 class WrittenNorm(nn.Module):
     """An RMSNorm in plain operations, which ``enable`` runs as one kernel at O1 and O2."""
 
@@ -40,3 +45,15 @@ class LlamaRMSNorm(nn.Module):
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * wide.to(x.dtype)
+
+
+class EveryList(nn.Module):
+    """Ops of every list of torch's autocast, and ops whose dtypes are ours alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.norm(self.linear(x)).softmax(-1)
+        return weights * weights.sum(-1, keepdim=True) + weights.exp().var(-1, keepdim=True)
