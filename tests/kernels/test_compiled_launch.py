@@ -2,15 +2,13 @@
 a GPU.
 """
 
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from fresh_python import run_compiled
 from torch import Tensor
 
 from tritonamp.kernels import _launch
@@ -242,14 +240,7 @@ assert not _implementations.failures, _implementations.failures
     ids=["builds", "modes", "tracers", "devices", "earlier errors"],
 )
 def test_launch(tmp_path: Path, program: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", DRIVER + program + 'print("done")'],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-    )
+    done = run_compiled("-c", DRIVER + program + 'print("done")', cwd=tmp_path)
     assert done.stdout == "done\n", done.stderr
 
 
@@ -262,7 +253,7 @@ def test_a_kernel_may_take_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Compiled:
-    """In the place of what was compiled for some alignment: remembers its launches."""
+    """A kernel compiled for some alignment, which only remembers its launches."""
 
     def __init__(self, made: list["Compiled"]) -> None:
         self.launches: list[tuple[Any, ...]] = []
