@@ -32,11 +32,10 @@ LEVELS = ["O0", "O1", "O2", "O3"]
 @pytest.fixture(autouse=True)
 def switches() -> Iterator[None]:
     yield
-    _amp_state.handle._deactivate()
     _amp_state.allow_incoming_model_not_fp32 = _amp_state.hard_override = False
 
 
-class Net(nn.Module):
+class BothNorms(nn.Module):
     """With the layers whose precision the levels differ in."""
 
     def __init__(self) -> None:
@@ -58,9 +57,9 @@ def batch(device: torch.device, n: int = 16) -> tuple[Tensor, Tensor]:
 
 def start(
     device: torch.device, level: str, optimizer: Any = torch.optim.SGD, **kwargs: Any
-) -> tuple[Net, Any]:
+) -> tuple[BothNorms, Any]:
     torch.manual_seed(0)
-    model = Net().to(device)
+    model = BothNorms().to(device)
     kwargs = {"verbosity": 0, **kwargs}
     return amp.initialize(model, optimizer(model.parameters(), lr=0.05), opt_level=level, **kwargs)
 
@@ -128,7 +127,7 @@ def test_training(level: str, device: torch.device) -> None:
 
 def test_o0_is_plain_fp32(device: torch.device) -> None:
     torch.manual_seed(0)
-    plain = Net().to(device)
+    plain = BothNorms().to(device)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     model, optimizer = start(device, "O0")
     x, y = batch(device)
@@ -197,16 +196,16 @@ WRONG = [
 
 @pytest.mark.parametrize(("level", "given", "error", "text"), WRONG)
 def test_wrong_combinations(level: str, given: dict[str, Any], error: type, text: str) -> None:
-    model = Net()
+    model = BothNorms()
     before = values(model)
     with pytest.raises(error, match=text):
         amp.initialize(model, opt_level=level, verbosity=0, **given)
-    assert type(model) is Net and same(values(model), before)
+    assert type(model) is BothNorms and same(values(model), before)
 
 
 def test_hard_override_prints(capsys: pytest.CaptureFixture[str]) -> None:
     _amp_state.hard_override = True
-    amp.initialize(Net(), opt_level="O1", verbosity=0, keep_batchnorm_fp32=True)
+    amp.initialize(BothNorms(), opt_level="O1", verbosity=0, keep_batchnorm_fp32=True)
     assert "Warning:" in capsys.readouterr().out
 
 
@@ -217,7 +216,7 @@ def test_cast_model_outputs(level: str, dtype: torch.dtype, device: torch.device
     assert model(batch(device)[0]).dtype is dtype
 
 
-class Nested(nn.Linear):
+class OneInAnother(nn.Linear):
     def forward(self, given: dict[str, Any], scale: Tensor) -> dict[str, Any]:
         return {
             "out": [super().forward(given["x"]) * scale],
@@ -228,7 +227,7 @@ class Nested(nn.Linear):
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_inputs_and_outputs_are_cast_inside_containers(level: str, device: torch.device) -> None:
-    model = amp.initialize(Nested(4, 4).to(device), opt_level=level, verbosity=0)
+    model = amp.initialize(OneInAnother(4, 4).to(device), opt_level=level, verbosity=0)
     x, scale = torch.ones(2, 4, device=device, dtype=torch.float64), torch.ones(4, device=device)
     result = model({"x": x, "n": torch.arange(3)}, scale=scale)
     assert (
@@ -242,20 +241,20 @@ def test_inputs_and_outputs_are_cast_inside_containers(level: str, device: torch
 
 
 def test_returns_what_it_was_given() -> None:
-    models, optimizers = [Net(), Net()], []
+    models, optimizers = [BothNorms(), BothNorms()], []
     optimizers += [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
     result = amp.initialize(models, optimizers, opt_level="O2", verbosity=0)
     assert result[0] is models and result[1] is optimizers and len(models) == len(optimizers) == 2
-    model = Net()
-    assert amp.initialize(model, verbosity=0) is model and isinstance(model, Net)
-    single, several = amp.initialize([Net()], None, verbosity=0), [Net()]
+    model = BothNorms()
+    assert amp.initialize(model, verbosity=0) is model and isinstance(model, BothNorms)
+    single, several = amp.initialize([BothNorms()], None, verbosity=0), [BothNorms()]
     assert isinstance(single, list) and amp.initialize(several, verbosity=0) is several
 
 
 def test_disabled_initialize_does_nothing(device: torch.device) -> None:
     model, optimizer = start(device, "O2", enabled=False)
     assert (
-        type(model) is Net
+        type(model) is BothNorms
         and type(optimizer) is torch.optim.SGD
         and model.head.weight.dtype is FP32
     )
@@ -266,7 +265,7 @@ def test_disabled_initialize_does_nothing(device: torch.device) -> None:
 
 
 def test_refused_models_and_optimizers() -> None:
-    model = Net()
+    model = BothNorms()
     with pytest.raises(TypeError, match=r"models: expected a module.*got tuple"):
         amp.initialize((model,), verbosity=0)
     with pytest.raises(TypeError, match=r"optimizers: expected.*got generator"):
@@ -274,7 +273,7 @@ def test_refused_models_and_optimizers() -> None:
     with pytest.raises(RuntimeError, match="AFTER the model"):
         amp.initialize(nn.DataParallel(model), verbosity=0)
     with pytest.raises(RuntimeError, match=r"body\.0\.weight.*half already.*leave out model\.half"):
-        amp.initialize(Net().half(), verbosity=0)
+        amp.initialize(BothNorms().half(), verbosity=0)
 
 
 def test_scale_loss_needs_initialize(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
@@ -312,11 +311,11 @@ class Weighted(nn.Module):
 
 def test_optimizer_over_more_than_the_models(device: torch.device) -> None:
     """A criterion with parameters of its own has to be initialized, too."""
-    model, criterion = Net().to(device), Weighted().to(device)
+    model, criterion = BothNorms().to(device), Weighted().to(device)
     optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
     with pytest.raises(ValueError, match=r"SGD holds 1 parameter.*pass all modules it trains"):
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    assert type(model) is Net and type(optimizer) is torch.optim.SGD
+    assert type(model) is BothNorms and type(optimizer) is torch.optim.SGD
     amp.initialize([model, criterion], optimizer, opt_level="O2", verbosity=0)
     _amp_state.loss_scalers[0]._loss_scale = 16.0
     with amp.scale_loss(criterion(model(batch(device)[0])), optimizer) as scaled:
@@ -335,7 +334,7 @@ class Refusing(torch.optim.SGD):
 REFUSED = {
     "LBFGS": (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS calls its closure many"),
     "closure": (lambda model: Refusing(model.parameters(), lr=0.1), "Refusing needs a closure"),
-    "foreign": (lambda model: torch.optim.SGD(Net().parameters(), lr=0.1), "not the model's"),
+    "foreign": (lambda model: torch.optim.SGD(BothNorms().parameters(), lr=0.1), "not the model's"),
 }
 
 
@@ -343,11 +342,11 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_enable_refuses_initialize_refuses(case: str, level: str) -> None:
     make, text = REFUSED[case]
-    model = Net()
+    model = BothNorms()
     optimizer, before = make(model), values(model)
     with pytest.raises(ValueError, match=text):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert type(model) is Net and same(values(model), before)
+    assert type(model) is BothNorms and same(values(model), before)
     assert not hasattr(optimizer, "_stepper") and not _amp_state.handle.is_active()
 
 
@@ -694,7 +693,7 @@ def test_resuming_gives_the_bits_of_not_stopping(
     checkpoint = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     state = amp.state_dict()
     losses = [step(model, optimizer, data) for _ in range(3)]
-    resumed = Net().to(device)
+    resumed = BothNorms().to(device)
     resumed_optimizer: Any = torch.optim.Adam(resumed.parameters(), lr=0.05)
     for load in (load_first, not load_first):
         if load:
@@ -767,7 +766,7 @@ def test_copies_and_pickles_run_on_their_own_weights(level: str, device: torch.d
         torch.load(file, weights_only=False),
     ]
     wanted = model(x)
-    plain = Net().to(device).eval()
+    plain = BothNorms().to(device).eval()
     plain.load_state_dict(model.state_dict())
     # a pickle is the plain model's
     for other, expected in zip(copies, [wanted, plain(x), plain(x)], strict=True):
@@ -794,7 +793,7 @@ def test_a_model_can_be_initialized_again(level: str, device: torch.device) -> N
 
 
 def test_one_of_two_models_is_not_initialized_again_alone() -> None:
-    models = [Net(), Sum(1.0)]
+    models = [BothNorms(), Sum(1.0)]
     amp.initialize(models, opt_level="O2", verbosity=0)
     with pytest.raises(RuntimeError, match="together with Sum: initialize all of them again"):
         amp.initialize(models[0], opt_level="O2", verbosity=0)
@@ -835,7 +834,7 @@ def test_a_scheduler_drives_the_masters(device: torch.device) -> None:
 def test_larc_around_the_optimizer(level: str, device: torch.device) -> None:
     from tritonamp.apex.parallel import LARC
 
-    model = Net().to(device)
+    model = BothNorms().to(device)
     optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     model, result = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert result is optimizer
@@ -850,7 +849,7 @@ def test_larc_around_the_optimizer(level: str, device: torch.device) -> None:
 def test_training_with_a_handle(wrapped: bool, device: torch.device) -> None:
     torch.manual_seed(0)
     handle = amp.init()
-    model = Net().to(device)
+    model = BothNorms().to(device)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
     if wrapped:
         optimizer = handle.wrap_optimizer(optimizer, num_loss=2)
@@ -911,7 +910,7 @@ def test_install_refuses_to_replace_another_apex(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_folder_named_apex_is_no_apex(tmp_path: Path) -> None:
-    """A clone beside the script: its package is one folder further down."""
+    """A clone next to the script: its package is one folder further down."""
     (tmp_path / "apex" / "apex").mkdir(parents=True)
     code = """
         import apex
