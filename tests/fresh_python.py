@@ -4,9 +4,34 @@ To import torch takes two seconds of CPU time, a fork milliseconds.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+
+def run_compiled(
+    *arguments: str, cwd: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments where kernels are compiled, and assert that it succeeds.
+
+    Args:
+        arguments: the arguments of ``python``.
+        cwd: the folder in which it runs.
+        environment: further variables.
+    """
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments],
+        capture_output=True,
+        text=True,
+        env=own | environment,
+        cwd=cwd,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
 
 FORKS = """
 import json, os, sys, tempfile, traceback

@@ -4,7 +4,7 @@ the process.
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +17,6 @@ from tritonamp.apex.amp import _amp_state
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 Function = Callable[..., Tensor]
-
-
-@pytest.fixture(autouse=True)
-def casts_end() -> Iterator[None]:
-    yield
-    _amp_state.handle._deactivate()
 
 
 def square(n: int = 8) -> Tensor:

@@ -5,7 +5,6 @@ learns.
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from tritonamp.apex.amp import _amp_state
 from tritonamp.apex.optimizers import FusedAdam
 
 LEVELS = ["O0", "O1", "O2", "O3"]
-
-
-@pytest.fixture(autouse=True)
-def casts_end() -> Iterator[None]:
-    yield
-    _amp_state.handle._deactivate()
 
 
 # one GPU: training, evaluation, a checkpoint

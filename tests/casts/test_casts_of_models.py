@@ -1,11 +1,13 @@
 """A cast of an enabled model, or of a part of it, is refused where it would change dtypes."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from helpers import Net, disabled_after, take_step
+from helpers import Net, disabled_after
+from runs import LEVELS, Training
 from torch import nn
 
 import tritonamp
@@ -29,25 +31,14 @@ MOVES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-class Loop:
-    def __init__(self, level: str) -> None:
-        torch.manual_seed(0)
-        self.model = Net()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.amp = tritonamp.enable(self.model, self.optimizer, level=level)
-
-    def step(self) -> None:
-        take_step(self.amp, self.optimizer, self.model(torch.ones(4, 6)).square().mean())
-
-
 @pytest.fixture
-def make() -> Iterator[Callable[..., Loop]]:
-    yield from disabled_after(Loop)
+def make() -> Iterator[Callable[..., Training]]:
+    yield from disabled_after(partial(Training, Net, "AdamW"))
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("cast", CASTS)
-def test_another_dtype_is_refused(make: Callable[..., Loop], level: str, cast: str) -> None:
+def test_another_dtype_is_refused(make: Callable[..., Training], level: str, cast: str) -> None:
     loop, (function, dtype) = make(level), CASTS[cast]
     loop.step()
     before = [p.detach().clone() for p in loop.model.parameters()]
@@ -65,9 +56,9 @@ def test_another_dtype_is_refused(make: Callable[..., Loop], level: str, cast: s
     assert {p.dtype for p in loop.model.parameters()} == {dtype}
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("move", MOVES)
-def test_moves_are_not(make: Callable[..., Loop], level: str, move: str) -> None:
+def test_moves_are_not(make: Callable[..., Training], level: str, move: str) -> None:
     loop = make(level)
     loop.step()
     MOVES[move](loop.model)
@@ -75,7 +66,7 @@ def test_moves_are_not(make: Callable[..., Loop], level: str, move: str) -> None
     assert loop.amp.stats()["steps"] == 2
 
 
-def test_a_part_that_has_become_half(make: Callable[..., Loop]) -> None:
+def test_a_part_that_has_become_half(make: Callable[..., Training]) -> None:
     loop = make("O1")
     loop.model.first.half()
     with pytest.raises(RuntimeError, match="have become half since tritonamp"):
@@ -89,7 +80,7 @@ def test_a_part_that_has_become_half(make: Callable[..., Loop]) -> None:
     assert {p.dtype for p in loop.model.parameters()} == {torch.float32}
 
 
-def test_a_part_that_has_become_fp32_has_its_master(make: Callable[..., Loop]) -> None:
+def test_a_part_that_has_become_fp32_has_its_master(make: Callable[..., Training]) -> None:
     loop, other = make("O2"), make("O2")
     loop.model.first.float()
     for _ in range(4):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import disabled_after
+from outputs import relative_error
 from torch import Tensor, nn
 
 import tritonamp
@@ -19,7 +20,7 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 HEADS, LENGTH, WIDTH = 2, 8, 16
 
 
-class Attention(nn.Module):
+class FlexAttention(nn.Module):
     """flex_attention, or the same by SDPA; keys stay FP32 if ``mixed``."""
 
     def __init__(self, by_flex: bool, mixed: bool) -> None:
@@ -41,13 +42,13 @@ def _is_causal(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
     return q >= k
 
 
-class Run:
+class Inference:
     """A model that was enabled for inference."""
 
     def __init__(self, by_flex: bool, mixed: bool, level: str, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
-        self.model = Attention(by_flex, mixed)
-        self.exact = Attention(False, False).double()
+        self.model = FlexAttention(by_flex, mixed)
+        self.exact = FlexAttention(False, False).double()
         self.exact.load_state_dict(self.model.state_dict())
         self.amp = tritonamp.enable(self.model, level=level, dtype=dtype, cast_outputs=None)
         self.x = torch.randn(2, LENGTH, WIDTH)
@@ -58,13 +59,12 @@ class Run:
 
     def miss(self) -> float:
         with torch.no_grad():
-            expected = self.exact(self.x.double())
-        return float((self.output().double() - expected).norm() / expected.norm())
+            return relative_error(self.output(), self.exact(self.x.double()))
 
 
 @pytest.fixture
 def run() -> Iterator[Any]:
-    yield from disabled_after(Run)
+    yield from disabled_after(Inference)
 
 
 @pytest.mark.parametrize("mixed", [False, True])

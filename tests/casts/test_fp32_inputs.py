@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import torchs_database
+from modules import Apply
+from outputs import floats, largest_error
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -22,19 +24,6 @@ from tritonamp import functional as ours
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 HALVES = (FP16, BF16)
-
-
-def floats(value: Any) -> list[Tensor]:
-    """The floating tensors in an output."""
-    if isinstance(value, (list, tuple)):
-        return [t for item in value for t in floats(item)]
-    return [value] if isinstance(value, Tensor) and value.is_floating_point() else []
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    """The largest difference over the largest value."""
-    largest = float(expected.abs().max()) if expected.numel() else 0.0
-    return float((found - expected).abs().max()) / largest if largest else 0.0
 
 
 # What a half input would lose
@@ -74,15 +63,6 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
-class Apply(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
 def model_of(program: str) -> tuple[nn.Sequential, Tensor]:
     make, inputs = PROGRAMS[program]
     torch.manual_seed(0)
@@ -115,7 +95,7 @@ def test_a_cast_that_is_asked_for_loses_it(level: str) -> None:
         model, x = model_of(program)
         expected = copy.deepcopy(model)(x).detach()
         with tritonamp.enable(model, level=level, cast_inputs=True):
-            assert distance(model(x).detach(), expected) > lost
+            assert largest_error([model(x)], [expected]) > lost
 
 
 def in_a_thread(model: nn.Module, x: Tensor) -> Tensor:
@@ -247,7 +227,7 @@ def takes_fp32(kind: Any, case: Any, half: torch.dtype, training: bool) -> None:
     # a layer rounds its input, its weight and its result; 2: the gain of the layers after it
     tolerance = 2 * 3 * LAYERS * torch.finfo(half).eps / 2
     for f, e in zip(found, expected, strict=True):
-        assert distance(f.detach(), e.detach()) <= tolerance
+        assert largest_error([f], [e]) <= tolerance
 
 
 # Operations on an FP32 activation and a half parameter
@@ -430,5 +410,5 @@ def test_an_fp32_activation_meets_a_half_parameter(
     if name.startswith("attention") and device.type != "cpu":
         return  # the GPU in software has other values at every level
     # of at most nine products, of values whose size is one: a few roundings of the largest
-    assert distance(found.detach().float().cpu(), expected) <= 16 * torch.finfo(half).eps
+    assert largest_error([found.cpu()], [expected]) <= 16 * torch.finfo(half).eps
     assert math.isfinite(float(found.detach().sum()))

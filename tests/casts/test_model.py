@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from outputs import floats, largest_error
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
@@ -412,7 +413,7 @@ class Rotary(nn.Module):
         return torch.view_as_real(torch.view_as_complex(pairs) * self.rotation).flatten(-2)
 
 
-class Tied(nn.Module):
+class SharedHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
@@ -614,7 +615,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], 
         4,
     ),
     "rotary": (Rotary, lambda: (R(2, 5, 8),), 2),
-    "tied": (Tied, lambda: (torch.randint(10, (3, 4)),), 3),
+    "tied": (SharedHead, lambda: (torch.randint(10, (3, 4)),), 3),
     "doubles": (Doubles, lambda: (R(3, 4),), 1),
 }
 each_model = pytest.mark.parametrize("name", MODELS)
@@ -636,25 +637,6 @@ def build(name: str) -> tuple[nn.Module, tuple[Any, ...], int]:
     make, inputs, layers = MODELS[name]
     torch.manual_seed(0)
     return make(), inputs(), layers
-
-
-def floats(value: Any) -> list[Tensor]:
-    """The floating tensors in an output."""
-    if isinstance(value, PackedSequence):
-        return [value.data]
-    if isinstance(value, (list, tuple)):
-        return [t for item in value for t in floats(item)]
-    return [value] if isinstance(value, Tensor) and value.is_floating_point() else []
-
-
-def distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest difference over the largest value, of several tensors together."""
-    pairs = [
-        (f.detach().double(), e.detach().double()) for f, e in zip(found, expected, strict=True)
-    ]
-    return max(float((f - e).abs().max()) for f, e in pairs) / max(
-        float(e.abs().max()) for _, e in pairs
-    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -686,10 +668,10 @@ def test_within_half_rounding_of_fp32(name: str, level: str, training: bool) -> 
     # of the layers after it. The backward passes the same layers a second time.
     u = torch.finfo(amp.policy.dtype).eps / 2
     tolerance = 2 * 3 * layers * u
-    assert 0 < distance(found, expected) <= tolerance
+    assert 0 < largest_error(found, expected) <= tolerance
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     grads = [(p.grad, q.grad) for p, q in pairs if q.grad is not None]
-    assert distance([p for p, _ in grads], [q for _, q in grads]) <= 2 * tolerance
+    assert largest_error([p for p, _ in grads], [q for _, q in grads]) <= 2 * tolerance
     amp.disable()
 
 
@@ -707,8 +689,8 @@ def test_inference_is_what_eval_with_gradients_gives(name: str, level: str) -> N
         inferred = floats(model(*inputs))
     assert [f.dtype for f in found] == [f.dtype for f in inferred] == [e.dtype for e in expected]
     tolerance = 2 * 3 * layers * torch.finfo(amp.policy.dtype).eps / 2
-    assert distance(found, expected) <= tolerance
-    assert distance(inferred, expected) <= tolerance
+    assert largest_error(found, expected) <= tolerance
+    assert largest_error(inferred, expected) <= tolerance
     amp.disable()
 
 
@@ -787,7 +769,7 @@ def test_buffers(level: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_tied_weights_stay_tied(level: str) -> None:
-    model = Tied()
+    model = SharedHead()
     amp = tritonamp.enable(model, level=level)
     assert model.head.weight is model.embedding.weight
     amp.disable()
@@ -875,7 +857,7 @@ def test_fp32_modules_help_modules_that_refuse_half() -> None:
     expected = model(x, y)
     amp = tritonamp.enable(model, level="O2", fp32_modules=nn.AdaptiveLogSoftmaxWithLoss)
     # the input alone was rounded
-    assert distance([model(x, y)], [expected]) <= torch.finfo(FP16).eps
+    assert largest_error([model(x, y)], [expected]) <= torch.finfo(FP16).eps
     amp.disable()
 
 
@@ -1034,7 +1016,7 @@ def test_gradients_reach_fp32_inputs(level: str) -> None:
     model(x).sum().backward()
     assert x.grad.dtype is FP32
     # a sum of 4 rounded weights
-    assert distance([x.grad], [weight.sum(0).expand(2, 4)]) <= 4 * torch.finfo(FP16).eps
+    assert largest_error([x.grad], [weight.sum(0).expand(2, 4)]) <= 4 * torch.finfo(FP16).eps
     amp.disable()
 
 

@@ -7,24 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from modules import LlamaRMSNorm
 from torch import Tensor, nn
 
 from tritonamp.casts.norm_layers import is_norm
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-
-
-class LlamaRMSNorm(nn.Module):
-    """Goes back to the input's dtype before its weight: an FP32 one makes the result FP32."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * wide.to(x.dtype)
 
 
 class CentredNorm(nn.Module):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import dispatch_tables, torchs_database
+from modules import EveryList
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -256,7 +257,7 @@ def outcome(op: str, call: Call) -> list[Any]:
             return [type(error)]
 
 
-def same(a: list[Any], b: list[Any]) -> bool:
+def same_outcomes(a: list[Any], b: list[Any]) -> bool:
     def equal(x: Any, y: Any) -> bool:
         if not isinstance(x, Tensor) or not isinstance(y, Tensor):
             return x is y
@@ -522,7 +523,7 @@ def test_arguments_mean_what_they_mean_in_torch(op: str, samples: Any, amps: Any
                             t.shape for t in expected
                         ]
                     if op not in HALF_OPS:
-                        assert same(found[0], expected)
+                        assert same_outcomes(found[0], expected)
     assert compared > 0
 
 
@@ -604,7 +605,7 @@ def test_half_is_computed_in_fp32_and_rounded_once(
         expected = [
             e.to(f.dtype) if isinstance(f, Tensor) else e for e, f in zip(plain, found, strict=True)
         ]
-        assert same(found, expected)
+        assert same_outcomes(found, expected)
         if op in FUSED:
             continue  # their gradients have tests of their own
         pairs = [
@@ -622,7 +623,7 @@ def test_half_is_computed_in_fp32_and_rounded_once(
             for i, w in zip(inputs, wide_inputs, strict=True)
             if w.grad is not None
         ]
-        assert same([g for g, _ in grads], [w for _, w in grads])
+        assert same_outcomes([g for g, _ in grads], [w for _, w in grads])
 
 
 @pytest.mark.parametrize("op", sorted({*TABLE} - {"binary_cross_entropy"}))
@@ -631,7 +632,7 @@ def test_fp64_passes_through(op: str, samples: Any, amps: Any) -> None:
         call = variant(sample, FP64)
         expected = outcome(op, call)
         with amps[FP16].autocast():
-            assert same(outcome(op, call), expected)
+            assert same_outcomes(outcome(op, call), expected)
 
 
 OTHER_NUMBERS: dict[str, Callable[[Tensor], Any]] = {
@@ -812,7 +813,7 @@ def test_numbers_are_clamped_to_the_format(
         upstream = torch.randn_like(found)
         found.backward(upstream)
         expected.backward(upstream.double())
-        assert same([x.grad], [wide.grad.to(half)])
+        assert same_outcomes([x.grad], [wide.grad.to(half)])
 
 
 @pytest.mark.parametrize("how", FILLS)
@@ -900,7 +901,7 @@ def test_stock_cpu_autocast_is_what_it_was(op: str, samples: Any, stock: Any, am
     for name in ("fp32", "fp16", "bf16"):
         for sample, before in zip(samples[op], stock[1][op, name], strict=True):
             with torch.autocast("cpu", dtype=BF16):
-                assert same(outcome(op, variant(sample, *VARIANTS[name])), before)
+                assert same_outcomes(outcome(op, variant(sample, *VARIANTS[name])), before)
 
 
 @pytest.mark.parametrize("op", sorted(COMPARED & {*OURS}))
@@ -925,22 +926,10 @@ def test_a_nested_region_without_autocast_has_no_rules(off: Callable[[], Any], a
         assert (wide @ wide).dtype is FP16
 
 
-class Block(nn.Module):
-    """Ops of every list, and of our differences."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.norm(self.linear(x)).softmax(-1)
-        return weights * weights.sum(-1, keepdim=True) + weights.exp().var(-1, keepdim=True)
-
-
-class Net(nn.Module):
+class TwoBlocks(nn.Module):
     def __init__(self, kind: str = "plain") -> None:
         super().__init__()
-        self.kind, self.first, self.second = kind, Block(), Block()
+        self.kind, self.first, self.second = kind, EveryList(), EveryList()
 
     def run(self, block: nn.Module, x: Tensor) -> Tensor:
         if self.kind == "plain":
@@ -951,9 +940,9 @@ class Net(nn.Module):
         return self.run(self.second, self.run(self.first, x))
 
 
-def made(kind: str = "plain", **fields: Any) -> tuple[nn.Module, tritonamp.Amp, Tensor]:
+def enabled_blocks(kind: str = "plain", **fields: Any) -> tuple[nn.Module, tritonamp.Amp, Tensor]:
     torch.manual_seed(0)
-    model, x = Net(kind), R(3, 4, requires_grad=True)
+    model, x = TwoBlocks(kind), R(3, 4, requires_grad=True)
     return model, tritonamp.enable(model, **fields), x
 
 
@@ -986,7 +975,7 @@ def test_an_exception_leaves_no_rule_behind(fault: str) -> None:
 
 
 def test_nested_enabled_models_follow_their_own_policies() -> None:
-    inner, outer = Block(), nn.Sequential(nn.Linear(4, 4))
+    inner, outer = EveryList(), nn.Sequential(nn.Linear(4, 4))
     inner_amp = tritonamp.enable(inner, dtype=BF16, softmax_dtype=FP32, cast_outputs=None)
     outer_amp = tritonamp.enable(outer)
     dtypes_seen = []
@@ -1036,7 +1025,7 @@ def test_an_enabled_forward_leaves_other_threads_alone() -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_an_enabled_model_is_followed_by_backwards_in_other_threads(level: str) -> None:
-    model, amp, x = made("non-reentrant", level=level)
+    model, amp, x = enabled_blocks("non-reentrant", level=level)
     expected = torch.autograd.grad(model(x).sum(), x)[0]
     found: list[Tensor] = []
     loss = model(x).sum()
@@ -1072,7 +1061,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, dict[str, Tensor], Tensor], Any]] = {
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_torch_func(transform: str, level: str) -> None:
-    model, amp, x = made(level=level)
+    model, amp, x = enabled_blocks(level=level)
     params, x = {name: p.detach() for name, p in model.named_parameters()}, x.detach()
     found = tree_leaves(TRANSFORMS[transform](model, params, x))
     amp.disable()
@@ -1096,7 +1085,7 @@ def test_torch_func(transform: str, level: str) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_compiled_equals_eager(level: str) -> None:
     torch.compiler.reset()
-    model, amp, x = made(level=level)
+    model, amp, x = enabled_blocks(level=level)
     expected = model(x)
     expected_grad = torch.autograd.grad(expected.sum(), x)[0]
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -1180,11 +1169,13 @@ def test_a_trace_given_up_half_way_does_not_reach_the_next() -> None:
 def test_checkpoints_recompute_with_the_same_rules(kind: str, level: str) -> None:
     grads = {}
     for each in ("plain", kind):
-        model, amp, x = made(each, level=level, softmax_dtype=FP32 if level != "O3" else None)
+        model, amp, x = enabled_blocks(
+            each, level=level, softmax_dtype=FP32 if level != "O3" else None
+        )
         model(x).square().sum().backward()
         grads[each] = [x.grad, *(p.grad.clone() for p in model.parameters())]
         amp.disable()
-    assert same(grads[kind], grads["plain"])
+    assert same_outcomes(grads[kind], grads["plain"])
     assert active.active() is None
 
 
@@ -1194,7 +1185,7 @@ def test_nested_checkpoints(use_reentrant: bool) -> None:
         class Nested(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.inner = Block()
+                self.inner = EveryList()
 
             def forward(self, x: Tensor) -> Tensor:
                 return wrap(lambda y: wrap(self.inner, y) * 2, x)
@@ -1207,7 +1198,7 @@ def test_nested_checkpoints(use_reentrant: bool) -> None:
         return [x.grad, *(p.grad for p in model.parameters())]
 
     expected = grads(lambda function, x: function(x))
-    assert same(
+    assert same_outcomes(
         grads(lambda function, x: checkpoint(function, x, use_reentrant=use_reentrant)), expected
     )
 
@@ -1217,14 +1208,14 @@ def test_nested_checkpoints(use_reentrant: bool) -> None:
 def test_a_checkpoint_under_stock_autocast_is_left_alone(level: str, use_reentrant: bool) -> None:
     def grads() -> list[Tensor]:
         torch.manual_seed(1)
-        block, x = Block(), R(3, 4, requires_grad=True)
+        block, x = EveryList(), R(3, 4, requires_grad=True)
         with torch.autocast("cpu", dtype=BF16):
             output = checkpoint(block, x, use_reentrant=use_reentrant)
         output.float().square().sum().backward()
         return [x.grad, *(p.grad for p in block.parameters())]
 
     expected = grads()
-    model, amp, x = made(level=level)
+    model, amp, x = enabled_blocks(level=level)
     model(x)
-    assert same(grads(), expected)
+    assert same_outcomes(grads(), expected)
     amp.disable()

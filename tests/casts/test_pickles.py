@@ -1,4 +1,4 @@
-"""A pickle of an enabled model is the plain model's, with the FP32 values that its state has."""
+"""A pickle of an tangled model is the plain model's, with the FP32 values that its state has."""
 
 import copy
 import io
@@ -17,7 +17,7 @@ import tritonamp
 LEVELS = ["O0", "O1", "O2", "O3"]
 
 
-class Tied(nn.Module):
+class Tangled(nn.Module):
     """Parts that refer to one another, outside of what modules register, too."""
 
     def __init__(self) -> None:
@@ -34,33 +34,33 @@ class Tied(nn.Module):
         return self.seen
 
 
-def trained(model: nn.Module, amp: tritonamp.Amp, optimizer: torch.optim.Optimizer) -> None:
+def train_twice(model: nn.Module, amp: tritonamp.Amp, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(2):
         take_step(amp, optimizer, model(torch.ones(2, 6)).square().mean() * 1e-2)
 
 
-def saved(value: Any) -> io.BytesIO:
+def buffer_of(value: Any) -> io.BytesIO:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
     return buffer
 
 
-def enabled(level: str, handles: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def tangled(level: str, handles: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = Tied()
+    model = Tangled()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    trained(model, handles(model, optimizer, level=level, fp32_modules=()), optimizer)
+    train_twice(model, handles(model, optimizer, level=level, fp32_modules=()), optimizer)
     return model, optimizer
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_it_is_the_plain_model_with_the_values_of_the_state(handles: Any, level: str) -> None:
-    model, _ = enabled(level, handles)
+    model, _ = tangled(level, handles)
     model.net.forward = model.net.forward  # set on an instance inside
     del model.net.forward
-    found = torch.load(saved(model), weights_only=False)
-    assert {type(m) for m in found.modules()} == {Tied, Net, nn.Linear, nn.LayerNorm}
+    found = torch.load(buffer_of(model), weights_only=False)
+    assert {type(m) for m in found.modules()} == {Tangled, Net, nn.Linear, nn.LayerNorm}
     assert_same(found.state_dict(), model.state_dict())
     assert {t.dtype for t in found.state_dict().values()} == {torch.float32}
     assert found.head.weight is found.net.first.weight
@@ -70,13 +70,13 @@ def test_it_is_the_plain_model_with_the_values_of_the_state(handles: Any, level:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_it_loads_under_the_safe_globals_of_the_plain_model(handles: Any, level: str) -> None:
-    model, _ = enabled(level, handles)
+    model, _ = tangled(level, handles)
     model.seen = None
     wanted = torch.serialization.get_unsafe_globals_in_checkpoint
-    assert wanted(saved(model)) == wanted(saved(Tied()))
-    classes = [Tied, Net, nn.Linear, nn.LayerNorm]
+    assert wanted(buffer_of(model)) == wanted(buffer_of(Tangled()))
+    classes = [Tangled, Net, nn.Linear, nn.LayerNorm]
     with torch.serialization.safe_globals(classes):
-        found = torch.load(saved(model), weights_only=True)
+        found = torch.load(buffer_of(model), weights_only=True)
     assert_same(found.state_dict(), model.state_dict())
 
 
@@ -106,7 +106,7 @@ assert model[0].weight.dtype is torch.float32 and not torch.equal(before, model[
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_model_and_optimizer_in_one_pickle_stay_together(handles: Any, level: str) -> None:
     """The masters are the parameters of the model that is loaded."""
-    model, optimizer = enabled(level, handles)
+    model, optimizer = tangled(level, handles)
     loaded, stepped = pickle.loads(pickle.dumps((model, optimizer)))
     assert type(stepped) is torch.optim.AdamW
     assert [p for g in stepped.param_groups for p in g["params"]] == list(loaded.parameters())
@@ -127,7 +127,7 @@ def test_what_is_set_aside_comes_back(handles: Any) -> None:
 
 
 def test_who_reads_the_class_of_an_enabled_optimizer_finds_its_own(handles: Any) -> None:
-    """Lightning derives a class from it, whose ``zero_grad`` has to be the enabled one."""
+    """Lightning derives a class from it, whose ``zero_grad`` has to be the tangled one."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handles(model, optimizer, level="O2")

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from modules import LlamaRMSNorm
+from outputs import relative_error
 from torch import Tensor, nn
 
 import tritonamp
@@ -13,19 +15,7 @@ import tritonamp
 X = torch.linspace(-1.0, 1.0, 12).view(3, 4)
 
 
-class RMSNorm(nn.Module):
-    """A norm that people wrote, which gets a class of ours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean = x.float().pow(2).mean(-1, keepdim=True)
-        return (x.float() * torch.rsqrt(mean + 1e-6)).to(x.dtype) * self.weight
-
-
-class Model(nn.Module):
+class OnBase(nn.Module):
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base, self.head = base, nn.Linear(4, 2)
@@ -34,7 +24,7 @@ class Model(nn.Module):
         return self.head(self.base(x))
 
 
-class Other(nn.Module):
+class OnTrunk(nn.Module):
     def __init__(self, trunk: nn.Module) -> None:
         super().__init__()
         self.trunk, self.out = trunk, nn.Linear(4, 2)
@@ -49,7 +39,7 @@ class Pair:
     def __init__(self, dtype: torch.dtype = torch.float32, frozen: bool = False) -> None:
         torch.manual_seed(0)
         self.shared = nn.Sequential(nn.Linear(4, 4, dtype=dtype)).requires_grad_(not frozen)
-        self.a, self.b = Model(self.shared), Other(self.shared)
+        self.a, self.b = OnBase(self.shared), OnTrunk(self.shared)
         self.models = self.a, self.b
 
     def optimizers(self) -> list[torch.optim.SGD]:
@@ -63,7 +53,7 @@ class Pair:
         return [*map(type, modules), *[(t.dtype, t.data_ptr(), t._version) for t in tensors]]
 
 
-class Tied(Pair):
+class OneWeight(Pair):
     """One parameter in modules of their own."""
 
     def __init__(self, **how: Any) -> None:
@@ -82,7 +72,7 @@ LEVELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("pair", [Pair, Tied])
+@pytest.mark.parametrize("pair", [Pair, OneWeight])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("steps", ["first", "second", "as a list"])
 def test_what_an_optimizer_steps_on_is_refused(pair: Any, level: str, steps: str) -> None:
@@ -90,7 +80,7 @@ def test_what_an_optimizer_steps_on_is_refused(pair: Any, level: str, steps: str
     models = pair()
     of_a, of_b = models.optimizers()
     (a, b), names = models.models, ["base.0.weight", "trunk.0.weight"]
-    kinds = ["Model", "Other"]
+    kinds = ["OnBase", "OnTrunk"]
     if steps == "second":
         (a, b), (of_a, of_b), names, kinds = (b, a), (of_b, of_a), names[::-1], kinds[::-1]
     with tritonamp.enable(a, of_a, **LEVELS[level]):
@@ -108,13 +98,13 @@ def test_what_an_optimizer_steps_on_is_refused(pair: Any, level: str, steps: str
 
 @pytest.mark.parametrize("fields", [{}, {"fp32_modules": [nn.Linear]}], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("pair", [Pair, Tied])
+@pytest.mark.parametrize("pair", [Pair, OneWeight])
 def test_the_remedy_trains_both(pair: Any, level: str, fields: dict[str, Any]) -> None:
     """In one call the gradients of the shared weight add up as in FP32, to half precision."""
     if level == "O0" and fields:
         pytest.skip("all of it is FP32")
     models = pair()
-    models.shared.append(RMSNorm())
+    models.shared.append(LlamaRMSNorm(4))
     weight = models.shared[0].weight
     sum(m(X).square().mean() for m in models.models).backward()
     expected, weight.grad = weight.grad, None
@@ -125,7 +115,7 @@ def test_the_remedy_trains_both(pair: Any, level: str, fields: dict[str, Any]) -
         amp.backward(model(X).float().square().mean())
     amp.unscale_()
     found = next(iter(amp.master_params())).grad
-    assert float((found - expected).norm() / expected.norm()) < (
+    assert relative_error(found, expected) < (
         1e-6 if level == "O0" else 2e-2 if "bf16" in level else 4e-3
     )
     for optimizer in optimizers:
@@ -152,7 +142,7 @@ def check_trains(amp: Any, model: nn.Module, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("first_ends", [True, False])
-@pytest.mark.parametrize("pair", [Pair, Tied])
+@pytest.mark.parametrize("pair", [Pair, OneWeight])
 @pytest.mark.parametrize("case", FROZEN)
 def test_a_frozen_base_that_keeps_its_dtype_is_shared(
     case: str, pair: Any, first_ends: bool
@@ -204,20 +194,20 @@ def test_a_model_without_an_optimizer_shares_what_keeps_its_dtype() -> None:
 def test_norms_that_an_amp_has_given_a_class() -> None:
     """Only their own Amp takes the class off again."""
     models = Pair(frozen=True)
-    models.shared.append(RMSNorm().requires_grad_(False))
+    models.shared.append(LlamaRMSNorm(4).requires_grad_(False))
     of_a, of_b = models.optimizers()
     first = tritonamp.enable(models.a, of_a, level="O1", fuse_norms=False, keep_norms_fp32=False)
     second = tritonamp.enable(models.b, of_b, level="O1")
     installed = type(models.shared[1])
     first.disable()
-    assert type(models.shared[1]) is installed is not RMSNorm
+    assert type(models.shared[1]) is installed is not LlamaRMSNorm
     second.disable()
-    assert type(models.shared[1]) is RMSNorm
+    assert type(models.shared[1]) is LlamaRMSNorm
 
 
 def test_a_part_of_an_enabled_model_is_refused() -> None:
     models = Pair()
-    refused = pytest.raises(ValueError, match="is the submodule 'base' of the Model that is")
+    refused = pytest.raises(ValueError, match="is the submodule 'base' of the OnBase that is")
     with tritonamp.enable(models.a, level="O1"), refused:
         tritonamp.enable(models.shared, level="O1")
 

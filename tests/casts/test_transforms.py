@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from modules import Apply, WrittenNorm
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves
@@ -13,24 +14,6 @@ from torch.utils._pytree import tree_leaves
 import tritonamp
 
 FP16, BF16 = torch.float16, torch.bfloat16
-
-
-class WrittenNorm(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
-
-
-class Calls(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def _attention(x: Tensor) -> Tensor:
@@ -56,10 +39,10 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "GroupNorm": lambda: nn.GroupNorm(2, 8),
     "RMSNorm": lambda: nn.RMSNorm(8),
     "written norm": lambda: WrittenNorm(8),
-    "softmax": lambda: Calls(lambda x: x.softmax(-1) * x.log_softmax(-1)),
-    "reductions": lambda: Calls(lambda x: x + _reductions(x)),
-    "attention": lambda: Calls(_attention),
-    "cross entropy": lambda: Calls(
+    "softmax": lambda: Apply(lambda x: x.softmax(-1) * x.log_softmax(-1)),
+    "reductions": lambda: Apply(lambda x: x + _reductions(x)),
+    "attention": lambda: Apply(_attention),
+    "cross entropy": lambda: Apply(
         lambda x: x + F.cross_entropy(x, torch.zeros(x.shape[:1], dtype=torch.int64))
     ),
 }

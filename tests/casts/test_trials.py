@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import tritonamp
 
 
-class Tied(nn.Module):
+class TiedAroundRnn(nn.Module):
     """One weight in two modules, an RNN that keeps a list of its weights, and a buffer."""
 
     def __init__(self, half: torch.dtype) -> None:
@@ -25,9 +25,9 @@ class Tied(nn.Module):
         return logits.sum()
 
 
-def enabled(half: torch.dtype) -> tuple[Tied, tritonamp.Amp]:
+def started(half: torch.dtype) -> tuple[TiedAroundRnn, tritonamp.Amp]:
     torch.manual_seed(0)
-    model = Tied(half)
+    model = TiedAroundRnn(half)
     optimizer = torch.optim.AdamW(model.parameters())
     amp = tritonamp.enable(model, optimizer, level="O2", dtype=half)
     return model, amp
@@ -36,7 +36,7 @@ def enabled(half: torch.dtype) -> tuple[Tied, tritonamp.Amp]:
 @pytest.mark.parametrize("trial", ["in_fp32", "in_bfloat16"])
 def test_tensors_are_replaced_for_the_block_and_keep_their_hooks(trial: str) -> None:
     """DDP's are on what accumulates the gradient, which a change of dtype would replace."""
-    model, amp = enabled(torch.float16)
+    model, amp = started(torch.float16)
     tensors = [*model.parameters(), *model.buffers()]
     stored = [(id(t), t.data_ptr(), t.dtype) for t in tensors]
     lists = [id(t) for t in model.rnn._flat_weights]
@@ -55,7 +55,7 @@ def test_tensors_are_replaced_for_the_block_and_keep_their_hooks(trial: str) -> 
 
 
 def test_a_weight_that_several_modules_hold_is_fp32_in_all_of_them() -> None:
-    model, amp = enabled(torch.bfloat16)
+    model, amp = started(torch.bfloat16)
     with amp._parts.replays._trials.in_fp32(["embedding"]):
         model(torch.arange(5))
         assert model.embedding.weight is model.head.weight

@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from modules import Apply, LlamaRMSNorm, around
+from runs import batch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,19 +20,6 @@ EPS = {FP16: 2.0**-10, BF16: 2.0**-7}
 both_formats = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["float16", "bfloat16"])
 
 
-class Apply(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-def around(*modules, width=16):
-    return nn.Sequential(nn.Linear(width, width), *modules, nn.Linear(width, 8))
-
-
 def target_loss(output: Tensor) -> Tensor:
     """A loss whose gradient does not vanish behind a norm, and whose terms do not cancel."""
     weights = torch.linspace(-1, 1, output.numel()).view_as(output).sin()
@@ -41,10 +30,6 @@ def compare(model, x, loss_fn=target_loss, level="O2", reference="O0", **kwargs)
     forecast = tritonamp.check(model, None, (x,), loss_fn, level=level, compare=reference, **kwargs)
     assert forecast.comparison is not None
     return forecast.comparison
-
-
-def batch(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(autouse=True)
@@ -94,13 +79,13 @@ def test_the_first_operation_that_parts_is_named_with_its_size(dtype):
     offset, width = 256.0, 512
     center = Apply(lambda x: x - x.mean(-1, keepdim=True))
     model = around(Apply(lambda x: x + offset), center, width=width)
-    found = compare(model, batch(64, width), dtype=dtype)
+    found = compare(model, batch(0, 64, width), dtype=dtype)
     first = found.first
     assert (first.place.module, first.op, first.backward) == ("2", "sub", False)
     assert first.place.line.startswith("tests/forecast/test_comparison.py:")
     # x + offset lies in [256, 512) or a binade below, where values are 256 eps or 128 eps apart:
     # rounding is uniform, of standard deviation spacing / sqrt(12)
-    spread = model[0](batch(64, width)).std().item()
+    spread = model[0](batch(0, 64, width)).std().item()
     ulps = [spacing / math.sqrt(12) / spread for spacing in (offset / 2, offset)]
     assert ulps[0] < first.ulps < ulps[1]
     assert first.before < 1
@@ -115,7 +100,7 @@ def test_the_first_operation_that_parts_is_named_with_its_size(dtype):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_module_in_fp32_is_tried(level):
     model = around(Apply(lambda x: x * x), nn.LayerNorm(16))
-    found = compare(model, 3e3 * batch(4, 16), level=level)
+    found = compare(model, 3e3 * batch(0, 4, 16), level=level)
     assert (found.first.place.module, found.first.op, found.first.ulps) == ("1", "mul", math.inf)
     assert math.isnan(found.losses[0])
     assert found.tried.first is None
@@ -127,7 +112,7 @@ def test_a_module_in_fp32_is_tried(level):
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_rounding_alone_is_no_parting(dtype, level):
     model = around(nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 16), nn.GELU())
-    found = compare(model, batch(32, 16), level=level, dtype=dtype)
+    found = compare(model, batch(0, 32, 16), level=level, dtype=dtype)
     assert found.first is None
     assert 0.1 < found.furthest.ulps < ROUNDED
     assert "they part nowhere: no operation gives 4 times" in str(found)
@@ -138,14 +123,14 @@ def test_rounding_alone_is_no_parting(dtype, level):
 
 def test_at_o3_the_result_of_a_module_in_fp32_is_half_again():
     model = around(Apply(lambda x: x * x), nn.LayerNorm(16))
-    found = str(compare(model, 3e3 * batch(4, 16), level="O3"))
+    found = str(compare(model, 3e3 * batch(0, 4, 16), level="O3"))
     assert "fp32_modules=['1'] was tried in vain: what it gives on leaves float16" in found
     model = around(Apply(lambda x: (1e4 * x).square().mean(-1, keepdim=True).sqrt() * x))
-    found = str(compare(model, 1e-2 * batch(4, 16), level="O3"))
+    found = str(compare(model, 1e-2 * batch(0, 4, 16), level="O3"))
     assert "to do: fp32_modules=['1'] (tried: they part nowhere)" in found
 
 
-class Loop(nn.Module):
+class Repeated(nn.Module):
     """A model that calls one operation of one line again and again."""
 
     def __init__(self, calls, function):
@@ -162,8 +147,10 @@ class Loop(nn.Module):
 def test_an_operation_that_drifts_is_named(dtype, little):
     """A sum around 64, where half an ulp is 0.03125 in float16: what is added is lost."""
     calls = 120
-    summed = nn.Sequential(Apply(lambda x: x.tanh().abs() + 64), Loop(calls, lambda x: x + little))
-    found = compare(around(summed, Apply(lambda x: x / 64)), batch(8, 16), dtype=dtype)
+    summed = nn.Sequential(
+        Apply(lambda x: x.tanh().abs() + 64), Repeated(calls, lambda x: x + little)
+    )
+    found = compare(around(summed, Apply(lambda x: x / 64)), batch(0, 8, 16), dtype=dtype)
     assert found.first is None
     drift = found.drift
     assert (drift.end.place.module, drift.end.op, drift.calls) == ("1.1", "add", calls)
@@ -183,7 +170,7 @@ def test_an_operation_that_is_called_on_what_others_put_off_does_not_drift():
     shared = Apply(torch.neg)
     cubes = [module for _ in range(3) for module in (Apply(lambda x: x.pow(3)), shared)]
     begin = Apply(lambda x: (1 + x.tanh() / 20 + 16) - 16)
-    found = compare(nn.Sequential(nn.Linear(16, 16), begin, shared, *cubes), batch(8, 16))
+    found = compare(nn.Sequential(nn.Linear(16, 16), begin, shared, *cubes), batch(0, 8, 16))
     calls = [each for each in found.differences if each.op == "neg" and not each.backward]
     assert len(calls) == 4
     assert calls[-1].ulps > PARTS * max(calls[0].before, ROUNDED)
@@ -193,19 +180,21 @@ def test_an_operation_that_is_called_on_what_others_put_off_does_not_drift():
 @both_formats
 def test_a_recurrence_that_forgets_does_not_drift(dtype):
     cell = nn.Linear(16, 16)
-    found = compare(around(Loop(60, lambda x: torch.tanh(cell(x)))), batch(8, 16), dtype=dtype)
+    found = compare(
+        around(Repeated(60, lambda x: torch.tanh(cell(x)))), batch(0, 8, 16), dtype=dtype
+    )
     assert found.parted is None
 
 
 def test_a_cast_that_overflows_is_where_they_part():
     """The input: FP32 holds 1e5, and the model casts it before anything is computed."""
-    found = compare(around(), 1e5 + batch(4, 16))
+    found = compare(around(), 1e5 + batch(0, 4, 16))
     assert (found.first.op, found.first.ulps, found.first.before) == ("to float16", math.inf, 0.0)
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_level_against_itself(level):
-    found = compare(around(nn.Dropout(0.5)), batch(8, 16), level=level, reference=level)
+    found = compare(around(nn.Dropout(0.5)), batch(0, 8, 16), level=level, reference=level)
     assert {each.ulps for each in found.differences} == {0.0}
     assert found.unmatched == 0
     assert "every result is the same" in str(found)
@@ -213,7 +202,7 @@ def test_a_level_against_itself(level):
 
 def test_the_other_way_round():
     center = Apply(lambda x: (x + 500) - (x + 500).mean(-1, keepdim=True))
-    found = compare(around(center), batch(8, 16), level="O0", reference="O2")
+    found = compare(around(center), batch(0, 8, 16), level="O0", reference="O2")
     assert (found.level, found.reference) == ("FP32 (O0)", "float16 (O2)")
     assert (found.first.place.module, found.first.op) == ("1", "sub")
 
@@ -222,7 +211,7 @@ def test_lost_gradients_are_found():
     """At a fixed scale of 1, gradients below 2^-25 are zero."""
     policy = tritonamp.Policy(op_policy=True, loss_scale=1.0)
     model = around(nn.Tanh())
-    found = compare(model, batch(8, 16), lambda y: 1e-9 * target_loss(y), level=policy)
+    found = compare(model, batch(0, 8, 16), lambda y: 1e-9 * target_loss(y), level=policy)
     assert found.first.backward
     assert found.level == "float16 (the policy given)"
     lost = [each for each in found.differences if each.op == "gradient" and each.ulps == 2**10]
@@ -246,23 +235,13 @@ def test_lost_gradients_are_found():
     ids=["dropout", "alpha", "rand_like", "randn", "bernoulli_", "normal_"],
 )
 def test_random_numbers_are_the_same_at_each_level(dtype, draw):
-    found = compare(around(draw), batch(32, 16), dtype=dtype)
+    found = compare(around(draw), batch(0, 32, 16), dtype=dtype)
     assert found.first is None
     assert found.furthest.ulps < ROUNDED
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x):
-        size = x.float().pow(2).mean(-1, keepdim=True)
-        return self.weight * (x.float() * torch.rsqrt(size + 1e-6)).to(x.dtype)
-
-
 def test_a_norm_of_the_users_that_runs_as_ours_is_compared_as_a_whole():
-    found = compare(around(RMSNorm(16)), batch(8, 16))
+    found = compare(around(LlamaRMSNorm(16)), batch(0, 8, 16))
     assert found.first is None
     assert found.unmatched == 0
     inside = [each for each in found.differences if each.place.module == "1"]
@@ -275,7 +254,7 @@ def test_gradients_that_are_zero_but_for_rounding_are_left_out():
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 30 * 30, 4)
     )
-    found = compare(model, batch(16, 3, 32, 32))
+    found = compare(model, batch(0, 16, 3, 32, 32))
     assert found.first is None
     grads = {each.parameter for each in found.differences if each.op == "gradient"}
     assert grads == {"0.weight", "1.weight", "1.bias", "3.weight", "3.bias"}
@@ -290,14 +269,14 @@ def test_what_a_checkpointed_segment_computes_again_carries_no_loss_scale():
         def forward(self, x):
             return self.head(checkpoint(self.inner, x, use_reentrant=False))
 
-    found = compare(Model(), batch(8, 16), lambda y: y.square().mean())
+    found = compare(Model(), batch(0, 8, 16), lambda y: y.square().mean())
     assert found.first is None
     assert found.furthest.ulps < ROUNDED
     assert found.unmatched == 0
 
 
 def test_a_norm_of_three_dimensions_has_its_counterpart():
-    found = compare(around(nn.LayerNorm(16)), batch(4, 5, 16))
+    found = compare(around(nn.LayerNorm(16)), batch(0, 4, 5, 16))
     norms = [each.op for each in found.differences if "layer_norm" in each.op]
     assert norms.count("native_layer_norm") == 1
     assert norms.count("native_layer_norm_backward") == 3  # of input, weight and bias
@@ -313,13 +292,13 @@ def test_a_norm_of_three_dimensions_has_its_counterpart():
     ids=["integers", "complex", "a view of complex"],
 )
 def test_results_of_other_dtypes(function):
-    found = compare(around(Apply(function)), batch(4, 16))
+    found = compare(around(Apply(function)), batch(0, 4, 16))
     assert found.first is None
     assert found.unmatched == 0
 
 
 def test_a_half_model_is_compared_with_its_values_in_fp32():
-    found = compare(around(nn.LayerNorm(16)).half(), batch(4, 16).half())
+    found = compare(around(nn.LayerNorm(16)).half(), batch(0, 4, 16).half())
     assert found.first is None
     assert {each.ulps for each in found.differences if each.op in ("parameter", "input")} == {0.0}
 
@@ -332,7 +311,7 @@ def test_a_run_that_fails_is_said_and_what_came_before_it_kept():
         def forward(self, x):
             return torch.mm(super().forward(x), torch.eye(16))
 
-    found = compare(nn.Sequential(nn.Linear(16, 16), Mixed(16, 16)), batch(4, 16), level="O3")
+    found = compare(nn.Sequential(nn.Linear(16, 16), Mixed(16, 16)), batch(0, 4, 16), level="O3")
     assert found.failed.startswith("module '1' failed in the run in float16 (O3): RuntimeError: ")
     assert found.failed in str(found)
     assert "until then they part nowhere" in str(found)
@@ -347,19 +326,19 @@ def test_a_reference_that_fails_is_an_error():
         return output.sum()
 
     with pytest.raises(RuntimeError, match=r"KeyError: 'vocabulary'"):
-        compare(around(), batch(4, 16), fails)
+        compare(around(), batch(0, 4, 16), fails)
 
 
 @pytest.mark.parametrize("wrong", ["O7", 2, "fp32"])
 def test_an_unknown_level_is_refused(wrong):
     with pytest.raises((ValueError, TypeError), match=r"level: expected"):
-        compare(around(), batch(4, 16), reference=wrong)
+        compare(around(), batch(0, 4, 16), reference=wrong)
 
 
 def test_nothing_moves():
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 8))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    state, x = torch.get_rng_state(), batch(8, 16)
+    state, x = torch.get_rng_state(), batch(0, 8, 16)
     kept = x.clone()
     compare(model, x)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -377,7 +356,7 @@ def test_counterparts_are_let_go_of(monkeypatch):
             references.append(self)
 
     monkeypatch.setattr("tritonamp.forecast.comparing.Reference", Spied)
-    compare(around(nn.ReLU()), batch(8, 16))
+    compare(around(nn.ReLU()), batch(0, 8, 16))
     assert [reference.left() for reference in references] == [0]
 
 
@@ -385,7 +364,7 @@ def test_as_plain_values():
     forecast = tritonamp.check(
         around(Apply(lambda x: x * x), nn.LayerNorm(16)),
         None,
-        (3e3 * batch(4, 16),),
+        (3e3 * batch(0, 4, 16),),
         target_loss,
         compare="O0",
     )
@@ -402,20 +381,20 @@ def test_as_plain_values():
 
 def test_a_forecast_without_findings_says_that_the_levels_part():
     model = around(Apply(lambda x: x + 256), Apply(lambda x: x - x.mean(-1, keepdim=True)))
-    args = (model, None, (batch(64, 16),), target_loss)
+    args = (model, None, (batch(0, 64, 16),), target_loss)
     found = str(tritonamp.check(*args, compare="O0"))
     assert found.startswith("nothing foreseen, but the levels part, see below: Sequential in ")
     assert str(tritonamp.check(*args)).startswith("nothing found: Sequential in ")
 
 
 def test_without_compare_there_is_none():
-    forecast = tritonamp.check(around(), None, (batch(4, 16),), target_loss)
+    forecast = tritonamp.check(around(), None, (batch(0, 4, 16),), target_loss)
     assert forecast.comparison is None
     assert forecast.as_dict()["comparison"] is None
 
 
 def test_parting_takes_more_than_inputs_may_be_off():
-    found = compare(around(Apply(lambda x: x + 100), nn.LayerNorm(16)), batch(8, 16))
+    found = compare(around(Apply(lambda x: x + 100), nn.LayerNorm(16)), batch(0, 8, 16))
     grown = [each for each in found.differences if each.growth > 1]
     assert grown
     assert all(each.parts == (each.ulps >= PARTS * max(each.before, ROUNDED)) for each in grown)

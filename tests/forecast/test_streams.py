@@ -17,7 +17,7 @@ FP16, BF16 = torch.float16, torch.bfloat16
 WIDTH = 16
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Keeps the dtype of its stream."""
 
     def __init__(self, norm_first: bool) -> None:
@@ -38,7 +38,7 @@ class Decoder(nn.Module):
     def __init__(self, norm_first: bool = True, change: Any = lambda x: x) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(10, WIDTH), nn.Linear(WIDTH, 4)
-        self.layers = nn.ModuleList(Block(norm_first) for _ in range(3))
+        self.layers = nn.ModuleList(ResidualBlock(norm_first) for _ in range(3))
         self.change = change
 
     def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **rest: Any) -> Tensor:
@@ -136,7 +136,7 @@ def test_what_is_said_is_what_enable_takes(name: str, dtype: torch.dtype) -> Non
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
     with tritonamp.enable(model, level="O2", dtype=dtype, cast_inputs=advised(finding.advice)):
         assert model(*args, **kwargs).isfinite().all()
-        streams = {m.dtype for m in model.modules() if isinstance(m, Block)}
+        streams = {m.dtype for m in model.modules() if isinstance(m, ResidualBlock)}
     assert streams <= {dtype}
 
 

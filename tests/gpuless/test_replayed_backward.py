@@ -3,60 +3,50 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-torch-cuda-amp
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from covering import more
 from gpuless.real_cuda import AnyCuda
-from helpers import Net, same
-from torch import Tensor, nn
+from gpuless.steps import OnGpu, fed
+from helpers import same
+from torch import nn
 
 import tritonamp
 
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2", *more(["O0", "O3"])])
-Step = Callable[["Training"], None]
 
 
-class Training:
-    """A model that has trained for two steps."""
+class Replayed(OnGpu):
+    """A model that has trained for two steps, with the scaler of its handle."""
 
-    def __init__(self, level: str, kind: type = torch.optim.AdamW, **fields: object) -> None:
-        torch.manual_seed(0)
-        self.model = Net().cuda()
-        self.optimizer = kind(self.model.parameters(), lr=0.125)
-        self.amp = tritonamp.enable(self.model, self.optimizer, level=level, **fields)
+    def __init__(self, level: str, kind: type = torch.optim.AdamW, **fields: Any) -> None:
+        super().__init__(level, kind, **fields)
         self.scaler = self.amp.scaler
         self.x = torch.ones(4, 6, device="cuda")
         for _ in range(2):
-            self.optimizer.zero_grad()
-            self.backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.optimizer.zero_grad()
+            self.step_by_scaler()
 
-    def backward(self) -> None:
-        self.scaler.scale(self.model(self.x).float().square().mean()).backward()
-
-    def feed(self, number: int, factor: float = 1.0) -> None:
-        values = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
-        self.x.copy_(factor * values)
-
-    def weights(self) -> list[Tensor]:
-        return [p.detach().cpu() for p in self.model.parameters()]
+    def scaled_backward(self) -> None:
+        self.scaler.scale(self.loss()).backward()
 
 
-def by_scaler(training: Training) -> None:
+Step = Callable[[Replayed], None]
+
+
+def by_scaler(training: Replayed) -> None:
     training.scaler.step(training.optimizer)
     training.scaler.update()
 
 
-def unscaled(training: Training) -> None:
+def unscaled(training: Replayed) -> None:
     training.scaler.unscale_(training.optimizer)
     nn.utils.clip_grad_norm_(training.model.parameters(), 0.125)
     by_scaler(training)
 
 
-def clipped(training: Training) -> None:
+def clipped(training: Replayed) -> None:
     training.amp.clip_grad_norm_(0.125)
     by_scaler(training)
 
@@ -76,13 +66,13 @@ def test_steps_use_what_a_replay_has_written(
     gpu: AnyCuda, level: str, kind: type, step: Step
 ) -> None:
     """Through an overflow and a batch with NaN, which the log tells from one another."""
-    replayed, other = Training(level, kind), Training(level, kind)
+    replayed, other = Replayed(level, kind), Replayed(level, kind)
     with gpu.capture() as graph:
-        replayed.backward()
+        replayed.scaled_backward()
     written = [p.grad for p in replayed.model.parameters()]
     for number, factor in enumerate((1.0, 1.0, 1e3, float("nan"), 1.0, 1.0)):
-        for training, backward in (replayed, graph.replay), (other, other.backward):
-            training.feed(number, factor)
+        for training, backward in (replayed, graph.replay), (other, other.scaled_backward):
+            fed(training.x, number, factor)
             backward()
             step(training)
         other.optimizer.zero_grad()
@@ -96,30 +86,30 @@ def test_steps_use_what_a_replay_has_written(
 
 @LEVELS
 def test_zeros_go_into_the_tensors_that_a_replay_adds_to(gpu: AnyCuda, level: str) -> None:
-    replayed, other = Training(level), Training(level)
-    replayed.backward()
+    replayed, other = Replayed(level), Replayed(level)
+    replayed.scaled_backward()
     replayed.optimizer.zero_grad(set_to_none=False)
     with gpu.capture() as graph:
-        replayed.backward()
+        replayed.scaled_backward()
     for number in range(4):
-        for training, backward in (replayed, graph.replay), (other, other.backward):
+        for training, backward in (replayed, graph.replay), (other, other.scaled_backward):
             training.optimizer.zero_grad(set_to_none=False)
             for micro_batch in range(2):
-                training.feed(2 * number + micro_batch)
+                fed(training.x, 2 * number + micro_batch)
                 backward()
             unscaled(training)
         assert same(replayed.weights(), other.weights()), number
 
 
-def test_without_a_scale_nobody_hears_of_a_backward(gpu: AnyCuda) -> None:
-    replayed, other = Training("O5"), Training("O5")
+def test_without_a_scale_a_backward_goes_unseen(gpu: AnyCuda) -> None:
+    replayed, other = Replayed("O5"), Replayed("O5")
     for training in replayed, other:
-        training.backward = lambda t=training: t.model(t.x).float().square().mean().backward()
+        training.scaled_backward = lambda t=training: t.loss().backward()
     with gpu.capture() as graph:
-        replayed.backward()
+        replayed.scaled_backward()
     for number in range(4):
-        for training, backward in (replayed, graph.replay), (other, other.backward):
-            training.feed(number)
+        for training, backward in (replayed, graph.replay), (other, other.scaled_backward):
+            fed(training.x, number)
             backward()
             training.amp.unscale_()
             training.model.last.weight.grad.mul_(2.0)
@@ -149,9 +139,9 @@ def test_several_graphs_and_eager_losses_of_one_step(gpu: AnyCuda) -> None:
 
 
 def test_a_replay_of_our_own_backward_goes_unseen(gpu: AnyCuda) -> None:
-    training = Training("O1")
+    training = Replayed("O1")
     with gpu.capture() as graph:
-        training.amp.backward(training.model(training.x).float().square().mean())
+        training.backward(training.loss())
     graph.replay()
     training.optimizer.step()  # of the backward that was captured
     graph.replay()
@@ -161,9 +151,9 @@ def test_a_replay_of_our_own_backward_goes_unseen(gpu: AnyCuda) -> None:
 
 def test_a_captured_update_uses_the_losses_up(gpu: AnyCuda) -> None:
     """After it, as ever, no gradient counts that no scaled loss has left."""
-    training = Training("O1")
+    training = Replayed("O1")
     with gpu.capture() as graph:
-        training.backward()
+        training.scaled_backward()
         by_scaler(training)
     graph.replay()
     with pytest.raises(RuntimeError, match=r"no amp\.backward"):

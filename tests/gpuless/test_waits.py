@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from covering import more
 from gpuless.fake_cuda import FakeCuda
 from gpuless.real_cuda import AnyCuda
+from gpuless.steps import OnGpu, replays_like_eager
 from helpers import Net
 from torch import Tensor, nn
 
@@ -22,37 +23,29 @@ from tritonamp.kernels._plan import Plan
 LEVELS = ["O1", "O2", *more(["O0", "O3"])]
 
 
-class Training:
+class Looped(OnGpu):
     """A model in training, in one of the ways below."""
 
     def __init__(
         self, level: str, loop: "Loop", optimizer: Any = torch.optim.AdamW, **options: Any
     ):
-        torch.manual_seed(0)
-        self.model = Net().cuda()
-        lr = 0.1 if optimizer is torch.optim.SGD else torch.tensor(0.01, device="cuda")
-        self.optimizer = optimizer(self.model.parameters(), lr=lr)
-        self.x = torch.randn(4, 6, device="cuda")
-        self.y = torch.randint(3, (4,), device="cuda")
-        self._loop = loop
-        if loop is apex:
+        rate = 0.1 if optimizer is torch.optim.SGD else torch.tensor(0.01, device="cuda")
+        by_apex = loop is apex
+        super().__init__(None if by_apex else level, optimizer, lr=rate, **options)
+        if by_apex:
             apex_amp.initialize(self.model, self.optimizer, opt_level=level, verbosity=1)
-        else:
-            self.amp = tritonamp.enable(self.model, self.optimizer, level=level, **options)
+        self.y = torch.randint(3, (len(self.x),), device="cuda")
+        self._loop = loop
 
-    def loss(self) -> Tensor:
+    def loss(self, x: Tensor | None = None) -> Tensor:
         return F.cross_entropy(self.model(self.x).float(), self.y)
+
+    def take(self) -> None:
+        self._loop(self)
 
     def clip(self) -> None:
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(params, 0.5)
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self._loop(self)
-
-    def weights(self) -> list[Tensor]:
-        return [p.detach().cpu() for p in self.model.parameters()]
 
 
 def muon(params: Iterable[Tensor], lr: Tensor) -> torch.optim.Optimizer:
@@ -62,28 +55,28 @@ def muon(params: Iterable[Tensor], lr: Tensor) -> torch.optim.Optimizer:
     return tritonamp.optim.Muon(matrices, lr=lr, adamw_params=rest)
 
 
-Loop = Callable[[Training], None]
+Loop = Callable[[Looped], None]
 
 
-def plain(t: Training) -> None:
+def plain(t: Looped) -> None:
     t.amp.backward(t.loss())
     t.optimizer.step()
 
 
-def clipped(t: Training) -> None:
+def clipped(t: Looped) -> None:
     t.amp.backward(t.loss())
     t.amp.clip_grad_norm_(0.5)
     t.optimizer.step()
 
 
-def unscaled(t: Training) -> None:
+def unscaled(t: Looped) -> None:
     t.amp.backward(t.loss())
     t.amp.unscale_()
     t.clip()
     t.optimizer.step()
 
 
-def torch_amp(t: Training) -> None:
+def torch_amp(t: Looped) -> None:
     t.amp.scaler.scale(t.loss()).backward()
     t.amp.scaler.unscale_(t.optimizer)
     t.clip()
@@ -91,7 +84,7 @@ def torch_amp(t: Training) -> None:
     t.amp.scaler.update()
 
 
-def vetoed(t: Training) -> None:
+def vetoed(t: Looped) -> None:
     """Early decisions are made again."""
     t.amp.backward(t.loss())
     t.amp.unscale_()
@@ -100,27 +93,27 @@ def vetoed(t: Training) -> None:
     t.optimizer.step()
 
 
-def accumulated(t: Training) -> None:
+def accumulated(t: Looped) -> None:
     for _ in range(2):
         t.amp.backward(t.loss() / 2)
     t.amp.clip_grad_norm_(0.5)
     t.optimizer.step()
 
 
-def two_losses(t: Training) -> None:
+def two_losses(t: Looped) -> None:
     t.amp.backward(t.loss())
     t.amp.backward(t.loss() / 2, loss_id=1)
     t.optimizer.step()
 
 
-def apex(t: Training) -> None:
+def apex(t: Looped) -> None:
     with apex_amp.scale_loss(t.loss(), t.optimizer) as scaled:
         scaled.backward()
     t.clip()
     t.optimizer.step()
 
 
-def logged(t: Training) -> None:
+def logged(t: Looped) -> None:
     plain(t)
     t.amp.metrics()
 
@@ -138,7 +131,7 @@ def apex_ends() -> Iterator[None]:
     apex_amp._amp_state.handle._deactivate()
 
 
-def waits(gpu: AnyCuda, training: Training) -> list[Any]:
+def waits(gpu: AnyCuda, training: Looped) -> list[Any]:
     """Return those of two steps, after two others; events lag behind."""
     gpu.event_lag = 3
     for _ in range(2):
@@ -153,7 +146,7 @@ def waits(gpu: AnyCuda, training: Training) -> list[Any]:
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_loop_waits(gpu: AnyCuda, level: str, loop: Loop) -> None:
-    assert waits(gpu, Training(level, loop)) == []
+    assert waits(gpu, Looped(level, loop)) == []
 
 
 @pytest.mark.parametrize(
@@ -169,19 +162,19 @@ def test_no_loop_waits(gpu: AnyCuda, level: str, loop: Loop) -> None:
 )
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_option_brings_a_wait(gpu: AnyCuda, level: str, options: dict[str, Any]) -> None:
-    assert waits(gpu, Training(level, clipped, **options)) == []
+    assert waits(gpu, Looped(level, clipped, **options)) == []
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_first_step_waits_for_nothing(gpu: AnyCuda, level: str) -> None:
-    training = Training(level, clipped)
+    training = Looped(level, clipped)
     with gpu.watch() as records:
         training.step()
     assert records == []
 
 
 def test_metrics_come_when_they_have_arrived(fake_cuda: FakeCuda) -> None:
-    training = Training("O2", plain)
+    training = Looped("O2", plain)
     fake_cuda.event_lag = 2
     training.step()
     with fake_cuda.watch() as records:
@@ -196,7 +189,7 @@ def test_metrics_come_when_they_have_arrived(fake_cuda: FakeCuda) -> None:
 
 
 def test_a_capture_does_not_ask_whether_numbers_have_arrived(gpu: AnyCuda) -> None:
-    training = Training("O2", plain)
+    training = Looped("O2", plain)
     gpu.event_lag = 2
     training.step()
     with gpu.capture():  # in which CUDA refuses the question
@@ -206,51 +199,30 @@ def test_a_capture_does_not_ask_whether_numbers_have_arrived(gpu: AnyCuda) -> No
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_graph_captures_every_loop(gpu: AnyCuda, level: str, loop: Loop) -> None:
-    replays_like_eager(gpu, Training(level, loop), Training(level, loop))
+    replays_like_eager(gpu, Looped(level, loop), Looped(level, loop))
 
 
 @pytest.mark.parametrize("level", ["O2", *more(["O0", "O1", "O3"])])
 def test_a_graph_captures_muon(gpu: AnyCuda, level: str) -> None:
-    eager, captured = (Training(level, clipped, optimizer=muon) for _ in range(2))
+    eager, captured = (Looped(level, clipped, optimizer=muon) for _ in range(2))
     replays_like_eager(gpu, eager, captured)
 
 
-def replays_like_eager(gpu: AnyCuda, eager: Training, captured: Training) -> None:
-    for training in (eager, captured):
-        for _ in range(2):
-            training.step()
-    with gpu.capture() as graph:
-        captured.step()
-    for _ in range(2):
-        eager.step()
-        graph.replay()
-    for left, right in zip(eager.weights(), captured.weights(), strict=True):
-        assert torch.equal(left, right)
-
-
 def test_a_graph_captures_fp32_gradients(gpu: AnyCuda) -> None:
-    eager, captured = (Training("O2", accumulated, grad_dtype=torch.float32) for _ in range(2))
-    for training in (eager, captured):
-        for _ in range(2):
-            training.step()
-    with gpu.capture() as graph:
-        captured.step()
-    for _ in range(2):
-        eager.step()
-        graph.replay()
-    assert all(map(torch.equal, eager.weights(), captured.weights()))
+    eager, captured = (Looped("O2", accumulated, grad_dtype=torch.float32) for _ in range(2))
+    replays_like_eager(gpu, eager, captured)
 
 
 @pytest.mark.parametrize("level", ["O2", *more(["O0", "O1", "O3"])])
 def test_watched_ranges_bring_no_wait(gpu: AnyCuda, level: str) -> None:
-    training = Training(level, logged)
+    training = Looped(level, logged)
     training.amp.watch(every=2)
     assert waits(gpu, training) == []
 
 
 @pytest.mark.parametrize("level", ["O2", *more(["O0", "O1", "O3"])])
 def test_a_graph_watches_every_other_replay(gpu: AnyCuda, level: str) -> None:
-    eager, captured = Training(level, plain), Training(level, plain)
+    eager, captured = Looped(level, plain), Looped(level, plain)
     for training in (eager, captured):
         training.amp.watch(every=2)
         training.step()
@@ -267,14 +239,14 @@ def test_a_graph_watches_every_other_replay(gpu: AnyCuda, level: str) -> None:
 
 def test_masters_are_made_on_the_gpu(gpu: AnyCuda) -> None:
     with gpu.watch() as records:
-        training = Training("O2", plain)
+        training = Looped("O2", plain)
     assert [r for r in records if "tritonamp" in r.where] == []
     training.amp.disable()
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_weights_without_masters_leave_the_gpu_once(gpu: AnyCuda, level: str) -> None:
-    """Their FP32 values come back where somebody asks for them, and are exact."""
+    """Their FP32 values come back where they are asked for, and are exact."""
     torch.manual_seed(0)
     model = Net().cuda()
     before = [p.detach().clone() for p in model.parameters()]

@@ -28,9 +28,13 @@ numpy_warns = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarnin
 
 
 def unaligned(tensor: Tensor) -> Tensor:
-    """Return a copy one element behind an address that is a multiple of 16 bytes."""
-    memory = tensor.new_full((tensor.numel() + 16,), 7.0)
-    return memory[1 : 1 + tensor.numel()].view(tensor.shape).copy_(tensor)
+    """Return a copy, dense and of the same order in memory, one element behind an address that is a
+    multiple of 16 bytes.
+    """
+    memory = tensor.new_full((tensor.numel() + 16,), 7)
+    assert memory.data_ptr() % 16 == 0
+    dense = torch.empty_like(tensor)
+    return memory[1 : 1 + tensor.numel()].as_strided(dense.shape, dense.stride()).copy_(tensor)
 
 
 def made(
@@ -81,6 +85,12 @@ def assert_within(actual: Tensor, exact: Tensor, bound: Tensor) -> None:
     assert actual.shape == exact.shape
     error = (actual.double() - exact).abs()
     assert (error <= bound).all(), f"{(error / bound).max()} times the bound"
+
+
+def assert_rounded(actual: Tensor, dtype: torch.dtype, exact: Tensor, error: Tensor) -> None:
+    """Assert that ``exact``, with an error of FP32 arithmetic, was rounded to ``dtype``."""
+    assert actual.dtype is dtype
+    assert_within(actual, exact, ulp(exact, dtype) / 2 + error)
 
 
 def length(x: Tensor, dim: int) -> int:
@@ -232,6 +242,18 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Shrink:
             monkeypatch.setattr(module, "LONGEST", 64 if module is softmax_backward else 128)
 
     return shrink
+
+
+@pytest.fixture
+def tiles_of_layout(small_tiles: Shrink, layout: Any) -> None:
+    """Tiles as the parameter ``layout`` has them."""
+    small_tiles(layout.many)
+
+
+@pytest.fixture
+def small_loops(small_tiles: Shrink) -> None:
+    """One program walks over a line of more than 128 elements in tiles."""
+    small_tiles(0)
 
 
 class Traffic:

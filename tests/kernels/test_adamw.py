@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import numpy_warns
+from tests.kernels.conftest import numpy_warns, unaligned
 from tritonamp.kernels import _device_tables
 from tritonamp.kernels._adam_rates import RATES, _power
 from tritonamp.kernels._launch import Launch
@@ -140,11 +140,6 @@ class Tensors:
 
 def overflow(lists: UpdateLists, device: torch.device) -> list[int]:
     return lists.tensors.kept("overflow", (lists.tensors.size,), torch.int32, device).tolist()
-
-
-def unaligned(tensor: Tensor) -> Tensor:
-    memory = tensor.new_full((tensor.numel() + 16,), 7.0)
-    return memory[1 : 1 + tensor.numel()].as_strided(tensor.size(), tensor.stride()).copy_(tensor)
 
 
 def bits(tensor: Tensor) -> Tensor:

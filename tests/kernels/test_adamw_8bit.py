@@ -11,7 +11,7 @@ import torch
 from helpers import same
 from torch import Tensor
 
-from tests.kernels.conftest import Traffic, numpy_warns
+from tests.kernels.conftest import Traffic, numpy_warns, unaligned
 from tests.kernels.test_adamw import RULE
 from tritonamp.kernels import _device_tables
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
@@ -158,11 +158,6 @@ class LionState(State):
 
 
 each_op = pytest.mark.parametrize("kept", [State, LionState], ids=["adamw", "lion"])
-
-
-def unaligned(tensor: Tensor, value: int = 7) -> Tensor:
-    memory = tensor.new_full((tensor.numel() + 16,), value)
-    return memory[1 : 1 + tensor.numel()].as_strided(tensor.size(), tensor.stride()).copy_(tensor)
 
 
 @each_half

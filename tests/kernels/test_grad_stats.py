@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import numpy_warns
+from tests.kernels.conftest import numpy_warns, unaligned
 from tritonamp.kernels import _device_tables, _tables
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._magnitudes import float_bits, magnitude
@@ -43,11 +43,6 @@ def stats(grads: list[Tensor], device: torch.device, backend: str) -> tuple[Tens
     assert (amax.dtype, amax.shape, amax.device.type) == (torch.float32, (len(grads),), device.type)
     assert (squares.dtype, squares.dim(), squares.device.type) == (torch.float32, 1, device.type)
     return amax, squares.double().sum()
-
-
-def unaligned(tensor: Tensor) -> Tensor:
-    memory = torch.full((tensor.numel() + 16,), NAN, dtype=tensor.dtype, device=tensor.device)
-    return memory[1 : 1 + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import Traffic, U, assert_within, numpy_warns, ulp
-from tests.kernels.test_norm import DTYPES, EPS, HALF, WIDE, Shrink, exact
+from tests.kernels.conftest import Traffic, U, assert_rounded, numpy_warns
+from tests.kernels.test_norm import DTYPES, EPS, HALF, WIDE, assert_are_stats, exact
 from tritonamp.kernels._group_norms import walk
 from tritonamp.kernels.group_norm import group_norm
 
@@ -23,7 +23,8 @@ SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "one group": ((2, 7, 3, 3), 1),
     "many images": ((11, 8, 2, 4), 2),
 }
-CASES = {name: (*case, DTYPES[0]) for name, case in SHAPES.items()} | {
+Case = tuple[tuple[int, ...], int, tuple[torch.dtype, torch.dtype]]
+CASES: dict[str, Case] = {name: (*case, DTYPES[0]) for name, case in SHAPES.items()} | {
     f"{dtypes[0]} by {dtypes[1]}": ((2, 6, 3, 5), 2, dtypes) for dtypes in DTYPES[1:]
 }
 LONG: dict[str, tuple[tuple[int, ...], int]] = {
@@ -32,8 +33,10 @@ LONG: dict[str, tuple[tuple[int, ...], int]] = {
     "long, no masks": ((2, 32, 4, 8), 2),
     "long, many channels": ((2, 264, 3, 1), 2),
 }
-each_case = pytest.mark.parametrize(("shape", "groups", "dtypes"), CASES.values(), ids=CASES)
-each_long_case = pytest.mark.parametrize(("shape", "groups"), LONG.values(), ids=LONG)
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+each_long_case = pytest.mark.parametrize(
+    "case", [(*case, DTYPES[0]) for case in LONG.values()], ids=LONG
+)
 each_format = pytest.mark.parametrize("form", [torch.contiguous_format, LAST], ids=str)
 
 
@@ -76,44 +79,40 @@ def inputs(
     return Inputs(x, w, b, grad, groups)
 
 
-def check_forward(given: Inputs, backend: str) -> None:
+def values_of_bytes(long: bool, form: torch.memory_format, device: torch.device) -> Tensor:
+    """Two groups of 45 elements each, or of 135, which are more than a tile has."""
+    shape = (2, 6, 5, 9) if long else (5, 6, 3, 5)
+    return inputs(shape, 2, DTYPES[0], form, device).x
+
+
+whole_and_long = pytest.mark.parametrize("long", [False, True], ids=["whole", "long"])
+
+
+def check_group_norm(given: Inputs, backend: str) -> None:
     x, w, b, _, groups = given
     y, stats = group_norm(x, w, b, groups, EPS, backend)
-    assert (y.dtype, y.stride()) == (x.dtype, x.stride())
+    assert y.stride() == x.stride()
     assert (stats.dtype, stats.shape) == (WIDE, (2, len(x) * groups))
     e, wide_w, wide_b = exact(given.lines(x), True), given.of_channels(w), given.of_channels(b)
     expected = e.h * wide_w + wide_b
     error = e.h_error * wide_w + 2 * U * ((e.h * wide_w).abs() + wide_b)
-    assert_within(given.lines(y), expected, ulp(expected, x.dtype) / 2 + error)
-    assert_within(stats[0], e.mean[:, 0], (e.mean_error + U * e.mean.abs())[:, 0])
-    assert_within(stats[1], e.rstd[:, 0], (e.rstd * (e.rstd_error + U))[:, 0])
+    assert_rounded(given.lines(y), x.dtype, expected, error)
+    assert_are_stats(stats, e)
 
 
 @each_case
 @each_format
-def test_results(
-    device: torch.device,
-    backend: str,
-    form: torch.memory_format,
-    shape: tuple[int, ...],
-    groups: int,
-    dtypes: tuple[torch.dtype, torch.dtype],
-) -> None:
-    check_forward(inputs(shape, groups, dtypes, form, device), backend)
+def test_results(device: torch.device, backend: str, form: torch.memory_format, case: Case) -> None:
+    check_group_norm(inputs(*case, form, device), backend)
 
 
 @each_long_case
 @each_format
+@pytest.mark.usefixtures("small_loops")
 def test_results_of_long_lines(
-    device: torch.device,
-    backend: str,
-    small_tiles: Shrink,
-    form: torch.memory_format,
-    shape: tuple[int, ...],
-    groups: int,
+    device: torch.device, backend: str, form: torch.memory_format, case: Case
 ) -> None:
-    small_tiles(0)
-    check_forward(inputs(shape, groups, DTYPES[0], form, device), backend)
+    check_group_norm(inputs(*case, form, device), backend)
 
 
 @each_format
@@ -139,19 +138,14 @@ def test_any_number_of_dimensions(
         assert group_norm(last, None, None, 2, EPS, backend)[0].stride() == last.stride()
 
 
-@pytest.mark.parametrize("long", [False, True], ids=["whole", "long"])
+@whole_and_long
 @each_format
+@pytest.mark.usefixtures("small_loops")
 def test_bytes(
-    triton_device: torch.device,
-    small_tiles: Shrink,
-    traffic: Traffic,
-    form: torch.memory_format,
-    long: bool,
+    triton_device: torch.device, traffic: Traffic, form: torch.memory_format, long: bool
 ) -> None:
     """A long line is read twice, the second time out of L2; mean and rstd are written once."""
-    small_tiles(0)
-    shape = (2, 6, 5, 9) if long else (5, 6, 3, 5)
-    x = inputs(shape, 2, DTYPES[0], form, triton_device).x
+    x = values_of_bytes(long, form, triton_device)
     group_norm(x, None, None, 2, EPS, "triton")
     assert traffic.read == (1 + long) * 2 * x.numel()
     assert traffic.written == 2 * x.numel() + 8 * 2 * len(x)

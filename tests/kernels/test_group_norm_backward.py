@@ -3,15 +3,25 @@
 import pytest
 import torch
 
-from tests.kernels.conftest import Traffic, U, assert_within, numpy_warns, ulp
+from tests.kernels.conftest import Traffic, assert_rounded, numpy_warns
 from tests.kernels.test_group_norm import (
+    Case,
     Inputs,
     each_case,
     each_format,
     each_long_case,
     inputs,
+    values_of_bytes,
+    whole_and_long,
 )
-from tests.kernels.test_norm import DTYPES, EPS, WIDE, Shrink, exact
+from tests.kernels.test_norm import (
+    DTYPES,
+    EPS,
+    WIDE,
+    assert_are_sums,
+    exact,
+    gradient_and_error,
+)
 from tritonamp.kernels import group_norm_backward as group_norm_backward_module
 from tritonamp.kernels.group_norm import group_norm
 from tritonamp.kernels.group_norm_backward import group_norm_backward
@@ -19,74 +29,52 @@ from tritonamp.kernels.group_norm_backward import group_norm_backward
 pytestmark = numpy_warns
 
 
-def check_backward(given: Inputs, backend: str) -> None:
-    """As of layer_norm, whose bounds are explained there: sums over n elements of a line carry
-    n + 3 roundings, and one of a product more, with the weight after the sum over places.
-    """
+@pytest.fixture
+def three_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial sums of the weights' gradients."""
+    monkeypatch.setattr(group_norm_backward_module, "PARTS", 3)
+
+
+def check_group_norm_backward(given: Inputs, backend: str) -> None:
+    """As of layer_norm, and a rounding more: the weight comes after the sum over places."""
     x, w, _, grad, groups = given
     _, stats = group_norm(x, w, None, groups, EPS, "eager")
     dx, sums = group_norm_backward(grad, x, w, stats, groups, True, True, backend)
-    assert (dx.dtype, dx.stride()) == (x.dtype, x.stride())
+    assert dx.stride() == x.stride()
     assert (sums.dtype, sums.shape) == (WIDE, (2, x.shape[1]))
     e, wide = exact(given.lines(x), True), given.lines(grad.double())
-    g, n = wide * given.of_channels(w), wide.shape[1]
-    along, level = (g * e.h).mean(1, keepdim=True), g.mean(1, keepdim=True)
-    expected = e.rstd * (g - level - e.h * along)
-    of_along = (g * e.h_error).abs().mean(1, keepdim=True)
-    of_along += (n + 4) * U * (g * e.h).abs().mean(1, keepdim=True)
-    of_level = (n + 3) * U * g.abs().mean(1, keepdim=True)
-    inner = of_level + e.h.abs() * of_along + e.h_error * (along.abs() + of_along)
-    size = g.abs() + level.abs() + (e.h * along).abs()
-    error = e.rstd * (inner + size * (e.rstd_error + 5 * U))
-    assert_within(given.lines(dx), expected, ulp(expected, x.dtype) / 2 + error)
-    channels = [t.reshape(len(x), x.shape[1], -1) for t in (wide, e.h, e.h_error)]
-    grads, h, h_error = (t.transpose(0, 1).flatten(1) for t in channels)
-    added = h.shape[1] + 2
-    dw_error = (grads * h_error).abs().sum(1) + added * U * (grads * h).abs().sum(1)
-    assert_within(sums[0], (grads * h).sum(1), dw_error)
-    assert_within(sums[1], grads.sum(1), added * U * grads.abs().sum(1))
+    g = wide * given.of_channels(w)
+    expected, error = gradient_and_error(e, g, wide.shape[1] + 3, True)
+    assert_rounded(given.lines(dx), x.dtype, expected, error)
+    places = [t.reshape(len(x), x.shape[1], -1).mT.flatten(0, 1) for t in (wide, e.h, e.h_error)]
+    assert_are_sums(sums, *places)
 
 
 @each_case
 @each_format
+@pytest.mark.usefixtures("three_parts")
 def test_gradients(
-    device: torch.device,
-    backend: str,
-    monkeypatch: pytest.MonkeyPatch,
-    form: torch.memory_format,
-    shape: tuple[int, ...],
-    groups: int,
-    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device, backend: str, form: torch.memory_format, case: Case
 ) -> None:
-    monkeypatch.setattr(group_norm_backward_module, "PARTS", 3)
-    check_backward(inputs(shape, groups, dtypes, form, device), backend)
+    check_group_norm_backward(inputs(*case, form, device), backend)
 
 
 @each_long_case
 @each_format
+@pytest.mark.usefixtures("small_loops")
 def test_gradients_of_long_lines(
-    device: torch.device,
-    backend: str,
-    small_tiles: Shrink,
-    form: torch.memory_format,
-    shape: tuple[int, ...],
-    groups: int,
+    device: torch.device, backend: str, form: torch.memory_format, case: Case
 ) -> None:
-    small_tiles(0)
-    check_backward(inputs(shape, groups, DTYPES[0], form, device), backend)
+    check_group_norm_backward(inputs(*case, form, device), backend)
 
 
 @pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("shape", [(3, 4, 2, 8), (2, 4, 9, 16)], ids=["whole", "long"])
+@pytest.mark.usefixtures("small_loops")
 def test_only_the_sums_that_are_wanted(
-    device: torch.device,
-    backend: str,
-    small_tiles: Shrink,
-    shape: tuple[int, ...],
-    wanted: tuple[bool, bool],
+    device: torch.device, backend: str, shape: tuple[int, ...], wanted: tuple[bool, bool]
 ) -> None:
     """And without a weight as with ones, bit for bit."""
-    small_tiles(0)
     x, w, _, grad, groups = inputs(shape, 2, DTYPES[0], torch.contiguous_format, device)
     _, stats = group_norm(x, None, None, groups, EPS, "eager")
     args = x, torch.ones_like(w), stats, groups
@@ -120,19 +108,15 @@ def test_scaled_gradients_may_be_large(device: torch.device, backend: str) -> No
     assert torch.equal(sums[0], torch.full_like(sums[0], 64 * 60_000.0))
 
 
-@pytest.mark.parametrize("long", [False, True], ids=["whole", "long"])
+@whole_and_long
 @each_format
+@pytest.mark.usefixtures("small_loops")
 def test_bytes(
-    triton_device: torch.device,
-    small_tiles: Shrink,
-    traffic: Traffic,
-    form: torch.memory_format,
-    long: bool,
+    triton_device: torch.device, traffic: Traffic, form: torch.memory_format, long: bool
 ) -> None:
     """Long lines are read twice, the second time out of L2; mean and rstd are read once."""
-    small_tiles(0)
-    shape = (2, 6, 5, 9) if long else (2, 6, 3, 5)
-    x, _, _, grad, _ = inputs(shape, 2, DTYPES[0], form, triton_device)
+    x = values_of_bytes(long, form, triton_device)
+    grad = torch.randn_like(x)
     _, stats = group_norm(x, None, None, 2, EPS, "eager")
     group_norm_backward(grad, x, None, stats, 2, False, False, "triton")
     assert traffic.read == (1 + long) * 4 * x.numel() + 8 * 2 * len(x)

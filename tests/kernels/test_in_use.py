@@ -2,9 +2,6 @@
 them.
 """
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fresh_python import run_compiled
 from helpers import of_kernels
+from launches import note_launches
+from modules import Apply
 from torch import Tensor, nn
 
 import tritonamp
@@ -26,34 +26,14 @@ FP16, FP32 = torch.float16, torch.float32
 SHAPE = (8, 8192)  # as many elements as a GPU needs to take the kernels
 
 
-class Calls(nn.Module):
-    """Runs one function inside an enabled forward."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.unused = nn.Parameter(torch.zeros(1))
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
-
-
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that were launched."""
-    names: list[str] = []
-    original: Callable[..., None] = _launch.Launch.__call__
-
-    def launch(self: _launch.Launch, *tensors: Tensor) -> None:
-        names.append(self.kernel.__name__)
-        original(self, *tensors)
-
-    monkeypatch.setattr(_launch.Launch, "__call__", launch)
-    return names
+    return note_launches(monkeypatch, lambda launch: [launch.kernel.__name__])
 
 
 def run(function: Callable[..., Any], x: Tensor, backend: str = "triton", **policy: Any) -> Any:
-    model = Calls(function).to(x.device)
+    model = Apply(function)
     amp = tritonamp.enable(model, level="O1", cast_outputs=None, backend=backend, **policy)
     try:
         return model(x)
@@ -316,29 +296,10 @@ with FakeTensorMode(allow_non_fake_inputs=True):
 """
 
 
-@pytest.fixture
-def plain_python(tmp_path: Path) -> Callable[[str], str]:
-    """Runs a program in a process without the interpreter, gives its output."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-
-    def run(program: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", program],
-            capture_output=True,
-            text=True,
-            env=environment,
-            cwd=tmp_path,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
-
-
 @pytest.mark.compiled
-def test_a_traced_graph_holds_the_kernels(plain_python: Callable[[str], str]) -> None:
+def test_a_traced_graph_holds_the_kernels(tmp_path: Path) -> None:
     """Of softmax, sum, log_softmax and cross_entropy in the forward, of three in the backward."""
-    assert plain_python(TRACE).split() == ["4", "3"]
+    assert run_compiled("-c", TRACE, cwd=tmp_path).stdout.split() == ["4", "3"]
 
 
 def test_functional_works_outside_enabled_models(x: Tensor) -> None:

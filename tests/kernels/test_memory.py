@@ -25,18 +25,17 @@ each_counted = pytest.mark.parametrize("call", COUNTED.values(), ids=COUNTED)
 each_shared = pytest.mark.parametrize("call", SHARED.values(), ids=SHARED)
 
 
-def half(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.randn(shape, device=device).to(HALF)
+@pytest.fixture
+def x(triton_device: torch.device, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, device=triton_device).to(HALF)
 
 
 @pytest.mark.parametrize(("shape", "dim"), WHOLE)
 @each_counted
-def test_whole_lines_are_read_once(
-    triton_device: torch.device, traffic: Any, call: SampleCall, shape: tuple[int, ...], dim: int
-) -> None:
-    x, sample = half(shape, triton_device), call.sample
+def test_whole_lines_are_read_once(traffic: Any, call: SampleCall, x: Tensor, dim: int) -> None:
+    sample = call.sample
     call(x, dim)
-    lines = x.numel() // shape[dim]
+    lines = x.numel() // x.shape[dim]
     assert (traffic.read, traffic.written) == (
         x.numel() * sample.reads + lines * sample.of_line[0],
         x.numel() * sample.writes + lines * sample.of_line[1],
@@ -45,16 +44,9 @@ def test_whole_lines_are_read_once(
 
 @pytest.mark.parametrize(("shape", "dim"), SEVERAL)
 @each_shared
-def test_long_lines_are_read_twice(
-    triton_device: torch.device,
-    small_tiles: Shrink,
-    traffic: Any,
-    call: SampleCall,
-    shape: tuple[int, ...],
-    dim: int,
-) -> None:
-    small_tiles(0)
-    x, sample = half(shape, triton_device), call.sample
+@pytest.mark.usefixtures("small_loops")
+def test_long_lines_are_read_twice(traffic: Any, call: SampleCall, x: Tensor, dim: int) -> None:
+    sample = call.sample
     call(x, dim)
     assert (traffic.read, traffic.written) == (
         2 * x.numel() * sample.reads,
@@ -65,16 +57,11 @@ def test_long_lines_are_read_twice(
 @pytest.mark.parametrize(("shape", "dim"), SEVERAL)
 @each_shared
 def test_shared_lines_are_read_twice(
-    triton_device: torch.device,
-    small_tiles: Shrink,
-    traffic: Any,
-    call: SampleCall,
-    shape: tuple[int, ...],
-    dim: int,
+    small_tiles: Shrink, traffic: Any, call: SampleCall, x: Tensor, dim: int
 ) -> None:
     """Every segment leaves its numbers, in FP32, and reads those of all segments of its line."""
     small_tiles(4)
-    x, sample = half(shape, triton_device), call.sample
+    sample = call.sample
     call(x, dim)
     parts = traffic.written - x.numel() * sample.writes
     splits, rest = divmod(parts, 4 * sample.parts * x.numel() // x.shape[dim])
@@ -94,26 +81,20 @@ def test_partial_results_are_next_to_nothing(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [HALF, WIDE], ids=str)
 @pytest.mark.parametrize(("shape", "dim"), WHOLE)
-def test_a_sum_reads_once(
-    triton_device: torch.device, traffic: Any, shape: tuple[int, ...], dim: int, dtype: torch.dtype
-) -> None:
-    x = half(shape, triton_device)
+def test_a_sum_reads_once(traffic: Any, x: Tensor, dim: int, dtype: torch.dtype) -> None:
     y = reduce.sum(x, (dim,), False, dtype, "triton")
     assert (traffic.read, traffic.written) == (x.numel() * 2, y.numel() * y.element_size())
 
 
 @pytest.mark.parametrize(("shape", "dim"), SEVERAL)
-def test_a_sum_of_tiles_reads_once(
-    triton_device: torch.device, small_tiles: Shrink, traffic: Any, shape: tuple[int, ...], dim: int
-) -> None:
+@pytest.mark.usefixtures("small_loops")
+def test_a_sum_of_tiles_reads_once(traffic: Any, x: Tensor, dim: int) -> None:
     """The partial sums of the tiles, in FP32, are written and read in addition. Here one more
     launch adds them.
     """
-    small_tiles(0)
-    x = half(shape, triton_device)
     y = reduce.sum(x, (dim,), False, HALF, "triton")
-    block = reduce.tiling(shape, dim, dim, reduce.PER_THREAD, reduce.LONGEST, 8).layout[-1]
-    parts = 4 * y.numel() * -(-shape[dim] // block)
+    block = reduce.tiling(x.shape, dim, dim, reduce.PER_THREAD, reduce.LONGEST, 8).layout[-1]
+    parts = 4 * y.numel() * -(-x.shape[dim] // block)
     assert traffic.written >= parts + 2 * y.numel()
     assert traffic.read - 2 * x.numel() == traffic.written - 2 * y.numel()
 
@@ -121,16 +102,12 @@ def test_a_sum_of_tiles_reads_once(
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 40_000), (0, 5, 3), (3, 5, 0)])
 @each_sample
 def test_empty_tensors_launch_nothing(
-    triton_device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-    call: SampleCall,
-    shape: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch, call: SampleCall, x: Tensor
 ) -> None:
     """A grid of no programs is an error on a GPU."""
     launched: list[Any] = []
     monkeypatch.setattr(Launch, "__call__", lambda *args: launched.append(args))
-    x = half(shape, triton_device)
-    for dim in range(len(shape)):
+    for dim in range(x.dim()):
         call(x, dim)
     assert not launched
 
@@ -140,14 +117,8 @@ def test_empty_tensors_launch_nothing(
 )
 @each_sample
 def test_the_same_bits_again(
-    triton_device: torch.device,
-    small_tiles: Shrink,
-    call: SampleCall,
-    shape: tuple[int, ...],
-    dim: int,
-    many: int | None,
+    small_tiles: Shrink, call: SampleCall, x: Tensor, dim: int, many: int | None
 ) -> None:
     small_tiles(many)
-    x = half(shape, triton_device)
     for first, again in zip(call(x, dim), call(x, dim), strict=True):
         assert torch.equal(first, again)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
+from tests.kernels.conftest import unaligned
 from tritonamp.kernels import _device_tables, _multi_tensor, _tables
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._device_tables import MAX_CHUNK, MIN_CHUNK, PROGRAMS, _chunk
@@ -82,12 +83,6 @@ def numbered(shape: tuple[int, ...], device: Any = "cpu", dtype: torch.dtype = W
     """1, 2, ... 999, 1, ...: exact in FP16, and in FP16 as sums of two, too."""
     numel = torch.Size(shape).numel()
     return (torch.arange(numel, device=device) % 999 + 1).to(dtype).view(shape)
-
-
-def unaligned(tensor: Tensor) -> Tensor:
-    memory = torch.zeros(tensor.numel() + 8, dtype=tensor.dtype, device=tensor.device)
-    assert memory.data_ptr() % 16 == 0
-    return memory[1 : 1 + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import tritonamp
 from tests.kernels.conftest import Traffic, U, made
-from tritonamp.kernels._multi_tensor import Memory, TensorLists
+from tests.kernels.updates import Updates, check_bytes, check_skip, resumed
 from tritonamp.kernels._muon_lists import MuonLists, MuonRule
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.muon import muon
@@ -30,29 +31,11 @@ RULES = {
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
-class Run:
-    """Parameters of one group, stepped on by ``muon``."""
+def step_on(lists: UpdateLists, *rest: Any) -> None:
+    muon(MuonLists(lists), *rest)
 
-    def __init__(self, device: torch.device, rule: MuonRule, half: torch.dtype | None) -> None:
-        self.params = made(SHAPES, device, torch.float32, 0)
-        self.momentum_buffers = [torch.zeros_like(p) for p in self.params]
-        self.copies = [torch.full_like(p, 9.0, dtype=half) if half else p for p in self.params]
-        self.memory = Memory()
-        self.rules, self.groups = [rule], [0] * len(self.params)
 
-    def step(self, grads: Sequence[Tensor], backend: str, *scalars: Tensor | None) -> None:
-        tensors = TensorLists(
-            memory=self.memory,
-            params=self.params,
-            grads=grads,
-            momentum_buffers=self.momentum_buffers,
-            copies=self.copies,
-        )
-        lists = UpdateLists(tensors, self.rules, self.groups)
-        muon(MuonLists(lists), *(scalars or (None, None)), backend)
-
-    def everything(self) -> list[Tensor]:
-        return [t.clone() for t in (*self.params, *self.momentum_buffers, *self.copies)]
+muons = partial(Updates, step_on, ["momentum_buffers"], shapes=SHAPES)
 
 
 def reference(p: Tensor, m: Tensor, grad: Tensor, rule: MuonRule) -> tuple[Tensor, Tensor]:
@@ -82,17 +65,17 @@ def test_against_fp64(
 
     The momentum (values below 4) and the parameter add eight roundings.
     """
-    run = Run(device, rule, half)
+    run = muons(device, rule, half)
     for seed in (1, 2, 3):
         grads = made(SHAPES, device, half or torch.float32, seed)
         exact = [
             reference(p.double(), m.double(), grad.double() * 0.5, rule)
-            for p, m, grad in zip(run.params, run.momentum_buffers, grads, strict=True)
+            for p, m, grad in zip(run.params, run.states["momentum_buffers"], grads, strict=True)
         ]
         run.step(grads, backend, torch.tensor(0.5, device=device), None)
         for k, (p, m) in enumerate(exact):
             of_products = 10 * max(p.shape) * 4**rule.ns_steps * rule.lr * max(p.shape) ** 0.5
-            assert (run.momentum_buffers[k].double() - m).abs().max() <= 8 * 4 * U
+            assert (run.states["momentum_buffers"][k].double() - m).abs().max() <= 8 * 4 * U
             assert (run.params[k].double() - p).abs().max() <= (8 * 8 + of_products) * U
     for param, rounded in zip(run.params, run.copies, strict=True):
         assert torch.equal(rounded, param.to(rounded.dtype))
@@ -104,13 +87,10 @@ def test_a_skip_writes_nothing(
     found_inf: float, steps_before: int, backend: str, device: torch.device
 ) -> None:
     """Nor does a first one poison the momentum."""
-    runs = [Run(device, RULES["nesterov"], torch.float16) for _ in range(2)]
+    runs = [muons(device, RULES["nesterov"], torch.float16) for _ in range(2)]
     for run in runs[: 2 if steps_before else 0]:
         run.step(made(SHAPES, device, torch.float16, 1), backend)
-    before = runs[0].everything()
-    bad = [torch.full_like(g, float("nan")) for g in made(SHAPES, device, torch.float16, 2)]
-    runs[0].step(bad, backend, None, torch.tensor(found_inf, device=device))
-    assert all(map(torch.equal, runs[0].everything(), before))
+    check_skip(runs[0], found_inf, backend)
     for run in runs:
         run.step(made(SHAPES, device, torch.float16, 3), backend)
     assert all(map(torch.equal, runs[0].everything(), runs[1].everything()))
@@ -119,35 +99,25 @@ def test_a_skip_writes_nothing(
 def test_each_group_has_its_own_rule(backend: str, device: torch.device) -> None:
     """Matrices of one shape that lie in two groups are not stacked."""
     rules = list(RULES.values())[:2]
-    mixed = Run(device, rules[0], torch.float16)
-    mixed.rules = rules
-    mixed.groups = [0, 0, 1, 1, 0, 1]
-    alone = [Run(device, rule, torch.float16) for rule in rules]
+    mixed = muons(device, rules[0], torch.float16)
+    mixed.share(rules, [0, 0, 1, 1, 0, 1])
+    alone = [muons(device, rule, torch.float16) for rule in rules]
     for run in (mixed, *alone):
         run.step(made(SHAPES, device, torch.float16, 1), backend)
     for i, group in enumerate(mixed.groups):
-        assert torch.equal(mixed.momentum_buffers[i], alone[group].momentum_buffers[i])
+        assert torch.equal(
+            mixed.states["momentum_buffers"][i], alone[group].states["momentum_buffers"][i]
+        )
         torch.testing.assert_close(mixed.params[i], alone[group].params[i], rtol=0, atol=1e-5)
 
 
 def test_bytes(traffic: Traffic, device: torch.device) -> None:
     """Gradient 2, momentum 4 + 4, update 4 + 4, master 4 + 4, half copy 2."""
-    size = 1 << 16
-    run = Run(device, RULES["nesterov"], torch.float16)
-    run.params = [torch.zeros(256, 256, device=device)]
-    run.momentum_buffers = [torch.zeros(256, 256, device=device)]
-    run.copies = [torch.zeros(256, 256, dtype=torch.float16, device=device)]
-    run.groups = [0]
-    grads = [torch.ones(256, 256, dtype=torch.float16, device=device)]
-    run.step(grads, "triton")
-    assert 14 * size <= traffic.read <= 1.01 * 14 * size
-    assert 14 * size <= traffic.written <= 1.01 * 14 * size
-    traffic.written = 0
-    run.step(grads, "triton", None, torch.ones((), device=device))
-    assert traffic.written == 0
+    run = muons(device, RULES["nesterov"], torch.float16)
+    check_bytes(run, traffic, torch.float16, 14, 14, 256, 256)
 
 
-class Net(nn.Module):
+class ThreeMatrices(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -167,7 +137,7 @@ def both(model: nn.Module, **options: Any) -> tritonamp.optim.Muon:
     return tritonamp.optim.Muon(matrices, lr=1e-2, adamw_params=adamw, **options)
 
 
-def trained(
+def masters_after(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     level: str,
@@ -196,14 +166,14 @@ def trained(
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_levels_train_and_skip(level: str, skip: int, device: torch.device) -> None:
     """As in FP32, to the products' bfloat16: 2**-7 of a step of at most 1.2 lr an element."""
-    model, plain = Net().to(device), Net().to(device)
-    params = trained(model, [both(model)], level, skip)
-    exact = trained(plain, [both(plain)], "O0", skip)
+    model, plain = ThreeMatrices().to(device), ThreeMatrices().to(device)
+    params = masters_after(model, [both(model)], level, skip)
+    exact = masters_after(plain, [both(plain)], "O0", skip)
     for a, b in zip(params, exact, strict=True):
         assert (a.float() - b).abs().max() <= (2e-2 if level == "O3" else 1e-2)
     moved = [
         (a - b.detach()).abs().max()
-        for a, b in zip(exact, Net().to(device).parameters(), strict=True)
+        for a, b in zip(exact, ThreeMatrices().to(device).parameters(), strict=True)
     ]
     assert max(moved) > 2e-2
 
@@ -212,7 +182,7 @@ def test_one_optimizer_is_two(device: torch.device) -> None:
     """``adamw_params`` gives the bits of a Muon and an AdamW, enabled together."""
     runs = []
     for together in (True, False):
-        model = Net().to(device)
+        model = ThreeMatrices().to(device)
         optimizers: list[torch.optim.Optimizer] = [both(model)]
         if not together:
             groups = [group["params"] for group in optimizers[0].param_groups]
@@ -220,7 +190,7 @@ def test_one_optimizer_is_two(device: torch.device) -> None:
                 tritonamp.optim.Muon(groups[0], lr=1e-2),
                 tritonamp.optim.AdamW(groups[1], lr=1e-2, weight_decay=0.1),
             ]
-        runs.append(trained(model, optimizers, "O2"))
+        runs.append(masters_after(model, optimizers, "O2"))
     assert all(map(torch.equal, *runs))
 
 
@@ -243,7 +213,7 @@ def test_torchs_muon_steps_like_itself(device: torch.device) -> None:
     model = copy.deepcopy(start)
     optimizer = torch.optim.Muon(model.parameters(), lr=1e-2)
     assert rule_of(optimizer) is MUON
-    assert rule_of(both(Net())) is MUON_AND_ADAMW
+    assert rule_of(both(ThreeMatrices())) is MUON_AND_ADAMW
 
 
 def test_sharded_matrices_are_left_to_torch() -> None:
@@ -262,24 +232,13 @@ def test_state_is_saved_and_loaded_bit_for_bit(with_adamw: bool, device: torch.d
             return both(model, momentum=0.9)
         return tritonamp.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=lr)
 
-    runs = []
+    model, ends = ThreeMatrices().to(device).half(), []
     for stops in (False, True):
-        model = Net().to(device).half()
-        optimizer = optimizer_of(model, 1e-2)
-        for seed in range(4):
-            if stops and seed == 2:
-                state = copy.deepcopy(optimizer.state_dict())
-                model = copy.deepcopy(model)
-                optimizer = optimizer_of(model, 1.0)
-                optimizer.load_state_dict(state)
-            for k, p in enumerate(model.parameters()):
-                generator = torch.Generator().manual_seed(10 * seed + k)
-                p.grad = torch.randn(p.shape, generator=generator).to(p)
-            optimizer.step()
-        runs.append([p.detach().clone() for p in model.parameters()])
+        end, optimizer = resumed(optimizer_of, copy.deepcopy(model), stops)
+        ends.append(end)
         buffers = [s["momentum_buffer"] for s in optimizer.state.values() if "exp_avg" not in s]
         assert len(buffers) == 3 and all(b.dtype is torch.float32 for b in buffers)
-    assert all(map(torch.equal, *runs))
+    assert all(map(torch.equal, *ends))
 
 
 def test_states_are_torchs(device: torch.device) -> None:
@@ -296,10 +255,11 @@ def test_states_are_torchs(device: torch.device) -> None:
 
 def test_updates_are_memory_of_the_step(device: torch.device, backend: str) -> None:
     """Of matrices that have gradients now and then, in any number, nothing is left."""
-    run = Run(device, PLAIN, None)
-    state = run.params, run.momentum_buffers, run.copies
+    run = muons(device, PLAIN, None)
+    params, buffers, copies = run.params, run.states["momentum_buffers"], run.copies
     for k in range(1, len(SHAPES)):
-        run.params, run.momentum_buffers, run.copies = (tensors[:k] for tensors in state)
+        run.params, run.copies = params[:k], copies[:k]
+        run.states["momentum_buffers"] = buffers[:k]
         run.step(made(SHAPES, device, torch.float32, k)[:k], backend)
     kept = sum(t.numel() for t in run.memory._kept.values())
     assert kept < min(p.numel() for p in run.params if p.numel() > 100)
@@ -317,7 +277,7 @@ def test_adamws_group_does_not_come_after_a_step(device: torch.device) -> None:
 
 
 def test_a_parameter_that_is_no_matrix_is_named() -> None:
-    named = list(Net().named_parameters())
+    named = list(ThreeMatrices().named_parameters())
     with pytest.raises(ValueError, match=r"two dimensions, got parameter first.bias of shape \(16"):
         tritonamp.optim.Muon(named)
     optimizer = tritonamp.optim.Muon([named[0][1]])

@@ -3,19 +3,22 @@
 import pytest
 import torch
 
-from tests.kernels.conftest import U, assert_within, numpy_warns, ulp
+from tests.kernels.conftest import U, assert_rounded, assert_within, numpy_warns
 from tests.kernels.test_norm import (
     BF16,
     DTYPES,
     EPS,
     HALF,
     WIDE,
+    Case,
     Inputs,
     Shrink,
+    assert_are_sums,
     each_case,
     each_kind,
-    each_long_shape,
+    each_long_case,
     exact,
+    gradient_and_error,
     inputs,
 )
 from tritonamp.kernels import norm_backward as norm_backward_module
@@ -25,54 +28,38 @@ from tritonamp.kernels.norm_backward import norm_backward
 pytestmark = numpy_warns
 
 
-def check_backward(given: Inputs, center: bool, backend: str) -> None:
-    """The sums over n elements of a line carry n + 3 roundings, those over lines as many as there
-    are lines, and what h is off.
-    """
+@pytest.fixture
+def three_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial sums of the weights' gradients."""
+    monkeypatch.setattr(norm_backward_module, "PARTS", 3)
+
+
+def check_norm_backward(given: Inputs, center: bool, backend: str) -> None:
+    """The sums over n elements of a line carry n + 3 roundings."""
     x, w, _, grad = given
     _, stats = norm(x, w, None, given.n, EPS, center, x.dtype, "eager")
     dx, sums = norm_backward(grad, x, w, stats, given.n, True, center, None, backend)
-    assert (dx.dtype, sums.dtype, sums.shape) == (x.dtype, WIDE, (1 + center, given.n))
-    e, n = exact(x, center), given.n
-    wide = grad.double().reshape(-1, n)
-    g = wide * w.double()
-    along, level = (g * e.h).mean(1, keepdim=True), g.mean(1, keepdim=True) * center
-    expected = (e.rstd * (g - level - e.h * along)).view(x.shape)
-    of_along = (g * e.h_error).abs().mean(1, keepdim=True)
-    of_along += (n + 3) * U * (g * e.h).abs().mean(1, keepdim=True)
-    of_level = (n + 2) * U * g.abs().mean(1, keepdim=True) * center
-    inner = of_level + e.h.abs() * of_along + e.h_error * (along.abs() + of_along)
-    size = g.abs() + level.abs() + (e.h * along).abs()
-    error = e.rstd * (inner + size * (e.rstd_error + 5 * U))
-    assert_within(dx, expected, ulp(expected, x.dtype) / 2 + error.view(x.shape))
-    lines = len(wide)
-    dw_error = (wide * e.h_error).abs().sum(0) + (lines + 2) * U * (wide * e.h).abs().sum(0)
-    assert_within(sums[0], (wide * e.h).sum(0), dw_error)
-    if center:
-        assert_within(sums[1], wide.sum(0), (lines + 2) * U * wide.abs().sum(0))
+    assert (sums.dtype, sums.shape) == (WIDE, (1 + center, given.n))
+    e, wide = exact(x, center), grad.double().reshape(-1, given.n)
+    expected, error = gradient_and_error(e, wide * w.double(), given.n + 2, center)
+    assert_rounded(dx, x.dtype, expected.view(x.shape), error.view(x.shape))
+    assert_are_sums(sums, wide, e.h, e.h_error)
 
 
 @each_case
 @each_kind
-def test_gradients(
-    device: torch.device,
-    backend: str,
-    monkeypatch: pytest.MonkeyPatch,
-    center: bool,
-    shape: tuple[int, ...],
-    dtypes: tuple[torch.dtype, torch.dtype],
-) -> None:
-    monkeypatch.setattr(norm_backward_module, "PARTS", 3)
-    check_backward(inputs(shape, dtypes, device), center, backend)
+@pytest.mark.usefixtures("three_parts")
+def test_gradients(device: torch.device, backend: str, case: Case, center: bool) -> None:
+    check_norm_backward(inputs(*case, device), center, backend)
 
 
-@each_long_shape
+@each_long_case
 @each_kind
+@pytest.mark.usefixtures("small_loops")
 def test_gradients_of_long_lines(
-    device: torch.device, backend: str, small_tiles: Shrink, center: bool, shape: tuple[int, ...]
+    device: torch.device, backend: str, case: Case, center: bool
 ) -> None:
-    small_tiles(0)
-    check_backward(inputs(shape, DTYPES[0], device), center, backend)
+    check_norm_backward(inputs(*case, device), center, backend)
 
 
 @each_kind
@@ -82,19 +69,15 @@ def test_gradients_of_another_dtype(
 ) -> None:
     small_tiles(limit)
     given = inputs((3, 258), (HALF, BF16), device)
-    check_backward(given._replace(grad=given.grad.float() * 1.001), center, backend)
+    check_norm_backward(given._replace(grad=given.grad.float() * 1.001), center, backend)
 
 
 @pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("shape", [(9, 64), (9, 257)], ids=str)
+@pytest.mark.usefixtures("small_loops")
 def test_only_the_sums_that_are_wanted(
-    device: torch.device,
-    backend: str,
-    small_tiles: Shrink,
-    shape: tuple[int, ...],
-    wanted: tuple[bool, bool],
+    device: torch.device, backend: str, shape: tuple[int, ...], wanted: tuple[bool, bool]
 ) -> None:
-    small_tiles(0)
     x, w, _, grad = inputs(shape, DTYPES[0], device)
     _, stats = norm(x, w, None, shape[1], EPS, True, HALF, "eager")
     both = norm_backward(grad, x, w, stats, shape[1], True, True, None, backend)
@@ -105,11 +88,11 @@ def test_only_the_sums_that_are_wanted(
 
 @pytest.mark.parametrize("shape", [(9, 64), (2, 257)], ids=str)
 @each_kind
+@pytest.mark.usefixtures("small_loops")
 def test_another_gradient_of_x_is_added(
-    device: torch.device, backend: str, small_tiles: Shrink, center: bool, shape: tuple[int, ...]
+    device: torch.device, backend: str, center: bool, shape: tuple[int, ...]
 ) -> None:
     """In FP32, where a GPU may round the product and the sum in one."""
-    small_tiles(0)
     x, w, added, grad = inputs(shape, (WIDE, WIDE), device)
     added = added.expand(shape)
     _, stats = norm(x, w, None, shape[1], EPS, center, WIDE, "eager")

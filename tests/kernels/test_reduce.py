@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import Shrink, assert_within, numpy_warns, sum_and_error, ulp
+from tests.kernels.conftest import Shrink, assert_rounded, numpy_warns, sum_and_error
 from tritonamp.kernels.reduce import sum
 
 pytestmark = numpy_warns
@@ -34,8 +34,7 @@ each_tile = pytest.mark.parametrize("many", [None, 0])
 
 
 def assert_is_sum(result: Tensor, x: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> None:
-    exact, error = sum_and_error(x, dims, keepdim)
-    assert_within(result, exact, error + ulp(exact, result.dtype) / 2)
+    assert_rounded(result, result.dtype, *sum_and_error(x, dims, keepdim))
 
 
 def steps(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:

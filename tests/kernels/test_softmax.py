@@ -65,7 +65,7 @@ REAL = {
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 each_real_layout = pytest.mark.parametrize("layout", REAL.values(), ids=REAL.keys())
 each_op = pytest.mark.parametrize("op", [softmax, log_softmax])
-each_regime = pytest.mark.parametrize("regime", REGIMES)
+each_regime = pytest.mark.parametrize("layout", [LAYOUTS[name] for name in REGIMES], ids=REGIMES)
 
 
 def inputs(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -81,7 +81,7 @@ def inputs(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty_like(x).copy_(x)
 
 
-def check(
+def check_softmax(
     op: Op,
     layout: Layout,
     dtype: torch.dtype,
@@ -106,11 +106,9 @@ def check(
 
 @each_layout
 @each_op
-def test_results(
-    device: torch.device, backend: str, small_tiles: Shrink, op: Op, layout: Layout
-) -> None:
-    small_tiles(layout.many)
-    check(op, layout, HALF, HALF, device, backend)
+@pytest.mark.usefixtures("tiles_of_layout")
+def test_results(device: torch.device, backend: str, op: Op, layout: Layout) -> None:
+    check_softmax(op, layout, HALF, HALF, device, backend)
 
 
 @pytest.mark.parametrize(
@@ -118,17 +116,16 @@ def test_results(
 )
 @each_regime
 @each_op
+@pytest.mark.usefixtures("tiles_of_layout")
 def test_dtypes(
     device: torch.device,
     backend: str,
-    small_tiles: Shrink,
     op: Op,
-    regime: str,
+    layout: Layout,
     dtype: torch.dtype,
     result: torch.dtype,
 ) -> None:
-    small_tiles(LAYOUTS[regime].many)
-    check(op, LAYOUTS[regime], dtype, result, device, backend)
+    check_softmax(op, layout, dtype, result, device, backend)
 
 
 @each_real_layout
@@ -136,7 +133,7 @@ def test_dtypes(
 def test_results_at_real_boundaries(
     device: torch.device, backend: str, op: Op, layout: Layout
 ) -> None:
-    check(op, layout, HALF, WIDE if op is log_softmax else HALF, device, backend)
+    check_softmax(op, layout, HALF, WIDE if op is log_softmax else HALF, device, backend)
 
 
 @pytest.fixture

@@ -3,15 +3,13 @@
 import pytest
 import torch
 
-from tests.kernels.conftest import U, assert_within, backward_and_error, numpy_warns, ulp
+from tests.kernels.conftest import U, assert_rounded, backward_and_error, numpy_warns
 from tests.kernels.test_softmax import (
     BF16,
     HALF,
-    LAYOUTS,
     WIDE,
     Layout,
     Op,
-    Shrink,
     each_layout,
     each_real_layout,
     each_regime,
@@ -27,15 +25,16 @@ from tritonamp.kernels.softmax_backward import (
 
 pytestmark = numpy_warns
 
+Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
 BACKWARD_DTYPES = [(HALF, HALF, HALF), (BF16, BF16, BF16), (HALF, WIDE, HALF), (WIDE, WIDE, WIDE)]
 
 each_backward = pytest.mark.parametrize("op", [softmax_backward, log_softmax_backward])
 
 
-def check_backward(
+def check_softmax_backward(
     op: Op,
     layout: Layout,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    dtypes: Dtypes,
     device: torch.device,
     backend: str,
 ) -> None:
@@ -46,32 +45,24 @@ def check_backward(
     grad, y = (torch.empty_like(t).copy_(t) for t in (grad, y))
     exact, error = backward_and_error(op is log_softmax_backward, grad, y, layout.dim)
     result = op(grad, y, layout.dim, dtypes[2], backend)
-    assert result.dtype is dtypes[2]
-    assert_within(result, exact, ulp(exact, dtypes[2]) / 2 + error)
+    assert_rounded(result, dtypes[2], exact, error)
 
 
 @each_layout
 @each_backward
-def test_backward(
-    device: torch.device, backend: str, small_tiles: Shrink, op: Op, layout: Layout
-) -> None:
-    small_tiles(layout.many)
-    check_backward(op, layout, BACKWARD_DTYPES[0], device, backend)
+@pytest.mark.usefixtures("tiles_of_layout")
+def test_backward(device: torch.device, backend: str, op: Op, layout: Layout) -> None:
+    check_softmax_backward(op, layout, BACKWARD_DTYPES[0], device, backend)
 
 
 @pytest.mark.parametrize("dtypes", BACKWARD_DTYPES[1:], ids=str)
 @each_regime
 @each_backward
+@pytest.mark.usefixtures("tiles_of_layout")
 def test_backward_dtypes(
-    device: torch.device,
-    backend: str,
-    small_tiles: Shrink,
-    op: Op,
-    regime: str,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    device: torch.device, backend: str, op: Op, layout: Layout, dtypes: Dtypes
 ) -> None:
-    small_tiles(LAYOUTS[regime].many)
-    check_backward(op, LAYOUTS[regime], dtypes, device, backend)
+    check_softmax_backward(op, layout, dtypes, device, backend)
 
 
 @each_real_layout
@@ -79,7 +70,7 @@ def test_backward_dtypes(
 def test_backward_at_real_boundaries(
     device: torch.device, backend: str, op: Op, layout: Layout
 ) -> None:
-    check_backward(op, layout, BACKWARD_DTYPES[0], device, backend)
+    check_softmax_backward(op, layout, BACKWARD_DTYPES[0], device, backend)
 
 
 @each_backward

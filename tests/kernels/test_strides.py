@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,13 +14,12 @@ from tests.kernels.conftest import (
     SAMPLES,
     SampleCall,
     Shrink,
-    assert_within,
+    assert_rounded,
     backward_and_error,
     each_sample,
     numpy_warns,
     softmax_and_error,
     sum_and_error,
-    ulp,
 )
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels.reduce import SUM, sum
@@ -149,90 +148,70 @@ def views(draw: st.DrawFn) -> View:
     )
 
 
-any_view = views()
 any_dtype = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
-reproducible = settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-each_tile = pytest.mark.parametrize("many", [None, 4])
+Dtypes = tuple[torch.dtype, torch.dtype]
+
+
+@pytest.fixture(params=[None, 4])
+def tiles(request: pytest.FixtureRequest, small_tiles: Shrink) -> None:
+    """Those that are shipped, and small ones."""
+    small_tiles(request.param)
+
+
+def on_any_view(**drawn: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
+    """Return a decorator that runs a test on any view, in guarded memory.
+
+    drawn: strategies of further arguments; ``dtypes`` are those of the view and of the result.
+    """
+
+    def decorated(test: Any) -> Any:
+        dtypes = st.tuples(any_dtype, any_dtype)
+        run = given(view=views(), data=st.data(), dtypes=dtypes, **drawn)(test)
+        reproducible = settings(
+            max_examples=40,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=[HealthCheck.function_scoped_fixture],
+        )
+        return pytest.mark.usefixtures("guarded", "tiles")(reproducible(run))
+
+    return decorated
 
 
 def any_dim(data: st.DataObject, x: Tensor) -> int:
     return data.draw(st.integers(-max(x.dim(), 1), max(x.dim(), 1) - 1), label="dim")
 
 
-@each_tile
-@given(view=any_view, data=st.data(), log=st.booleans(), dtype=any_dtype, result=any_dtype)
-@pytest.mark.usefixtures("guarded")
-@reproducible
+@on_any_view(log=st.booleans())
 def test_softmax_of_any_view(
-    triton_device: torch.device,
-    small_tiles: Shrink,
-    many: int | None,
-    view: View,
-    data: st.DataObject,
-    log: bool,
-    dtype: torch.dtype,
-    result: torch.dtype,
+    triton_device: torch.device, view: View, data: st.DataObject, dtypes: Dtypes, log: bool
 ) -> None:
-    small_tiles(many)
-    x = view.random(dtype, triton_device)
+    x = view.random(dtypes[0], triton_device)
     dim = any_dim(data, x)
-    exact, error = softmax_and_error(log, x, dim)
-    y = (log_softmax if log else softmax)(x, dim, result, "triton")
-    assert y.dtype is result
-    assert_within(y, exact, ulp(exact, result) / 2 + error)
+    y = (log_softmax if log else softmax)(x, dim, dtypes[1], "triton")
+    assert_rounded(y, dtypes[1], *softmax_and_error(log, x, dim))
 
 
-@each_tile
-@given(view=any_view, data=st.data(), log=st.booleans(), dtype=any_dtype, result=any_dtype)
-@pytest.mark.usefixtures("guarded")
-@reproducible
+@on_any_view(log=st.booleans())
 def test_gradient_of_any_view(
-    triton_device: torch.device,
-    small_tiles: Shrink,
-    many: int | None,
-    view: View,
-    data: st.DataObject,
-    log: bool,
-    dtype: torch.dtype,
-    result: torch.dtype,
+    triton_device: torch.device, view: View, data: st.DataObject, dtypes: Dtypes, log: bool
 ) -> None:
     """The incoming gradient has the view's strides, the output others."""
-    small_tiles(many)
-    grad = view.random(dtype, triton_device)
+    grad = view.random(dtypes[0], triton_device)
     dim = any_dim(data, grad)
-    y = (torch.log_softmax if log else torch.softmax)(grad.float() / 8, dim).to(dtype)
-    exact, error = backward_and_error(log, grad, y, dim)
-    dx = (log_softmax_backward if log else softmax_backward)(grad, y, dim, result, "triton")
-    assert dx.dtype is result
-    assert_within(dx, exact, ulp(exact, result) / 2 + error)
+    y = (torch.log_softmax if log else torch.softmax)(grad.float() / 8, dim).to(dtypes[0])
+    dx = (log_softmax_backward if log else softmax_backward)(grad, y, dim, dtypes[1], "triton")
+    assert_rounded(dx, dtypes[1], *backward_and_error(log, grad, y, dim))
 
 
-@each_tile
-@given(view=any_view, data=st.data(), keepdim=st.booleans(), dtype=any_dtype, result=any_dtype)
-@pytest.mark.usefixtures("guarded")
-@reproducible
+@on_any_view(keepdim=st.booleans())
 def test_sum_of_any_view(
-    triton_device: torch.device,
-    small_tiles: Shrink,
-    many: int | None,
-    view: View,
-    data: st.DataObject,
-    keepdim: bool,
-    dtype: torch.dtype,
-    result: torch.dtype,
+    triton_device: torch.device, view: View, data: st.DataObject, dtypes: Dtypes, keepdim: bool
 ) -> None:
-    small_tiles(many)
-    x = view.random(dtype, triton_device)
+    x = view.random(dtypes[0], triton_device)
     some = st.lists(st.sampled_from(range(x.dim())), unique=True) if x.dim() else st.just([])
     dims = tuple(
         d - data.draw(st.sampled_from([0, x.dim()])) for d in data.draw(some, label="dims")
     )
-    exact, error = sum_and_error(x, dims, keepdim)
-    y = sum(x, dims, keepdim, result, "triton")
-    assert y.dtype is result
-    assert_within(y, exact, error + ulp(exact, result) / 2)
+    y = sum(x, dims, keepdim, dtypes[1], "triton")
+    assert_rounded(y, dtypes[1], *sum_and_error(x, dims, keepdim))
