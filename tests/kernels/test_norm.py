@@ -109,8 +109,8 @@ def assert_are_stats(stats: Tensor, e: Exact) -> None:
 def gradient_and_error(e: Exact, g: Tensor, roundings: int, center: bool) -> tuple[Tensor, Tensor]:
     """The gradient of lines in FP64, and the error of FP32 arithmetic.
 
-    g: the gradient of what is normalized. roundings: of a sum of g over a line; a product has one
-    more.
+    g: the gradient of the normalized values. roundings: number of roundings in a sum of g over a
+    line; a product has one more.
     """
     along, level = (g * e.h).mean(1, keepdim=True), g.mean(1, keepdim=True) * center
     of_along = (g * e.h_error).abs().mean(1, keepdim=True)
