@@ -429,7 +429,7 @@ class Decorated(Norm):
 
 
 class Wrapped(Norm):
-    """As a patch of somebody else's leaves a class."""
+    """A class as another library's patch leaves it."""
 
 
 Wrapped.forward = doubled(Norm.forward)  # type: ignore[method-assign]
@@ -642,7 +642,7 @@ def test_a_model_whose_class_is_patched(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float64, FP32])
 def test_inputs_of_other_dtypes_go_to_its_own_forward(handles: Any, dtype: torch.dtype) -> None:
-    """FP32 beside half weights, and float64, have the dtype that the code gives them."""
+    """FP32 with half weights, and float64, have the dtype that the code gives them."""
     model = nn.Sequential(nn.Identity(), LlamaNorm()).to(BF16).requires_grad_(False)
     plain, x = copy.deepcopy(model), torch.randn(4, N, dtype=dtype)
     handles(model, level="O1", dtype=BF16, cast_outputs=None, cast_inputs=False)

@@ -1,5 +1,5 @@
 """Every public op of the installed torch that may get half and FP32 together is on a list, or
-somebody has decided that it needs none.
+is named here as one that needs none.
 """
 
 import inspect
@@ -204,7 +204,7 @@ def experts(dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, Tensor, Te
 def test_experts_compute_in_half_whatever_they_get(
     half: torch.dtype, wide: tuple[int, ...]
 ) -> None:
-    """As a linear layer: torch refuses half rows beside FP32 experts, and leaves two of FP32."""
+    """As a linear layer: torch refuses half rows with FP32 experts, and leaves two of FP32."""
     if not hasattr(torch, "_grouped_mm"):
         pytest.skip("torch has no grouped_mm")
     first, second = (torch.float32 if i in wide else half for i in range(2))

@@ -78,7 +78,7 @@ def registered() -> Iterator[None]:
 
 @pytest.fixture
 def library(registered: None) -> types.ModuleType:
-    """Somebody's module with functions."""
+    """Another library's module with functions."""
     module = types.ModuleType("library")
     module.seen, module.add, module.number = seen, lambda x, y: x + y, 3  # type: ignore[attr-defined]
     return module

@@ -70,7 +70,7 @@ class Gpu:
         launches: names of the kernels that were launched.
         event_lag: how often an event says that it is not done yet.
         raises_on_wait: see ``torch.cuda.set_sync_debug_mode``.
-        graph: work that is being captured, in the place of being done.
+        graph: work that is captured instead of done.
         generator: of random numbers on the GPU.
         streams: which work waits for which.
     """
@@ -130,7 +130,7 @@ class Gpu:
             self._under_way.pop(0).arrive()
 
     def send(self, target: Tensor, source: Tensor) -> None:
-        """Copy to pinned memory, which holds something else until somebody has waited for it."""
+        """Copy to pinned memory, which holds something else until the host has waited for it."""
         values = source.clone()
 
         def scribble() -> None:
@@ -144,7 +144,7 @@ class Gpu:
         self._under_way.append(_Copy(target, lambda: target.copy_(values), values))
 
     def fetch(self, target: Tensor, source: Tensor) -> None:
-        """Copy from pinned memory, which must not be written before somebody has waited.
+        """Copy from pinned memory, which must not be written before the host has waited.
 
         The copies to the same memory that are under way come first: the GPU waits for them.
         """

@@ -523,7 +523,7 @@ def test_copies_are_the_rounded_parameters(
 
 def test_parameters_beyond_the_copies_range_are_noted(device: torch.device, backend: str) -> None:
     """At any place; a parameter that is inf or NaN itself is no overflow; the note stays until
-    somebody clears it.
+    it is cleared.
     """
     values = [65519.9, 65520.0, -65520.0, INF, NAN, 1e38, 0.0]
     tensors = Tensors(
@@ -671,7 +671,7 @@ LAYOUTS = {  # dtypes of parameter, gradient and copy, amsgrad; bytes for each p
 @pytest.mark.parametrize("place", [lambda x: x, unaligned], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bytes(triton_device: torch.device, traffic: Any, layout: str, place: Any) -> None:
-    """28 for each parameter with master and half copy. Beside them, of the rates: a program of up
+    """28 for each parameter with master and half copy. In addition, of the rates: a program of up
     to 32 tensors reads flag and factor (4 each), for each tensor its step's pointer, number (8
     each), group, step (4 each) and rule (7 times 8), and leaves its step and its rates. Each
     program of the step reads flag and row (4 each), of it number, size, first chunk and pointers (8

@@ -452,7 +452,7 @@ BYTES = {  # half dtype, gradient: bytes read and written for an element, withou
 @pytest.mark.parametrize("name", BYTES)
 def test_bytes(triton_device: torch.device, traffic: Traffic, kept: type[State], name: str) -> None:
     """14 for each half parameter (Lion: 12) and 2 / 128 of exponents for each moment; a program
-    reads beside that flag, number and row, three or four pointers, size and chunk, and rates or
+    reads, in addition, flag, number and row, three or four pointers, size and chunk, and rates or
     rule. A skip writes nothing.
     """
     half, grad, reads, writes = BYTES[name]

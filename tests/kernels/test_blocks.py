@@ -130,9 +130,9 @@ def test_tensors_that_lie_differently_come_whole(small_blocks: None) -> None:
 @pytest.mark.parametrize("half", HALVES, ids=str)
 @pytest.mark.parametrize("extra", [1.0, INF, -INF, NAN, 65519.0, 65520.0, -1e6, 3.4e38, -3.4e38])
 def test_overflow_is_of_finite_values(half: torch.dtype, extra: float) -> None:
-    """Whatever inf and NaN stand beside them."""
-    for beside in (0.0, INF, NAN):
-        value = torch.tensor([1.0, beside, extra])
+    """Whatever inf and NaN stand next to them."""
+    for other in (0.0, INF, NAN):
+        value = torch.tensor([1.0, other, extra])
         expected = (value.to(half).isinf() & value.isfinite()).any()
         found = overflows(value, half)
         assert bool(False if found is None else found) == bool(expected)

@@ -133,7 +133,7 @@ def test_what_is_beyond_the_range_is_noted_by_number(
     device: torch.device, backend: str, n: int
 ) -> None:
     """At either end; inf and NaN of the parameter itself are no overflow; the note stays until
-    somebody clears it.
+    it is cleared.
     """
     params = [torch.ones(n, device=device) for _ in range(5)]
     params[0][0], params[1][-1], params[2][0], params[3][-1] = 65520.0, -1e38, INF, NAN

@@ -615,7 +615,7 @@ def test_the_kernel_decides_like_its_twin(
     squares: Squares,
 ) -> None:
     """Bit by bit, but for the norm in FP64: summed in another order it may round to the FP32 number
-    beside it, and the clip coefficient adds two roundings of its own.
+    next to it, and the clip coefficient adds two roundings of its own.
     """
     rule = RULE._replace(hysteresis=2)
     results = []

@@ -85,7 +85,7 @@ def test_special_values_are_torchs(device: torch.device, backend: str, decay: fl
 
 
 def test_parameters_of_fp64(device: torch.device, backend: str) -> None:
-    """They have averages in FP64, and other parameters theirs beside them."""
+    """Their averages are FP64, those of other parameters FP32."""
     dtypes = torch.float64, torch.float32
     params = [torch.full((3,), 0.1, dtype=dtype, device=device) for dtype in dtypes]
     averages = [torch.zeros_like(p) for p in params]

@@ -168,7 +168,7 @@ def test_it_is_rounded_once(
     terms: list[float],
     expected: float,
 ) -> None:
-    """Ties to even; in half each 1 would be lost beside 2048. FP32 holds 2049 + 2**-10 exactly."""
+    """Ties to even; in half each 1 would be lost next to 2048. FP32 holds 2049 + 2**-10 exactly."""
     small_tiles(many)
     x = torch.tensor(terms, dtype=torch.float16, device=device)
     assert sum(x, (), False, torch.float16, backend) == expected

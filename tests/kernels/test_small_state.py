@@ -293,7 +293,7 @@ def test_updates_stay_small_where_gradients_differ_by_2_to_the_20() -> None:
 
 
 def test_the_mean_of_a_gradient_2_to_the_20_below_its_block_is_kept() -> None:
-    """2^-20 beside 1 is an eighth of a unit: a code of 1 each eighth time; 6 deviations."""
+    """2^-20 next to 1 is an eighth of a unit: a code of 1 each eighth time; 6 deviations."""
     x = torch.full((4096, BLOCK), 2.0**-20)
     x[:, 0] = 1.0
     y = decode(*encode(x.flatten(), random_bits(x.numel()), SIGNED), SIGNED).view(x.shape)

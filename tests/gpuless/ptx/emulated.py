@@ -1,4 +1,4 @@
-"""A driver in the place of Triton's: what the product launches runs in the emulator.
+"""A driver instead of Triton's: what the product launches runs in the emulator.
 
     with emulated(arch=90) as gpu:
         softmax.softmax(x, -1, torch.float16, backend="triton")

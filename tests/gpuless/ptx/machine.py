@@ -130,7 +130,7 @@ class Wave:
     # Registers
 
     def read(self, name: str, padded: bool = False) -> Array:
-        """Return a register; poison where nobody wrote it, which is a finding unless ``padded``."""
+        """Return a register; poison if never written, which is a finding unless ``padded``."""
         found = self._registers.get(name)
         if found is None:
             if not padded:

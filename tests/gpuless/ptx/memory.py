@@ -142,7 +142,7 @@ class Space:
     def atomic(self, access: Access, value: Array, operation: str) -> Array:
         """Combine memory with each lane's value, one lane after another; return what was there.
 
-        That is poison where lanes meet: in which order they come is nobody's business.
+        That is poison where lanes meet, because their order is undefined.
         """
         out = np.full(len(access.addresses), POISON[access.width][0])
         for piece, at, which in self.parts(access):

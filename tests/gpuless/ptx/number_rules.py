@@ -102,7 +102,7 @@ def _of_halves(opcode: Opcode) -> Value:
 
 
 def _of_half_and_single(opcode: Opcode) -> Value:
-    """A half operand beside FP32, from sm_100 on."""
+    """A half operand with an FP32 one, from sm_100 on."""
     kind, of = opcode[0], opcode[-1]
     allow(opcode, "rn", "f32")
     wide = partial(a.widened, kind=of)

@@ -46,7 +46,7 @@ def reader(operand: str, kind: str, padded: bool = False) -> Reader:
     Args:
         operand: like "%r3", "%tid.x", "0f3F800000" or "-1".
         kind: as in TYPES.
-        padded: whether it may be a register that nobody wrote.
+        padded: whether the operand may be a register that was never written.
     """
     dtype = np.dtype(TYPES[kind])
     if re.fullmatch(r"%(p|rs|rd|r)\d+", operand):

@@ -39,7 +39,7 @@ class Progress:
         self._common: int | None = None if self._serial else 0  # where all lanes are
 
     def next(self) -> tuple[int, Array | None] | None:
-        """Return a block and the lanes to run it (None: all); None where nobody can go on."""
+        """Return a block and the lanes to run it (None: all); None where no lane can go on."""
         if self._common is not None:
             return self._common, None
         runs = self.alive & ~self.waiting

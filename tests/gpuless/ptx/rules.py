@@ -16,7 +16,7 @@ class Value(NamedTuple):
         function: of arrays.
         operands: their types in PTX.
         approximate: whether a GPU may be some ulps off.
-        padded: whether operands may be registers that nobody wrote.
+        padded: whether operands may be registers that were never written.
         repeats: whether there may be more operands of the last one's type.
     """
 
