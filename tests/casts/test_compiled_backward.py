@@ -21,7 +21,7 @@ AOT = "aot_eager"  # what every backend gets, run op by op
 SCALE = 2.0**16
 
 
-class Net(nn.Module):
+class Fp32Head(nn.Module):
     """Its FP32 head has gradients above what float16 holds, once they are scaled."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ Gradient = Callable[..., Tensor]
 
 
 def gradient(
-    compile_it: Callable[[Net], Any],
+    compile_it: Callable[[Fp32Head], Any],
     loss_fn: Any = loss_of,
     around: bool = True,
     batches: tuple[int, ...] = (256,),
@@ -48,7 +48,7 @@ def gradient(
 ) -> Tensor:
     """Return the head's gradient of a last batch, unscaled, at a scale of 2^16."""
     torch.manual_seed(0)
-    model = Net()
+    model = Fp32Head()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = tritonamp.GradScaler("cpu", init_scale=SCALE)
     settings = {"level": "O1", "dtype": torch.float16, "fp32_modules": ["head"], **fields}
@@ -71,35 +71,35 @@ def _nothing_compiled_before() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def whole(model: Net) -> Any:
+def whole(model: Fp32Head) -> Any:
     return torch.compile(model, backend=AOT)
 
 
-def in_place(model: Net) -> Any:
+def in_place(model: Fp32Head) -> Any:
     model.compile(backend=AOT)
     return model
 
 
-def in_one_graph(model: Net) -> Any:
+def in_one_graph(model: Fp32Head) -> Any:
     return torch.compile(model, backend=AOT, fullgraph=True)
 
 
-def of_any_shape(model: Net) -> Any:
+def of_any_shape(model: Fp32Head) -> Any:
     return torch.compile(model, backend=AOT, dynamic=True)
 
 
-def by_parts(model: Net) -> Any:
+def by_parts(model: Fp32Head) -> Any:
     """As blocks of a large model are compiled, inside of a forward that is not."""
     model.body.compile(backend=AOT)
     model.head.compile(backend=AOT)
     return model
 
 
-def in_a_function(model: Net) -> Any:
+def in_a_function(model: Fp32Head) -> Any:
     return torch.compile(lambda x: model(x) + model(x) - model(x), backend=AOT)
 
 
-def by_default_partitioner(model: Net) -> Any:
+def by_default_partitioner(model: Fp32Head) -> Any:
     return torch.compile(model, backend="aot_eager_decomp_partition")
 
 
@@ -147,7 +147,7 @@ def test_a_compiled_loss_in_the_context(model: Any) -> None:
 
 def test_in_a_context_of_torchs_own() -> None:
     """A compiled model inside of the user's ``torch.autocast``."""
-    model = Net()
+    model = Fp32Head()
     with tritonamp.enable(model, level="O1", fp32_modules=["head"]):
         run = whole(model)
         x, y = torch.randn(256, 16) * 4, torch.randn(256, 8)
@@ -184,7 +184,7 @@ def test_the_users_own_compilations_stay_torchs() -> None:
     """Before, while and after something is enabled, but for those inside of the context."""
     stock = users_own()
     torch.compiler.reset()
-    model = Net()
+    model = Fp32Head()
     with tritonamp.enable(model, level="O1"):
         whole(model)(torch.randn(2, 16)).sum().backward()
         assert setting() == "same_as_forward"
@@ -208,7 +208,7 @@ def test_it_comes_back_where_a_compilation_fails(users: Any, while_compiling: An
         raise RuntimeError("no backend")
 
     seen: list[Any] = []
-    model = Net()
+    model = Fp32Head()
     with torch._functorch.config.patch(backward_pass_autocast=users):
         with tritonamp.enable(model, level="O1"), pytest.raises(Exception, match="no backend"):
             torch.compile(model, backend=fails)(torch.randn(2, 16))
@@ -217,7 +217,7 @@ def test_it_comes_back_where_a_compilation_fails(users: Any, while_compiling: An
 
 def test_torch_is_left_as_it_was() -> None:
     handler = torch._dynamo.callback_handler
-    model = Net()
+    model = Fp32Head()
     with tritonamp.enable(model, level="O1") as amp:
         for _ in range(2):  # torch.compiler.reset() drops what observes compilations
             with amp.autocast():

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import take_step
+from modules import Apply, around
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -39,22 +40,18 @@ def kinds(forecast):
     return [finding.kind for finding in forecast.findings]
 
 
-class Apply(nn.Module):
-    """A function as a module, with a parameter to train."""
+class Weighted(Apply):
+    """A function of its input times a trained weight."""
 
     def __init__(self, function, size=16):
-        super().__init__()
-        self.function, self.weight = function, nn.Parameter(torch.ones(size))
+        super().__init__(function)
+        self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x):
-        return self.function(x * self.weight)
+        return super().forward(x * self.weight)
 
 
-def around(*modules, width=16):
-    return nn.Sequential(nn.Linear(width, width), *modules, nn.Linear(width, 8))
-
-
-class Attention(nn.Module):
+class UnscaledAttention(nn.Module):
     """Scores without a scale; ``mask`` says how the future is hidden."""
 
     def __init__(self, width=16, mask=None):
@@ -155,27 +152,27 @@ CLEAN = {
         cross_entropy,
     ),
     "attention": lambda: (
-        nn.Sequential(nn.LayerNorm(16), Attention(mask="inf")),
+        nn.Sequential(nn.LayerNorm(16), UnscaledAttention(mask="inf")),
         torch.randn(2, 5, 16),
         None,
     ),
-    "finfo mask": lambda: (Attention(mask="min"), 30 * torch.randn(2, 5, 16), None),
+    "finfo mask": lambda: (UnscaledAttention(mask="min"), 30 * torch.randn(2, 5, 16), None),
     "rms norm in FP32": lambda: (
         around(RootMeanSquare(square=lambda x: x.pow(2))),
         1e3 * torch.randn(4, 16),
         None,
     ),
     "normalize": lambda: (
-        nn.Sequential(nn.Linear(16, 16), Apply(lambda x: F.normalize(x, dim=-1))),
+        nn.Sequential(nn.Linear(16, 16), Weighted(lambda x: F.normalize(x, dim=-1))),
         torch.randn(4, 16),
         None,
     ),
     "exp and var": lambda: (
-        around(Apply(lambda x: (x.exp() / x.var(-1, keepdim=True)).log())),
+        around(Weighted(lambda x: (x.exp() / x.var(-1, keepdim=True)).log())),
         torch.randn(4, 16),
         None,
     ),
-    "zeros": lambda: (around(Apply(lambda x: x.relu() * 0)), torch.randn(4, 16), None),
+    "zeros": lambda: (around(Weighted(lambda x: x.relu() * 0)), torch.randn(4, 16), None),
     "bce with logits": lambda: (
         around(nn.Tanh()),
         torch.randn(4, 16),
@@ -204,7 +201,7 @@ def test_no_false_alarm(name, level, dtype):
 @pytest.mark.smoke
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_scores_that_overflow(level):
-    model, x = around(Attention()), 1e3 * torch.randn(2, 5, 16)
+    model, x = around(UnscaledAttention()), 1e3 * torch.randn(2, 5, 16)
     with torch.no_grad():
         hidden = model[0](x)
         scores = model[1].query(hidden) @ model[1].key(hidden).mT
@@ -254,7 +251,7 @@ OPS = {
 @pytest.mark.parametrize("name", OPS)
 def test_each_op_overflows_only_where_half_is_stored(name):
     function, overflows = OPS[name]
-    model = nn.Sequential(Apply(nn.Identity()), Apply(function))
+    model = nn.Sequential(Weighted(nn.Identity()), Weighted(function))
     x, level = 1000 + 10 * torch.rand(16, 16), tritonamp.policy.resolve("O2", cast_inputs=True)
     found = [finding for finding in check(model, x, level=level).findings if finding.where == "1"]
     assert [finding.kind for finding in found][:1] == ["overflow"] * overflows
@@ -295,7 +292,7 @@ def test_a_value_that_is_not_finite_already():
     model[1].weight.data[0, 0] = float("nan")
     first = check(model, torch.randn(4, 16)).findings[0]
     assert (first.kind, first.where) == ("non-finite", "1.weight")
-    model, x = around(Apply(lambda x: (x - 100).log())), torch.randn(4, 16)
+    model, x = around(Weighted(lambda x: (x - 100).log())), torch.randn(4, 16)
     first = check(model, x).findings[0]
     assert (first.kind, first.where) == ("non-finite", "1")
     assert "log gives NaN in FP32 already" in first.why
@@ -310,9 +307,9 @@ def test_a_value_that_is_not_finite_already():
 
 def test_constants_of_masks():
     x = torch.randn(2, 5, 16)
-    assert not check(around(Attention(mask="fill")), x).findings  # the op table clamps it
+    assert not check(around(UnscaledAttention(mask="fill")), x).findings  # the op table clamps it
     for mask, op, level in (("fill", "masked_fill", "O3"), ("add", "mul", "O2")):
-        forecast = check(around(Attention(mask=mask)), x, level=level)
+        forecast = check(around(UnscaledAttention(mask=mask)), x, level=level)
         (finding,) = (f for f in forecast.findings if f.kind == "constant")
         assert finding.where == "1"
         assert finding.why.startswith(f"{op} with -1e+09")
@@ -321,14 +318,14 @@ def test_constants_of_masks():
 
 
 def test_a_constant_that_is_made_in_half():
-    forecast = check(around(Apply(lambda x: x * x.new_tensor(1e5))), torch.randn(4, 16))
+    forecast = check(around(Weighted(lambda x: x * x.new_tensor(1e5))), torch.randn(4, 16))
     assert (forecast.findings[0].kind, forecast.findings[0].where) == ("constant", "1")
     # where 1e5 times x is finite, the next layer has to take it
     assert forecast.policy.fp32_modules == ("1", "2")
 
 
 def test_a_row_that_the_mask_hides_completely_is_no_excuse():
-    hide = Apply(lambda x: (x - 60000.0).sub(60000.0).softmax(-1))
+    hide = Weighted(lambda x: (x - 60000.0).sub(60000.0).softmax(-1))
     assert kinds(check(around(hide), torch.randn(4, 16)))[:1] == ["overflow"]
 
 
@@ -353,7 +350,7 @@ def test_an_eps_that_is_zero():
 
 
 def test_dividing_by_what_becomes_zero():
-    model = around(Apply(lambda x: x * 1e-5 / (x.abs().amax(-1, keepdim=True) * 1e-9)))
+    model = around(Weighted(lambda x: x * 1e-5 / (x.abs().amax(-1, keepdim=True) * 1e-9)))
     found = check(model, torch.randn(4, 16))
     assert "divisor" in kinds(found) and "vanishing" in kinds(found)
     assert found.policy.fp32_modules == ("1",)
@@ -403,7 +400,7 @@ def test_the_largest_scale_is_what_a_step_takes():
 
 
 def test_no_loss_scale_fits_two_parameters_that_far_apart():
-    model = nn.ModuleDict({"large": Apply(nn.Identity()), "small": Apply(nn.Identity())})
+    model = nn.ModuleDict({"large": Weighted(nn.Identity()), "small": Weighted(nn.Identity())})
 
     class Both(nn.Module):
         def __init__(self):
@@ -440,7 +437,9 @@ def test_a_fixed_loss_scale():
 def test_gradients_that_are_rounding_noise_are_not_missed():
     """A key's bias in attention has no gradient at all, but for rounding."""
     forecast = check(
-        Attention(), torch.randn(2, 5, 16), level=dataclasses.replace(tritonamp.O2, loss_scale=1.0)
+        UnscaledAttention(),
+        torch.randn(2, 5, 16),
+        level=dataclasses.replace(tritonamp.O2, loss_scale=1.0),
     )
     noise = next(r for r in forecast.records if r.op == "gradient" and r.parameter == "key.bias")
     assert noise.sizes.vanishing(FP16) > 0.5
@@ -470,7 +469,7 @@ def finite_loss(model, policy, x, steps=3):
     return math.isfinite(losses["policy"]) and close
 
 
-class Own(nn.Module):
+class OverflowsItself(nn.Module):
     """Overflows in the model's own forward, which no name can reach."""
 
     def __init__(self):
@@ -483,27 +482,27 @@ class Own(nn.Module):
 
 
 FAULTY = {
-    "attention": (lambda: around(Attention()), lambda: 1e3 * torch.randn(2, 5, 16)),
+    "attention": (lambda: around(UnscaledAttention()), lambda: 1e3 * torch.randn(2, 5, 16)),
     "attention in a model": (
         lambda: nn.Sequential(encoderlike(), nn.Linear(16, 8)),
         lambda: 1e3 * torch.randn(2, 5, 16),
     ),
     "square": (lambda: around(RootMeanSquare()), lambda: 3e3 * torch.randn(4, 16)),
     "constant": (
-        lambda: around(Apply(lambda x: F.threshold(x, 0.0, -1e9).softmax(-1))),
+        lambda: around(Weighted(lambda x: F.threshold(x, 0.0, -1e9).softmax(-1))),
         lambda: torch.randn(2, 5, 16),
     ),
     "residual": (lambda: residual(), lambda: 1e3 * torch.randn(4, 16)),
-    "own forward": (Own, lambda: 10 * torch.randn(4, 16)),
+    "own forward": (OverflowsItself, lambda: 10 * torch.randn(4, 16)),
     "divisor": (
-        lambda: around(Apply(lambda x: x * 1e-6 / (x.abs().amax(-1, keepdim=True) * 1e-9 + 1e-10))),
+        lambda: around(Weighted(lambda x: x * 1e-6 / (x.abs().amax(-1, True) * 1e-9 + 1e-10))),
         lambda: torch.randn(4, 16),
     ),
 }
 
 
 def encoderlike():
-    return nn.ModuleDict({"attention": Attention()})["attention"]
+    return nn.ModuleDict({"attention": UnscaledAttention()})["attention"]
 
 
 def residual():
@@ -528,13 +527,13 @@ def test_the_policy_cures(name):
 def test_only_what_has_to_stays_fp32():
     model, x = residual(), 1e3 * torch.randn(4, 16)
     assert check(model, x).policy.fp32_modules == ("0", "2")
-    own = check(Own(), 10 * torch.randn(4, 16)).policy
+    own = check(OverflowsItself(), 10 * torch.randn(4, 16)).policy
     assert (own.dtype, own.fp32_modules, own.loss_scale) == (BF16, (), 1.0)
 
 
 def test_the_policy_keeps_what_was_asked_for():
     asked = dataclasses.replace(tritonamp.O2, fp32_modules=(nn.LayerNorm, "3"), cast_outputs=None)
-    model = around(Attention(), nn.LayerNorm(16))
+    model = around(UnscaledAttention(), nn.LayerNorm(16))
     policy = check(model, 1e3 * torch.randn(2, 5, 16), level=asked).policy
     asked = dataclasses.replace(asked, init_scale=policy.init_scale)
     assert policy == dataclasses.replace(asked, fp32_modules=(nn.LayerNorm, "1", "3"))
@@ -614,7 +613,7 @@ def snapshot(model, optimizer, x):
 
 
 def test_the_dry_run_computes_what_fp32_computes():
-    model, x = around(nn.LayerNorm(16), Attention(), nn.GELU()), torch.randn(2, 5, 16)
+    model, x = around(nn.LayerNorm(16), UnscaledAttention(), nn.GELU()), torch.randn(2, 5, 16)
     loss = model(x).mean()
     grads = torch.autograd.grad(loss, list(model.parameters()))
     forecast = check(model, x)
@@ -680,10 +679,10 @@ class Mismatch(torch.autograd.Function):
 
 def test_autograd_functions():
     x = torch.randn(4, 16)
-    (finding,) = check(around(Apply(Function.apply)), x).findings
+    (finding,) = check(around(Weighted(Function.apply)), x).findings
     assert (finding.kind, finding.where, finding.problem) == ("function", "1", False)
     assert "Function" in finding.why and "custom_fwd" in finding.advice
-    assert not check(around(Apply(CustomFwd.apply)), x).findings
+    assert not check(around(Weighted(CustomFwd.apply)), x).findings
 
 
 def test_dtypes_that_torch_would_refuse():
@@ -873,9 +872,10 @@ def test_modules_and_buffers_to_mind():
 
 
 def test_the_report_is_worst_first_and_short():
-    blocks = [m for _ in range(20) for m in (Apply(lambda x: x * x * 1e-3), nn.LayerNorm(16))]
+    blocks = [m for _ in range(20) for m in (Weighted(lambda x: x * x * 1e-3), nn.LayerNorm(16))]
     forecast = check(
-        nn.Sequential(Apply(lambda x: x * x), Attention(), *blocks), 1e3 * torch.randn(2, 5, 16)
+        nn.Sequential(Weighted(lambda x: x * x), UnscaledAttention(), *blocks),
+        1e3 * torch.randn(2, 5, 16),
     )
     text = str(forecast)
     assert len(text.splitlines()) <= 45
@@ -886,7 +886,7 @@ def test_the_report_is_worst_first_and_short():
 
 
 def test_as_dict_is_json():
-    forecast = check(around(Attention()), 1e3 * torch.randn(2, 5, 16))
+    forecast = check(around(UnscaledAttention()), 1e3 * torch.randn(2, 5, 16))
     plain = json.loads(json.dumps(forecast.as_dict()))
     assert plain["findings"][0]["where"] == "1"
     assert tritonamp.Policy.from_json(json.dumps(plain["policy"])) == forecast.policy
@@ -1009,7 +1009,7 @@ def test_a_mapping_that_does_not_fit():
         r"argument 'token_type_ids'\): a dict that is one input goes into a tuple, \(batch,\)",
     ):
         tritonamp.check(model, None, {"input_ids": codes(), "token_type_ids": codes()})
-    inside = nn.Sequential(Apply(lambda x: x))
+    inside = nn.Sequential(Weighted(lambda x: x))
     inside[0].forward = lambda batch: inside[0].weight * batch["x"]
     assert not tritonamp.check(inside, None, ({"x": torch.randn(4, 16)},)).problems
 
@@ -1017,7 +1017,7 @@ def test_a_mapping_that_does_not_fit():
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
 @pytest.mark.parametrize("wrapped_first", [True, False])
 def test_the_policy_of_a_wrapped_model_holds_for_the_model(wrap, wrapped_first):
-    model, x = around(Attention()), 1e3 * torch.randn(2, 5, 16)
+    model, x = around(UnscaledAttention()), 1e3 * torch.randn(2, 5, 16)
     one, other = (wrap(model), model) if wrapped_first else (model, wrap(model))
     policy = tritonamp.check(one, None, (x,)).policy
     assert len(policy.fp32_modules) == 1
@@ -1072,7 +1072,7 @@ def test_a_loss_scale_below_256_is_a_problem(factor, problem):
 
 def test_the_scale_is_that_of_the_cured_model():
     """The largest gradient is inside of the module that has to stay FP32."""
-    model = around(Apply(lambda x: x * 1e-4 * 1e7 * 1e-3))
+    model = around(Weighted(lambda x: x * 1e-4 * 1e7 * 1e-3))
     x = 300 * torch.randn(4, 16)
     forecast = check(model, x)
     assert forecast.policy.fp32_modules == ("1",)
@@ -1089,7 +1089,7 @@ def test_a_fixed_scale_stays():
 
 
 def test_a_policy_without_mixed_precision_says_so(monkeypatch):
-    model, x = Own(), 10 * torch.randn(4, 16)
+    model, x = OverflowsItself(), 10 * torch.randn(4, 16)
     forecast = check(model, x)
     assert forecast.policy == dataclasses.replace(tritonamp.O2, dtype=BF16, loss_scale=1.0)
     assert "policy: dtype=torch.bfloat16, loss_scale=1.0. tritonamp.enable(" in str(forecast)
@@ -1106,7 +1106,7 @@ def test_a_policy_without_mixed_precision_says_so(monkeypatch):
 
 
 def test_asking_for_fp32_says_so():
-    model = around(Apply(lambda x: (x - 100).log()))
+    model = around(Weighted(lambda x: (x - 100).log()))
     text = str(check(model, torch.randn(4, 16), level="O0"))
     assert text.startswith("Sequential in FP32: 1 problem, 0 of advice")
     assert "policy: FP32: no mixed precision, as asked for\nmemory: 16 bytes a parameter" in text

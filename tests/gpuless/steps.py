@@ -6,7 +6,7 @@ import torch
 from gpuless.real_cuda import AnyCuda
 from helpers import Net, same
 from runs import Training
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class OnGpu(Training):
@@ -24,14 +24,49 @@ class OnGpu(Training):
         self.backward(self.loss())
         self.optimizer.step()
 
+    def clip(self) -> None:
+        """Clip by torch's own function."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(params, 0.5)
+
     def weights(self) -> list[Tensor]:
         return [p.detach().cpu() for p in self.model.parameters()]
 
 
-def replays_like_eager(gpu: AnyCuda, eager: OnGpu, captured: OnGpu) -> None:
-    """Assert that replays of a captured step have the weights of eager steps."""
+def plain(t: Any) -> None:
+    t.amp.backward(t.loss())
+    t.optimizer.step()
+
+
+def clipped(t: Any) -> None:
+    t.amp.backward(t.loss())
+    t.amp.clip_grad_norm_(0.5)
+    t.optimizer.step()
+
+
+def unscaled(t: Any) -> None:
+    t.amp.backward(t.loss())
+    t.amp.unscale_()
+    t.clip()
+    t.optimizer.step()
+
+
+def by_scaler(t: Any) -> None:
+    """As code for torch.amp does."""
+    t.amp.scaler.scale(t.loss()).backward()
+    t.amp.scaler.unscale_(t.optimizer)
+    t.clip()
+    t.amp.scaler.step(t.optimizer)
+    t.amp.scaler.update()
+
+
+def replays_like_eager(gpu: AnyCuda, eager: OnGpu, captured: OnGpu, before: int = 2) -> None:
+    """Assert that replays of a captured step have the weights of eager steps.
+
+    before: how many eager steps both take first.
+    """
     for training in (eager, captured):
-        for _ in range(2):
+        for _ in range(before):
             training.step()
     with gpu.capture() as graph:
         captured.step()

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from helpers import same
+from modules import EveryList
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,31 +15,19 @@ LEVELS = pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 KINDS = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 
 
-class Block(nn.Module):
-    """Ops whose dtypes differ between our table and torch's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.linear(x).softmax(-1)
-        return weights.sin() * weights.var(-1, keepdim=True)
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return [x.grad, *(p.grad for p in model.parameters())]
 
 
-def gradients(run: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
+def gradients_of_block(run: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
     torch.manual_seed(1)
-    block, x = Block().cuda(), torch.randn(3, 4, device="cuda", requires_grad=True)
+    block, x = EveryList().cuda(), torch.randn(3, 4, device="cuda", requires_grad=True)
     run(block, x).float().square().sum().backward()
-    return [x.grad, *(p.grad for p in block.parameters())]
-
-
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return all(map(torch.equal, ours, theirs))
+    return gradients(block, x)
 
 
 @pytest.fixture
-def enabled(cuda: torch.device, level: str) -> Iterator[nn.Module]:
+def enabled_softmax(cuda: torch.device, level: str) -> Iterator[nn.Module]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)).cuda()
     amp = tritonamp.enable(model, level=level)
     yield model
@@ -53,11 +43,11 @@ def test_stock_autocast_beside_an_enabled_model(
         with torch.autocast("cuda", torch.float16):
             return checkpoint(block, x, use_reentrant=use_reentrant)
 
-    expected = gradients(run)
-    model = request.getfixturevalue("enabled")
-    assert same(gradients(run), expected)
+    expected = gradients_of_block(run)
+    model = request.getfixturevalue("enabled_softmax")
+    assert same(gradients_of_block(run), expected)
     model(torch.ones(2, 4, device="cuda")).sum().backward()
-    assert same(gradients(run), expected)
+    assert same(gradients_of_block(run), expected)
 
 
 @LEVELS
@@ -68,7 +58,7 @@ def test_checkpoints_inside_of_an_enabled_model(
     class Net(nn.Module):
         def __init__(self, depth: int) -> None:
             super().__init__()
-            self.block, self.depth = Block(), depth
+            self.block, self.depth = EveryList(), depth
 
         def run(self, x: Tensor, depth: int) -> Tensor:
             if not depth:
@@ -87,7 +77,7 @@ def test_checkpoints_inside_of_an_enabled_model(
             checkpoint(nn.Linear(4, 4).cuda(), x.detach(), use_reentrant=False)
         loss.backward()
         amp.disable()
-        return [x.grad, *(p.grad for p in model.parameters())]
+        return gradients(model, x)
 
     expected = of(0)
     assert same(of(1), expected)
@@ -102,7 +92,7 @@ def test_autocasts_of_the_cpu_inside_of_an_enabled_model(
 ) -> None:
     """They take torch's dtype where they are given none, and leave the GPU's ops to the policy."""
 
-    class Net(Block):
+    class Net(EveryList):
         again = False
 
         def run(self, x: Tensor) -> Tensor:
@@ -124,7 +114,7 @@ def test_autocasts_of_the_cpu_inside_of_an_enabled_model(
         amp = tritonamp.enable(model, level=level)
         model(x).float().square().sum().backward()
         amp.disable()
-        found.append([x.grad, *(p.grad for p in model.parameters())])
+        found.append(gradients(model, x))
     assert [y.dtype for y in seen] == [torch.bfloat16] * 3
     assert same(*found)
 
@@ -138,10 +128,10 @@ def test_stock_autocast_without_a_cache_beside_an_enabled_model(
         with torch.autocast("cuda", torch.float16, cache_enabled=False):
             return checkpoint(block, x, use_reentrant=use_reentrant)
 
-    expected = gradients(run)
-    model = request.getfixturevalue("enabled")
+    expected = gradients_of_block(run)
+    model = request.getfixturevalue("enabled_softmax")
     model(torch.ones(2, 4, device="cuda")).sum().backward()
-    assert same(gradients(run), expected)
+    assert same(gradients_of_block(run), expected)
 
 
 def test_what_others_put_over_torchs_function_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,10 @@
-"""A CUDA graph does not capture what a first step makes: each replay would start from it again."""
+"""A CUDA graph captures no first step, because each replay would start from its state again."""
 
 import pytest
 import torch
 from covering import more
 from gpuless.real_cuda import AnyCuda
-from gpuless.steps import OnGpu
-from helpers import same
+from gpuless.steps import OnGpu, replays_like_eager
 from torch import nn
 
 import tritonamp
@@ -20,16 +19,7 @@ def test_a_first_step(gpu: AnyCuda, level: str, optimizer: str) -> None:
     captured, other = OnGpu(level, optimizer), OnGpu(level, optimizer)
     with pytest.raises(RuntimeError, match="before a CUDA graph is captured"), gpu.capture():
         captured.step()
-    for _ in range(2):  # the steps that it asks for
-        captured.step()
-        other.step()
-    assert same(captured.weights(), other.weights())
-    with gpu.capture() as graph:
-        captured.step()
-    for _ in range(2):
-        graph.replay()
-        other.step()
-    assert same(captured.weights(), other.weights())
+    replays_like_eager(gpu, other, captured)  # after the steps that the error asks for
 
 
 @LEVELS
@@ -40,18 +30,9 @@ def test_a_first_gradient(gpu: AnyCuda, level: str) -> None:
         training.model.first.weight.requires_grad_(False)
         training.step()
         training.model.first.weight.requires_grad_(True)
-    with (
-        pytest.raises(RuntimeError, match=STATE),
-        gpu.capture(),
-    ):
+    with pytest.raises(RuntimeError, match=STATE), gpu.capture():
         captured.step()
-    for training in (captured, other):
-        training.step()
-    with gpu.capture() as graph:
-        captured.step()
-    graph.replay()
-    other.step()
-    assert same(captured.weights(), other.weights())
+    replays_like_eager(gpu, other, captured, before=1)
 
 
 def test_without_enable(gpu: AnyCuda) -> None:
@@ -64,9 +45,6 @@ def test_without_enable(gpu: AnyCuda) -> None:
     ):
         scaler.scale(loss)
     loss.backward()
-    with (
-        pytest.raises(RuntimeError, match=STATE),
-        gpu.capture(),
-    ):
+    with pytest.raises(RuntimeError, match=STATE), gpu.capture():
         optimizer.step()
     assert not any(optimizer.state.values())

@@ -4,12 +4,10 @@ In processes of their own, because kernels are interpreted in this one, and it h
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fresh_python import run_compiled
 
 pytest.importorskip("triton")
 
@@ -30,6 +28,7 @@ cuda = libcuda.load()  # before torch
 
 import warnings
 import torch
+from fresh_python import run_compiled
 from gpuless.fake_cuda import in_software
 from tritonamp.kernels import _implementations, _launch, reduce, softmax
 
@@ -132,11 +131,9 @@ with in_software(cuda.launching):
 """
 
 
-def python(*arguments: str) -> str:
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(TESTS)}
-    command = [sys.executable, "-W", "ignore", *arguments]
-    done = subprocess.run(command, env=environment, cwd=TESTS, capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stderr, done.stderr
+def on_the_launcher(*arguments: str) -> str:
+    done = run_compiled(*arguments, cwd=TESTS, PYTHONPATH=str(TESTS), TRITON_INTERPRET="0")
+    assert not done.stderr, done.stderr
     return done.stdout
 
 
@@ -146,11 +143,11 @@ def python(*arguments: str) -> str:
     ids=["properties", "errors"],
 )
 def test_launches(program: str) -> None:
-    python("-c", START + program)
+    on_the_launcher("-c", START + program)
 
 
 def test_every_call_of_every_operation() -> None:
-    lines = python("-m", "gpuless.launcher.samples").splitlines()
+    lines = on_the_launcher("-m", "gpuless.launcher.samples").splitlines()
     found = {report["operation"]: report for report in map(json.loads, lines)}
     assert found.keys() == operations().keys()
     assert {name: report["wrong"] for name, report in found.items() if report["wrong"]} == {}

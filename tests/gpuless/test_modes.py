@@ -8,12 +8,12 @@ import pytest
 import torch
 from covering import more
 from gpuless.real_cuda import AnyCuda
+from runs import Training
 from torch import nn
 from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import tritonamp
 from tritonamp import functional
 
 
@@ -22,20 +22,18 @@ class Log(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def train(level: str, mode: Callable[[], Any], backend: str) -> list[torch.Tensor]:
+def trained_under(mode: Callable[[], Any], level: str, backend: str) -> list[torch.Tensor]:
+    """Return the weights after three steps, each of them under a mode."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Softmax(-1), nn.Linear(16, 4)).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    amp = tritonamp.enable(model, optimizer, level=level, backend=backend)
-    for x in torch.randn(3, 5, 8).cuda():
-        with mode():
-            amp.backward(model(x).float().square().mean())
-            amp.clip_grad_norm_(0.1)
-            optimizer.step()
-        optimizer.zero_grad()
-    weights = [p.detach().float().cpu() for p in model.parameters()]
-    amp.disable()
-    return weights
+    model = nn.Sequential(nn.Linear(8, 16), nn.Softmax(-1), nn.Linear(16, 4))
+    with Training(model, "AdamW", level, "cuda", lr=0.1, backend=backend) as run:
+        for x in torch.randn(3, 5, 8).cuda():
+            with mode():
+                run.backward(run.loss(x))
+                run.amp.clip_grad_norm_(0.1)
+                run.optimizer.step()
+            run.zero_grad()
+        return [p.detach().float().cpu() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
@@ -46,12 +44,12 @@ def train(level: str, mode: Callable[[], Any], backend: str) -> list[torch.Tenso
 def test_a_mode_that_looks_on_changes_nothing(
     gpu: AnyCuda, level: str, mode: Callable[[], Any], backend: str
 ) -> None:
-    expected = train(level, contextlib.nullcontext, backend)
+    expected = trained_under(contextlib.nullcontext, level, backend)
     launches = list(gpu.launches)
     gpu.launches.clear()
-    for weight, other in zip(train(level, mode, backend), expected, strict=True):
+    for weight, other in zip(trained_under(mode, level, backend), expected, strict=True):
         assert torch.equal(weight, other)
-    # torch's kernels of so few elements, where nobody asked for others
+    # torch's kernels of so few elements, unless a test asks for ours
     ours = backend == "triton" and level in ("O1", "O2")
     assert ("softmax_kernel" in launches) is ("softmax_backward_kernel" in launches) is ours
     assert gpu.launches == launches

@@ -4,14 +4,12 @@ Peers that are not installed are skipped; the extra ``peers`` has the pinned one
 """
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fresh_python import run_compiled
 
 pytestmark = pytest.mark.static
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -20,11 +18,8 @@ TOYS = "float16.*(x(1000|1024|50257|8192)|320x|last)|GPT-2 124M"  # shapes are t
 
 
 def rows(tmp_path: Path, peer: str, *options: str) -> list[dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = tmp_path / "rows.jsonl"
-    command = [sys.executable, "-W", "ignore", "peer_counts.py", peer, str(path), *options]
-    done = subprocess.run(command, env=environment, cwd=BENCH, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_compiled("peer_counts.py", peer, str(path), *options, cwd=BENCH)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

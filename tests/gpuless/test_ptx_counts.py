@@ -1,11 +1,9 @@
 """bench/counts.py: its gate on rows made by hand, and what it counts in real kernels."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fresh_python import run_compiled
 
 pytestmark = pytest.mark.static
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -25,19 +23,13 @@ assert "not in counts-triton-" in message
 """
 
 
-def run(*arguments: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", *arguments]
-    done = subprocess.run(command, env=environment, cwd=BENCH, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_growth_is_told() -> None:
-    run("-c", GATE)
+    run_compiled("-c", GATE, cwd=BENCH)
 
 
 def test_a_line_in_registers_is_read_and_written_once() -> None:
     """In whole sectors: 16 in a request of 32 lanes with 16 bytes each."""
-    [line] = run("counts.py", "--op", "softmax", "--only", "^softmax float16 n=1024$").splitlines()
+    only = "^softmax float16 n=1024$"
+    done = run_compiled("counts.py", "--op", "softmax", "--only", only, cwd=BENCH)
+    [line] = done.stdout.splitlines()
     assert " 4.00 B asked 16.00 sectors a load 16.00 a store" in line

@@ -1,11 +1,9 @@
 """Compiled kernels with one thing broken: the emulator must find it out, and nothing before."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fresh_python import run_compiled
 
 pytestmark = pytest.mark.static
 TESTS = Path(__file__).resolve().parents[1]
@@ -87,12 +85,7 @@ print("done")
 
 
 def test_what_is_broken_is_found() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(TESTS)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=TESTS.parent,
+    done = run_compiled(
+        "-c", PROGRAM, cwd=TESTS.parent, PYTHONPATH=str(TESTS), TRITON_INTERPRET="0"
     )
     assert done.stdout == "done\n", done.stderr

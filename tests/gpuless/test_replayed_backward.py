@@ -35,31 +35,31 @@ class Replayed(OnGpu):
 Step = Callable[[Replayed], None]
 
 
-def by_scaler(training: Replayed) -> None:
+def scaler_steps(training: Replayed) -> None:
     training.scaler.step(training.optimizer)
     training.scaler.update()
 
 
-def unscaled(training: Replayed) -> None:
+def clipped_by_torch(training: Replayed) -> None:
     training.scaler.unscale_(training.optimizer)
     nn.utils.clip_grad_norm_(training.model.parameters(), 0.125)
-    by_scaler(training)
+    scaler_steps(training)
 
 
-def clipped(training: Replayed) -> None:
+def clipped_by_handle(training: Replayed) -> None:
     training.amp.clip_grad_norm_(0.125)
-    by_scaler(training)
+    scaler_steps(training)
 
 
 @LEVELS
 @pytest.mark.parametrize(
     ("kind", "step"),
     [
-        (torch.optim.AdamW, by_scaler),
-        (torch.optim.AdamW, unscaled),
-        (torch.optim.AdamW, clipped),
-        (torch.optim.Adadelta, by_scaler),  # steps by itself
-        (torch.optim.Adadelta, unscaled),
+        (torch.optim.AdamW, scaler_steps),
+        (torch.optim.AdamW, clipped_by_torch),
+        (torch.optim.AdamW, clipped_by_handle),
+        (torch.optim.Adadelta, scaler_steps),  # steps by itself
+        (torch.optim.Adadelta, clipped_by_torch),
     ],
 )
 def test_steps_use_what_a_replay_has_written(
@@ -97,7 +97,7 @@ def test_zeros_go_into_the_tensors_that_a_replay_adds_to(gpu: AnyCuda, level: st
             for micro_batch in range(2):
                 fed(training.x, 2 * number + micro_batch)
                 backward()
-            unscaled(training)
+            clipped_by_torch(training)
         assert same(replayed.weights(), other.weights()), number
 
 
@@ -154,7 +154,7 @@ def test_a_captured_update_uses_the_losses_up(gpu: AnyCuda) -> None:
     training = Replayed("O1")
     with gpu.capture() as graph:
         training.scaled_backward()
-        by_scaler(training)
+        scaler_steps(training)
     graph.replay()
     with pytest.raises(RuntimeError, match=r"no amp\.backward"):
-        by_scaler(training)
+        scaler_steps(training)

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from covering import more
 from gpuless.fake_cuda import FakeCuda
 from gpuless.real_cuda import AnyCuda
-from gpuless.steps import OnGpu, replays_like_eager
+from gpuless.steps import OnGpu, by_scaler, clipped, plain, replays_like_eager, unscaled
 from helpers import Net
-from torch import Tensor, nn
+from torch import Tensor
 
 import tritonamp
 from tritonamp.apex import amp as apex_amp
@@ -43,10 +43,6 @@ class Looped(OnGpu):
     def take(self) -> None:
         self._loop(self)
 
-    def clip(self) -> None:
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(params, 0.5)
-
 
 def muon(params: Iterable[Tensor], lr: Tensor) -> torch.optim.Optimizer:
     params = list(params)
@@ -55,33 +51,7 @@ def muon(params: Iterable[Tensor], lr: Tensor) -> torch.optim.Optimizer:
     return tritonamp.optim.Muon(matrices, lr=lr, adamw_params=rest)
 
 
-Loop = Callable[[Looped], None]
-
-
-def plain(t: Looped) -> None:
-    t.amp.backward(t.loss())
-    t.optimizer.step()
-
-
-def clipped(t: Looped) -> None:
-    t.amp.backward(t.loss())
-    t.amp.clip_grad_norm_(0.5)
-    t.optimizer.step()
-
-
-def unscaled(t: Looped) -> None:
-    t.amp.backward(t.loss())
-    t.amp.unscale_()
-    t.clip()
-    t.optimizer.step()
-
-
-def torch_amp(t: Looped) -> None:
-    t.amp.scaler.scale(t.loss()).backward()
-    t.amp.scaler.unscale_(t.optimizer)
-    t.clip()
-    t.amp.scaler.step(t.optimizer)
-    t.amp.scaler.update()
+Loop = Callable[[Any], None]
 
 
 def vetoed(t: Looped) -> None:
@@ -118,7 +88,7 @@ def logged(t: Looped) -> None:
     t.amp.metrics()
 
 
-LOOPS = [clipped, unscaled, torch_amp, two_losses, vetoed]
+LOOPS = [clipped, unscaled, by_scaler, two_losses, vetoed]
 LOOPS += more([plain, accumulated, apex, logged])
 
 
@@ -132,7 +102,7 @@ def apex_ends() -> Iterator[None]:
 
 
 def waits(gpu: AnyCuda, training: Looped) -> list[Any]:
-    """Return those of two steps, after two others; events lag behind."""
+    """Return the waits of two steps, after two others; events lag behind."""
     gpu.event_lag = 3
     for _ in range(2):
         training.step()
