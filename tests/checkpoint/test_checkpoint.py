@@ -61,7 +61,7 @@ def test_tensors_come_back_bit_for_bit(path, dtype, view):
     assert bits_of(loaded) == bits_of(tensor)
 
 
-def test_special_values_keep_their_bits_of(path):
+def test_special_values_keep_their_bits(path):
     patterns = torch.tensor(
         [0x7FC12345, 0x7F800001, -0x800000, 0x7F800000, -(2**31), 1], dtype=torch.int32
     )

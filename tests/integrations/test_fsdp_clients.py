@@ -18,16 +18,18 @@ import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from tiny_models import LINES, make_llama, make_tokenizer, peft, transformers
+from clients import client_net
+from ranks import OPTIMIZERS, Shared, joint, joint_batches, scaler, share
+from tiny_models import losses_of, make_llama, make_tokenizer, rows_of, sft_trainer_of, trainer_of
 from torch import Tensor, nn
-from two_ranks import RANKS, Pair, on_ranks, serve
+from two_ranks import RANKS, Pair, on_ranks, refused, serve, whole
 
 import tritonamp
 from tritonamp.integrations.accelerate import enable
 from tritonamp.integrations.transformers import enable as enable_trainer
 
-datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-trl = pytest.importorskip("trl", reason="trl is not installed")
+pytest.importorskip("datasets", reason="datasets is not installed")
+pytest.importorskip("trl", reason="trl is not installed")
 
 OF_TRL = "`(is_)?gradient_checkpointing.*` is deprecated"  # and of PEFT, to transformers
 
@@ -67,71 +69,45 @@ def accelerate_has_fsdp(gpus: bool = True) -> Iterator[None]:
             AcceleratorState._reset_state(True)
 
 
-def net() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator))
-        for _ in range(STEPS)
-    ]
-
-
-def share(x: Tensor) -> Tensor:
-    return x.chunk(RANKS)[dist.get_rank()]
-
-
-def parts(model: nn.Module) -> Any:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=0.25)
+def with_scheduler(optimizer: torch.optim.Optimizer) -> Any:
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
 
-def scaler() -> tritonamp.GradScaler:
-    return tritonamp.GradScaler("cpu", init_scale=2.0**10)
+def whole_state(state: dict[str, Any]) -> dict[str, list[float]]:
+    return {name: whole(value) for name, value in state.items()}
 
 
-def loss_of(output: Tensor, y: Tensor, overflows: bool) -> Tensor:
-    if overflows:
-        output.register_hook(lambda grad: grad * math.inf)
-    return nn.functional.mse_loss(output, y)
-
-
-def whole(state: dict[str, Any]) -> dict[str, list[float]]:
-    full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in state.items()}
-    return {n: t.double().flatten().tolist() for n, t in full.items()}
-
-
-def causes(amp: tritonamp.Amp) -> list[str]:
+def causes_in(amp: tritonamp.Amp) -> list[str]:
     return [str(record.cause) for record in amp.history]
 
 
-class Run:
+class Accelerated:
     """A training under Accelerate on the share of this rank."""
 
-    def __init__(self, level: str, mixed_precision: str | None, sharded: bool) -> None:
+    def __init__(self, level: str, mixed_precision: str | None, by_fsdp: bool) -> None:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=20
         )
         self.accelerator: Any = Accelerator(
-            cpu=not sharded, mixed_precision=mixed_precision, fsdp_plugin=plugin
+            cpu=not by_fsdp, mixed_precision=mixed_precision, fsdp_plugin=plugin
         )
-        engine = DistributedType.FSDP if sharded else DistributedType.MULTI_CPU  # as on any CPU
+        engine = DistributedType.FSDP if by_fsdp else DistributedType.MULTI_CPU  # as on any CPU
         assert self.accelerator.distributed_type is engine
         enable(self.accelerator, level=level, scaler=scaler())
-        model = net()
-        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, *parts(model))
+        model = client_net()
+        parts = with_scheduler(OPTIMIZERS["AdamW"](model.parameters()))
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, *parts)
         self.losses: list[float] = []
         self.skips: list[bool] = []
 
-    def train(self, start: int, end: int) -> dict[str, list[float]]:
-        for i, (x, y) in list(enumerate(batches()))[start:end]:
+    def go_on(self, start: int, end: int) -> dict[str, list[float]]:
+        for i, x in list(enumerate(joint_batches(STEPS)))[start:end]:
             with self.accelerator.accumulate(self.model):
                 output = self.model(share(x))
                 assert output.dtype is torch.float32
-                loss = loss_of(output, share(y), i == BAD and dist.get_rank() == 1)
+                if i == BAD and dist.get_rank() == 1:
+                    output.register_hook(lambda grad: grad * math.inf)
+                loss = (output - 1).square().mean()
                 self.accelerator.backward(loss)
                 self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
                 self.optimizer.step()
@@ -139,26 +115,18 @@ class Run:
                 self.scheduler.step()
                 self.optimizer.zero_grad()
             self.losses.append(loss.item())
-        return whole(self.model.state_dict())
+        return whole_state(self.model.state_dict())
 
 
-def alone(level: str, dtype: torch.dtype) -> tuple[list[float], list[str]]:
+def losses_and_causes_alone(level: str, dtype: torch.dtype) -> tuple[list[float], list[str]]:
     """Losses and causes of one process on the joint batches."""
-    model, losses = net(), []
-    optimizer, scheduler = parts(model)
-    amp = tritonamp.enable(model, optimizer, level=level, dtype=dtype, scaler=scaler())
-    for i, (x, y) in enumerate(batches()):
-        loss = loss_of(model(x), y, i == BAD)
-        amp.backward(loss)
-        amp.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        for _ in range(RANKS if amp.history[-1].cause is None else 0):  # as Accelerate steps it
+    run = Shared(client_net(), level=level, share=joint, dtype=dtype)
+    _, scheduler = with_scheduler(run.optimizer)
+    for i, x in enumerate(joint_batches(STEPS)):
+        run.walk([x], {0: "gradient"} if i == BAD else {}, max_norm=1.0)
+        for _ in range(RANKS if run.causes[-1] is None else 0):  # as Accelerate steps it
             scheduler.step()
-        losses.append(loss.item())
-    found = causes(amp)
-    amp.disable()
-    return losses, found
+    return run.losses, causes_in(run.amp)
 
 
 @on_ranks
@@ -166,23 +134,23 @@ def by_accelerate(
     level: str, mixed_precision: str | None, sharded: bool, folder: str
 ) -> dict[str, Any]:
     with accelerate_has_fsdp(gpus=sharded):
-        run = Run(level, mixed_precision, sharded)
+        run = Accelerated(level, mixed_precision, sharded)
         assert {type(p).__name__ == "DTensor" for p in run.model.parameters()} == {sharded}
-        run.train(0, BAD + 2)
+        run.go_on(0, BAD + 2)
         run.accelerator.save_state(folder)
-        end = run.train(BAD + 2, STEPS)
-        stats, found = run.accelerator.amp.stats(), causes(run.accelerator.amp)
+        end = run.go_on(BAD + 2, STEPS)
+        stats, found = run.accelerator.amp.stats(), causes_in(run.accelerator.amp)
         run.accelerator.free_memory()
         AcceleratorState._reset_state(True)
-        again = Run(level, mixed_precision, sharded)
+        again = Accelerated(level, mixed_precision, sharded)
         again.accelerator.load_state(folder)
-        resumed = again.train(BAD + 2, STEPS)
+        resumed = again.go_on(BAD + 2, STEPS)
         counts = again.accelerator.amp.stats()
         again.accelerator.free_memory()
     dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float16
     assert (resumed, again.losses) == (end, run.losses[BAD + 2 :])
     assert [counts[k] for k in ("steps", "scale")] == [stats[k] for k in ("steps", "scale")]
-    losses, expected = alone(level, dtype)
+    losses, expected = losses_and_causes_alone(level, dtype)
     return {
         "losses": run.losses,
         "alone": losses,
@@ -192,16 +160,16 @@ def by_accelerate(
     }
 
 
-def check(answers: list[dict[str, Any]], dtype: torch.dtype) -> None:
+def decide_as_one(answers: list[dict[str, Any]], dtype: torch.dtype) -> None:
     """Both ranks decide as one process on the joint batch, whose losses theirs have as a mean."""
     first, second = answers
     for key in ("alone", "causes", "end"):
         assert first[key] == second[key]
     assert first["causes"][0] == first["causes"][1]
     pairs = zip(first["losses"], second["losses"], first["alone"], strict=True)
-    for one, other, joint in pairs:
+    for one, other, of_both in pairs:
         assert one != other
-        assert abs((one + other) / 2 - joint) <= ROUNDINGS * torch.finfo(dtype).eps / 2 * joint
+        assert abs((one + other) / 2 - of_both) <= ROUNDINGS * torch.finfo(dtype).eps / 2 * of_both
 
 
 @pytest.mark.parametrize(
@@ -219,7 +187,7 @@ def test_accelerate(
 ) -> None:
     how = dict(level=level, mixed_precision=mixed_precision, sharded=sharded)
     answers = by_accelerate(pair, folder=str(tmp_path / "state"), **how)
-    check(answers, torch.bfloat16 if mixed_precision == "bf16" else torch.float16)
+    decide_as_one(answers, torch.bfloat16 if mixed_precision == "bf16" else torch.float16)
     for answer in answers:
         assert answer["skips"] == [i == BAD for i in range(STEPS)]
 
@@ -228,16 +196,14 @@ def test_accelerate(
 def by_fsdp1() -> str:
     with accelerate_has_fsdp():
         accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
-        try:
-            enable(accelerator, level="O2")
-        except ValueError as error:
-            return str(error)
-    return "enabled"
+        return refused(lambda: enable(accelerator, level="O2"))
 
 
 def test_fsdp1_is_refused(pair: Pair) -> None:
     for text in by_fsdp1(pair):
-        assert text.startswith("accelerator: expected FSDP2, whose shards can be FP32 masters")
+        assert text.startswith(
+            "ValueError: accelerator: expected FSDP2, whose shards can be FP32 masters"
+        )
 
 
 # transformers
@@ -256,42 +222,32 @@ def overflow_in_training(module: nn.Module) -> None:
     module.register_forward_hook(hook)
 
 
-def language_model(tokenizer: Any) -> Any:
+def overflowing_llama(tokenizer: Any) -> Any:
     model = make_llama(tokenizer, layers=2)
     overflow_in_training(model.model.norm)
     return model
 
 
-def make_trainer(folder: str, size: int, **arguments: Any) -> Any:
+def trainer_of_llama(folder: str, size: int, **arguments: Any) -> Any:
     """With ``size`` rows in a batch; ``RANKS`` * ``size`` are those of a joint step."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(3, 12, (4 * STEPS, 8), generator=generator)
-    settings: dict[str, Any] = dict(
-        output_dir=folder,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
+    return trainer_of(
+        folder,
+        overflowing_llama(make_tokenizer()),
+        rows_of(rows),
         max_steps=STEPS,
-        logging_steps=1,
         per_device_train_batch_size=size,
         learning_rate=0.01,
         adam_epsilon=0.01,
         save_strategy="steps",
         save_steps=BAD + 2,
         train_sampling_strategy="sequential",
-    )
-    return transformers.Trainer(
-        model=language_model(make_tokenizer()),
-        args=transformers.TrainingArguments(**{**settings, **arguments}),
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        **arguments,
     )
 
 
-FSDP: dict[str, Any] = dict(fsdp=True)  # version 2 unless told otherwise
-
-
-def logged(trainer: Any) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+FSDP: dict[str, Any] = dict(fsdp=True)  # version 2 by default
 
 
 @on_ranks
@@ -301,14 +257,14 @@ def by_trainer(level: str, folder: str, arguments: dict[str, Any]) -> dict[str, 
         for start in (None, f"{folder}/checkpoint-{BAD + 2}"):
             # torch warns where a sharded checkpoint is there already
             to = folder if start is None else f"{folder}/again"
-            trainer = make_trainer(to, 2, **FSDP, **arguments)
+            trainer = trainer_of_llama(to, 2, **FSDP, **arguments)
             enable_trainer(trainer, level=level, scaler=scaler())
             trainer.train(resume_from_checkpoint=start)
             assert {type(p).__name__ for p in trainer.model.parameters()} == {"DTensor"}
-            ends.append(whole(trainer.model.state_dict()))
+            ends.append(whole_state(trainer.model.state_dict()))
             ends[-1]["steps"] = trainer.accelerator.amp.stats()["steps"]
             if start is None:
-                losses, found = logged(trainer), causes(trainer.accelerator.amp)
+                losses, found = losses_of(trainer), causes_in(trainer.accelerator.amp)
             trainer.accelerator.free_memory()
             AcceleratorState._reset_state(True)
     assert ends[0] == ends[1]
@@ -319,8 +275,8 @@ def check_trainer(answers: list[dict[str, Any]], trainer: Any) -> None:
     """Both ranks decide as one process on the joint batch, whose losses they log."""
     for answer in answers:
         assert answer["end"] == answers[0]["end"]
-        assert answer["causes"] == causes(trainer.accelerator.amp)
-    losses = logged(trainer)
+        assert answer["causes"] == causes_in(trainer.accelerator.amp)
+    losses = losses_of(trainer)
     rounding = ROUNDINGS * torch.finfo(torch.float16).eps / 2
     assert losses[0] - losses[-1] > 10 * rounding * losses[0]
     for a, b in zip(answers[0]["losses"], losses, strict=True):
@@ -338,7 +294,7 @@ def check_trainer(answers: list[dict[str, Any]], trainer: Any) -> None:
 )
 def test_trainer(pair: Pair, tmp_path: Path, level: str, arguments: dict[str, Any]) -> None:
     answers = by_trainer(pair, level=level, folder=str(tmp_path / "run"), arguments=arguments)
-    trainer = make_trainer(str(tmp_path / "alone"), 2 * RANKS, **arguments)
+    trainer = trainer_of_llama(str(tmp_path / "alone"), 2 * RANKS, **arguments)
     enable_trainer(trainer, level=level, scaler=scaler())
     trainer.train()
     check_trainer(answers, trainer)
@@ -348,31 +304,20 @@ def test_trainer(pair: Pair, tmp_path: Path, level: str, arguments: dict[str, An
 # TRL
 
 
-def make_sft(folder: str, size: int, lora: bool, **arguments: Any) -> Any:
+def sft_of_llama(folder: str, size: int, lora: bool, **arguments: Any) -> Any:
     tokenizer = make_tokenizer()
-    settings: dict[str, Any] = dict(
-        output_dir=folder,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
+    return sft_trainer_of(
+        folder,
+        overflowing_llama(tokenizer),
+        tokenizer,
+        lora,
         max_steps=STEPS,
-        max_length=16,
-        logging_steps=1,
         per_device_train_batch_size=size,
         learning_rate=0.02,
         adam_epsilon=0.01,
-        save_strategy="no",
         train_sampling_strategy="sequential",
         bf16=False,
-    )
-    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-    torch.manual_seed(1)
-    return trl.SFTTrainer(
-        model=language_model(tokenizer),
-        args=trl.SFTConfig(**{**settings, **arguments}),
-        train_dataset=datasets.Dataset.from_dict({"text": LINES}),
-        processing_class=tokenizer,
-        peft_config=peft.LoraConfig(r=2, target_modules=targets) if lora else None,
+        **arguments,
     )
 
 
@@ -380,16 +325,16 @@ def make_sft(folder: str, size: int, lora: bool, **arguments: Any) -> Any:
 def by_sft(level: str, lora: bool, folder: str, sharded: bool) -> dict[str, Any]:
     with accelerate_has_fsdp(gpus=sharded):
         warnings.filterwarnings("ignore", OF_TRL, FutureWarning)
-        trainer = make_sft(f"{folder}/run", 2, lora, **FSDP)
+        trainer = sft_of_llama(f"{folder}/run", 2, lora, **FSDP)
         engine = DistributedType.FSDP if sharded else DistributedType.MULTI_CPU  # as on any CPU
         assert trainer.accelerator.distributed_type is engine
         enable_trainer(trainer, level=level, scaler=scaler())
         trainer.train()
         assert {type(p).__name__ == "DTensor" for p in trainer.model.parameters()} == {sharded}
-        end = whole({n: p for n, p in trainer.model.named_parameters() if p.requires_grad})
-        found = causes(trainer.accelerator.amp)
+        end = whole_state({n: p for n, p in trainer.model.named_parameters() if p.requires_grad})
+        found = causes_in(trainer.accelerator.amp)
         trainer.accelerator.free_memory()
-    return {"losses": logged(trainer), "causes": found, "end": end}
+    return {"losses": losses_of(trainer), "causes": found, "end": end}
 
 
 @pytest.mark.parametrize(
@@ -398,7 +343,7 @@ def by_sft(level: str, lora: bool, folder: str, sharded: bool) -> dict[str, Any]
 )
 def test_sft(pair: Pair, tmp_path: Path, level: str, lora: bool, sharded: bool) -> None:
     answers = by_sft(pair, level=level, lora=lora, folder=str(tmp_path), sharded=sharded)
-    trainer = make_sft(str(tmp_path / "alone"), 2 * RANKS, lora)
+    trainer = sft_of_llama(str(tmp_path / "alone"), 2 * RANKS, lora)
     enable_trainer(trainer, level=level, scaler=scaler())
     trainer.train()
     check_trainer(answers, trainer)
