@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=tuple(selftest.GROUPS),
         help="instead, within a minute: each kernel against its eager twin; each level trained "
-        "for 30 steps, a skip, a resume, a CUDA graph; steps in which the host waits for the GPU; "
-        "the fraction of the copy bandwidth that a kernel reaches (default: all four)",
+        "for 30 steps, a skip, a resume, a CUDA graph; the fraction of the copy bandwidth that a "
+        "kernel reaches (default: all three)",
     )
     parser.add_argument(
         "--json",
