@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from tritonamp.diagnosis.replay.faults import for_json
 from tritonamp.forecast.ulps import PARTS, Difference, Drift, drift_of
 from tritonamp.names import short
 
@@ -92,6 +91,15 @@ def _plain(each: Difference) -> dict[str, Any]:
     plain = dataclasses.asdict(each)
     del plain["place"]
     return {**plain, "module": each.place.module or "", "line": each.place.line}
+
+
+def for_json(value: Any) -> Any:
+    """Return plain values with tuples as lists, and with inf and NaN, which JSON lacks, as text."""
+    if isinstance(value, dict):
+        return {key: for_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [for_json(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _report(compared: Comparison) -> Iterator[str]:

@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.loaded import half_parameters, loaded_dtype
 from tritonamp.checks import check_cast_inputs, check_models
-from tritonamp.diagnosis.replay.faults import for_json
 from tritonamp.forecast.accumulation import added_up, check_accumulation
 from tritonamp.forecast.advice import findings_without_data
 from tritonamp.forecast.comparing import compared
 from tritonamp.forecast.cure import cure
-from tritonamp.forecast.differences import Comparison
+from tritonamp.forecast.differences import Comparison, for_json
 from tritonamp.forecast.dry_run import DryRun
 from tritonamp.forecast.findings import Finding
 from tritonamp.forecast.loss_scale import Outlook, fitting_scale, outlook
