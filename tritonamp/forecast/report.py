@@ -224,7 +224,7 @@ def _report(forecast: Forecast) -> Iterator[str]:
         rest = (
             f"{half}, {forecast.formats[half].which_scale}" if half != "FP32" else "FP32 throughout"
         )
-        parts = forecast.comparison is not None and forecast.comparison.parted is not None
+        parts = forecast.comparison is not None and forecast.comparison.first is not None
         found = "nothing foreseen, but the levels part, see below" if parts else "nothing found"
         yield f"{found}: {forecast.model} in {rest}"
         return
