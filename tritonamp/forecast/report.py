@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.loaded import half_parameters, loaded_dtype
 from tritonamp.checks import check_cast_inputs, check_models
-from tritonamp.forecast.accumulation import added_up, check_accumulation
 from tritonamp.forecast.advice import findings_without_data
 from tritonamp.forecast.comparing import compared
 from tritonamp.forecast.cure import cure
@@ -108,7 +107,6 @@ def check(
     level: str | Policy = "O2",
     dtype: torch.dtype | None = None,
     compare: str | Policy | None = None,
-    accumulation_steps: int = 1,
 ) -> Forecast:
     """Predict what overflows and vanishes in half, from one forward and backward in FP32 values.
 
@@ -126,7 +124,6 @@ def check(
         compare: level to compare with, by name or as a Policy. The batch then also runs at both
             levels, and ``Forecast.comparison`` compares their results in ulps. This takes the
             memory of all results of a forward and backward.
-        accumulation_steps: number of batches whose gradients a step adds up.
 
     Raises:
         ValueError: a wrong argument.
@@ -142,7 +139,6 @@ def check(
     if dtype is None and isinstance(level, str) and level in LEVELS:
         dtype = loaded_dtype(half_parameters([model]), device)
     policy = resolve(level, dtype)
-    check_accumulation(accumulation_steps)
     other = None if compare is None else resolve(compare, dtype)
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [] if optimizer is None else optimizers
@@ -162,7 +158,6 @@ def check(
     findings = [
         *findings_without_data(model, optimizers, loss_fn, policy),
         *predictions(run, policy),
-        *added_up(model, policy, accumulation_steps),
         *fp32_streams(model, inputs, loss_fn, policy, run),
     ]
     return Forecast(
