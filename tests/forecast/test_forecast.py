@@ -817,17 +817,6 @@ def test_torchs_linear_cross_entropy_outside_the_forward(where):
         assert "test_forecast.py" in finding.line
 
 
-def test_sizes_for_tensor_cores():
-    model = nn.Sequential(nn.Embedding(1001, 30), nn.Linear(30, 100), nn.Linear(100, 10))
-    found = check(model, torch.zeros(2, 3, dtype=torch.int64))
-    assert {f.where: f.advice for f in found.findings} == {
-        "0": "pad to num_embeddings=1008, embedding_dim=32",
-        "1": "pad to in_features=32, out_features=104",
-        "2": "pad to in_features=104",
-    }
-    assert not found.problems
-
-
 def test_a_thread_of_its_own():
     class Threaded(nn.Module):
         def __init__(self):
