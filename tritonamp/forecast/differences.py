@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -56,32 +55,6 @@ class Comparison:
 
     def __str__(self) -> str:
         return "\n".join(_report(self))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the comparison as plain values, for JSON; inf and NaN are strings."""
-        plain = {
-            **dataclasses.asdict(self),
-            "dtype": short(self.dtype),
-            "tried": None if self.tried is None else self.tried.as_dict(),
-            "differences": [_plain(each) for each in self.differences],
-            "first": None if self.first is None else self.differences.index(self.first),
-        }
-        return for_json(plain)
-
-
-def _plain(each: Difference) -> dict[str, Any]:
-    plain = dataclasses.asdict(each)
-    del plain["place"]
-    return {**plain, "module": each.place.module or "", "line": each.place.line}
-
-
-def for_json(value: Any) -> Any:
-    """Return plain values with tuples as lists, and with inf and NaN, which JSON lacks, as text."""
-    if isinstance(value, dict):
-        return {key: for_json(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [for_json(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _report(compared: Comparison) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +18,7 @@ from tritonamp.checks import check_cast_inputs, check_models
 from tritonamp.forecast.advice import findings_without_data
 from tritonamp.forecast.comparing import compared
 from tritonamp.forecast.cure import cure
-from tritonamp.forecast.differences import Comparison, for_json
+from tritonamp.forecast.differences import Comparison
 from tritonamp.forecast.dry_run import DryRun
 from tritonamp.forecast.findings import Finding
 from tritonamp.forecast.loss_scale import Outlook, fitting_scale, outlook
@@ -80,22 +79,6 @@ class Forecast:
     def __str__(self) -> str:
         compared = [] if self.comparison is None else [str(self.comparison)]
         return "\n".join([*_report(self), *compared])
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the forecast as plain values, for JSON."""
-        return {
-            "model": self.model,
-            "loss": for_json(self.loss),
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
-            "formats": {
-                name: {**dataclasses.asdict(o), "dtype": name, "fits": o.fits}
-                for name, o in self.formats.items()
-            },
-            "policy": json.loads(self.policy.to_json()),
-            "asked": json.loads(self.asked.to_json()),
-            "records": [_plain(record) for record in self.records],
-            "comparison": None if self.comparison is None else self.comparison.as_dict(),
-        }
 
 
 def check(
@@ -201,16 +184,6 @@ def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(
         sorted(once.values(), key=lambda f: (not f.problem, f.kind == "follows", -f.weight))
     )
-
-
-def _plain(record: TensorRecord) -> dict[str, Any]:
-    own = ("op", "shape", "half", "parameter", "backward", "scaled")
-    return {
-        "module": record.module,
-        "line": record.place.line,
-        **{name: getattr(record, name) for name in own},
-        **{name: getattr(record.sizes, name) for name in ("amax", "amin", "nans", "exponents")},
-    }
 
 
 def _report(forecast: Forecast) -> Iterator[str]:
