@@ -56,7 +56,7 @@ class FaultReport:
         difference: largest difference of the result from FP32's, and the largest number in FP32's;
             None: not compared.
         scale: loss scale of the backward.
-        fits: largest loss scale that works, or the smallest one for vanished gradients.
+        fits: largest loss scale that works.
         names: names of the parameters, inputs or gradients that are not finite.
         replayed: whether the forward gave the same bits as the first time.
         remedy: result of the tried remedies; None: none was tried.
