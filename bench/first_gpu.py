@@ -97,12 +97,12 @@ class Machine(NamedTuple):
         Args:
             only: arguments of pytest, for tests that run before everything else.
         """
-        together = self.selftest("kernel", "training", "waits", "--jobs", str(self.processes))
+        together = self.selftest("kernel", "training", "--jobs", str(self.processes))
         alone = self.selftest("speed", "--jobs", "1")
         first = [self.tests("mended tests", 60, jsonl.MENDED, only)] if only else []
         return [
             *first,
-            Part("kernels, training, waits", 70, together, first_summary.checks),
+            Part("kernels, training", 70, together, first_summary.checks),
             Part("speed", 25, alone, first_summary.speed),
             self.rows("first rows", 105, 1),
             self.rows("telling rows", 40, 2),

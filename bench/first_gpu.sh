@@ -2,7 +2,7 @@
 # The first checks and measurements on a GPU, in one command with a time limit.
 #
 #   bench/first_gpu.sh [folder]                   six minutes: kernels against their twins, a captured
-#                                                 step, waits, training steps, rows, tests
+#                                                 step, training steps, rows, tests
 #   bench/first_gpu.sh --seconds 600 [folder]     the same parts, each with its share of that
 #   bench/first_gpu.sh --only "tests/step -k clip" [folder]    the tests that were mended, first
 #   bench/first_gpu.sh --tools [folder]           150 s: compute-sanitizer on every kernel, ncu on

@@ -55,11 +55,11 @@ def part(first: SimpleNamespace, name: str, code: str, share: float = 1.0) -> An
 def test_the_most_wanted_come_first(machine: Any) -> None:
     parts = {part.name: part for part in machine.parts([])}
     assert list(parts) == [
-        "kernels, training, waits", "speed", "first rows", "telling rows", "tests", "other rows",
+        "kernels, training", "speed", "first rows", "telling rows", "tests", "other rows",
     ]  # fmt: skip
-    together, tests = parts["kernels, training, waits"].command, parts["tests"].command
+    together, tests = parts["kernels, training"].command, parts["tests"].command
     assert " ".join(together).endswith(
-        f"--selftest kernel training waits --jobs 14 --lines {machine.folder}/selftest.jsonl"
+        f"--selftest kernel training --jobs 14 --lines {machine.folder}/selftest.jsonl"
     )
     assert "--cuda" in tests and tests[-1] == str(machine.folder / "tests.jsonl")
     assert "--tiers 1" in " ".join(parts["first rows"].command)
@@ -70,7 +70,7 @@ def test_mended_tests_run_before_everything_else(machine: Any) -> None:
     first, second, *_ = machine.parts(["tests/step", "-k", "clip or norm"])
     assert first.command[-3:] == ["tests/step", "-k", "clip or norm"]
     assert str(machine.folder / "mended.jsonl") in first.command
-    assert second.name == "kernels, training, waits"
+    assert second.name == "kernels, training"
 
 
 def test_without_a_gpu_the_same_parts_are_dry(machine: Any) -> None:
@@ -532,7 +532,7 @@ def test_a_fatal_check_hides_no_other(first: SimpleNamespace, machine: Any) -> N
     assert failed["spoils"].startswith("an illegal memory access; the GPU's context is gone")
     assert sum(line["status"] == "ok" for line in checks) > 40
     text = (machine.folder / "summary.txt").read_text()
-    assert text.startswith("kernels, training, waits: FAILED") and "FAILED kernel dies: " in text
+    assert text.startswith("kernels, training: FAILED") and "FAILED kernel dies: " in text
 
 
 @pytest.mark.long

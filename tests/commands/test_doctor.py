@@ -1,6 +1,4 @@
-import ast
 import platform
-import re
 
 import pytest
 import torch
@@ -44,29 +42,6 @@ def test_every_operation_has_a_backend_and_a_reason(report, operation):
     assert len(rows) == len(doctor._devices())
     for row, device in zip(rows, doctor._devices(), strict=True):
         assert row.split(maxsplit=2) == list(doctor._operation(operation, device))
-
-
-def test_bytes_of_each_format_of_state(report):
-    assert [row.split() for row in _rows(report, "O2")][-1] == ["O2", "16", "12", "8.02", "4"]
-
-
-class _Decoder(torch.nn.Linear):
-    def forward(self, inputs_embeds):
-        self.sums = inputs_embeds + super().forward(inputs_embeds)
-        return self.sums
-
-
-def test_bytes_of_sums_with_an_fp32_input(report):
-    text = " ".join(report)
-    said = re.search(r"take (\d) bytes an element, and (\d) with cast_inputs=(\[.*?\])", text)
-    assert said is not None
-    sizes = []
-    for fields in ({}, {"cast_inputs": ast.literal_eval(said[3])}):
-        model = _Decoder(4, 4)
-        with tritonamp.enable(model, level="O2", **fields):
-            model(torch.ones(2, 4))
-        sizes.append(model.sums.element_size())
-    assert sizes == [int(said[1]), int(said[2])]
 
 
 def test_cpp_for_steps(monkeypatch):

@@ -81,4 +81,3 @@ def test_what_several_ranks_say_is_said_once() -> None:
 def test_a_report_without_other_ranks_names_none() -> None:
     assert ", on rank 2" in str(fault(2))
     assert "rank" not in str(dataclasses.replace(fault(2), rank=None))
-    assert fault(2).as_dict()["rank"] == 2

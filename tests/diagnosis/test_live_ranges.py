@@ -273,10 +273,7 @@ def test_no_warning_of_an_ordinary_run(run: Any, caplog: pytest.LogCaptureFixtur
     assert not caplog.records
 
 
-def test_metrics_and_plot(run: Any, tmp_path: Any) -> None:
-    pytest.importorskip("matplotlib")
-    from tritonamp.diagnosis.plot import picture
-
+def test_metrics(run: Any) -> None:
     training = run()
     training.amp.watch(every=2)
     for _ in range(5):
@@ -285,13 +282,6 @@ def test_metrics_and_plot(run: Any, tmp_path: Any) -> None:
     for direction in ("forward", "backward"):
         least = min(r.headroom_bits for r in records if r.direction == direction)
         assert training.amp.metrics()[f"amp/headroom_{direction}"] == least
-    assert training.amp.plot(tmp_path / "steps.png").stat().st_size
-    figure = picture(training.amp.history, training.amp._ranges.arrived())
-    *_, headroom = figure.axes
-    assert len(figure.axes) == 4 and len(headroom.lines) == 5
-    tightest = min(records, key=lambda r: r.headroom_bits)
-    assert headroom.lines[0].get_xdata().tolist() == [1, 3, 5]
-    assert headroom.lines[0].get_ydata()[-1] == tightest.headroom_bits
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "10", None])

@@ -1,6 +1,5 @@
 """The table of verdicts, and the report made of it."""
 
-import json
 import math
 from pathlib import Path
 
@@ -76,7 +75,6 @@ def test_every_verdict_can_be_told(kind: str, module: str | None) -> None:
     fault = FaultReport(kind, seen, names=("a.weight",), fits=256.0)
     assert "{" not in fault.why + fault.advice
     assert place.name in str(fault)
-    json.dumps(fault.as_dict(), allow_nan=False)
 
 
 def test_report() -> None:
@@ -96,8 +94,3 @@ def test_report() -> None:
     assert "fp32_modules=['encoder.layer.3.attn']" in lines[5]
     assert lines[6] == "  replay:  forward output bit-identical to the first"
     assert (fault.module, fault.amax, fault.multiple) == ("encoder.layer.3.attn", 12.5, 2.0)
-
-
-def test_numbers_that_json_has_not() -> None:
-    found = FaultReport("exp_overflow", event("exp", exact=math.inf)).as_dict()
-    assert (found["exact"], found["multiple"]) == ("inf", "inf")

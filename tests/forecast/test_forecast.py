@@ -6,7 +6,6 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import json
 import math
 import random
 import threading
@@ -817,17 +816,6 @@ def test_torchs_linear_cross_entropy_outside_the_forward(where):
         assert "test_forecast.py" in finding.line
 
 
-def test_sizes_for_tensor_cores():
-    model = nn.Sequential(nn.Embedding(1001, 30), nn.Linear(30, 100), nn.Linear(100, 10))
-    found = check(model, torch.zeros(2, 3, dtype=torch.int64))
-    assert {f.where: f.advice for f in found.findings} == {
-        "0": "pad to num_embeddings=1008, embedding_dim=32",
-        "1": "pad to in_features=32, out_features=104",
-        "2": "pad to in_features=104",
-    }
-    assert not found.problems
-
-
 def test_a_thread_of_its_own():
     class Threaded(nn.Module):
         def __init__(self):
@@ -883,15 +871,6 @@ def test_the_report_is_worst_first_and_short():
     origins = [f.weight for f in forecast.problems if f.kind != "follows"]
     assert origins == sorted(origins, reverse=True)
     assert text.splitlines()[1].startswith("1. ")
-
-
-def test_as_dict_is_json():
-    forecast = check(around(UnscaledAttention()), 1e3 * torch.randn(2, 5, 16))
-    plain = json.loads(json.dumps(forecast.as_dict()))
-    assert plain["findings"][0]["where"] == "1"
-    assert tritonamp.Policy.from_json(json.dumps(plain["policy"])) == forecast.policy
-    assert plain["formats"]["float16"]["overflows"] == 1
-    assert len(plain["records"]) == len(forecast.records)
 
 
 @pytest.mark.parametrize(

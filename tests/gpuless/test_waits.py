@@ -2,6 +2,7 @@
 captures it.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -133,6 +134,23 @@ def test_no_loop_waits(gpu: AnyCuda, level: str, loop: Loop) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_option_brings_a_wait(gpu: AnyCuda, level: str, options: dict[str, Any]) -> None:
     assert waits(gpu, Looped(level, clipped, **options)) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": tritonamp.optim.Lion},
+        {"optimizer": functools.partial(tritonamp.optim.AdamW, state="bf16")},
+        {"optimizer": functools.partial(tritonamp.optim.AdamW, state="8bit")},
+        {"optimizer": functools.partial(tritonamp.optim.Lion, state="8bit")},
+        {"skip_outliers": 6.0},
+        {"offload": "state"},
+        {"softmax_dtype": torch.float32},
+    ],
+    ids=["lion", "bf16", "8bit", "lion 8bit", "skip_outliers", "offload", "softmax_dtype"],
+)
+def test_no_option_of_o2_brings_a_wait(gpu: AnyCuda, options: dict[str, Any]) -> None:
+    assert waits(gpu, Looped("O2", clipped, **options)) == []
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -23,10 +23,6 @@ class Signature(NamedTuple):
         """Return the name of the argument at a position; "" if it is unknown."""
         return self.positional[position] if position < len(self.positional) else self.rest
 
-    def name_of(self, argument: str | int) -> str:
-        """Return the name of an argument, given its name, or its position if ``*args`` takes it."""
-        return argument if isinstance(argument, str) else self.name(argument)
-
     def has(self, argument: str | int) -> bool:
         """Return whether the forward has an argument of that name or position."""
         if isinstance(argument, int):

@@ -49,7 +49,7 @@ def save_picture(model: str, compared: tritonamp.Comparison, path: Path) -> None
 def _name(axes: Axes, compared: tritonamp.Comparison, top: float) -> None:
     """Write module, operation and line next to the first difference and those that grow most."""
     results = [each for each in compared.differences if not each.parameter]
-    parted = [n for n, each in enumerate(results) if each.parts or each is compared.parted]
+    parted = [n for n, each in enumerate(results) if each.parts]
     grown = sorted(parted, key=lambda number: -results[number].growth)[:NAMED]
     for number in {*parted[:1], *grown}:
         each, first = results[number], number == parted[0]

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -49,9 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "operation where the two part, in ulps; write it behind module:factory",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print everything that was measured as JSON"
-    )
-    parser.add_argument(
         "--policy", type=Path, help="write the policy for tritonamp.enable, as JSON, to this file"
     )
     parser.add_argument(
@@ -81,7 +77,7 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
         )
     except (ValueError, RuntimeError) as error:
         fail(str(error))
-    print(json.dumps(forecast.as_dict(), indent=1) if args.json else forecast)
+    print(forecast)
     if args.policy is not None:
         args.policy.write_text(forecast.policy.to_json() + "\n")
     if args.picture is not None:

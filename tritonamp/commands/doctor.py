@@ -1,7 +1,6 @@
 """``python -m tritonamp doctor``: the parts of this machine, its backends, and the reasons."""
 
 import argparse
-import dataclasses
 import functools
 import json
 import os
@@ -22,12 +21,6 @@ from tritonamp.kernels import _native
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import operations
 
-LEVELS, STATES = ("O0", "O1", "O2"), ("fp32", "bf16", "8bit")
-_INPUTS = """
-FP32 inputs stay FP32 at O2. Sums of one (features, inputs_embeds) and half results take 4 bytes an
-element, and 2 with cast_inputs=['inputs_embeds'], the name or position of the argument. Such sums
-are found by python -m tritonamp check, which tries the cast on a batch.
-""".strip()
 MOST_JOBS = 8  # processes, each of which takes half a GB of the GPU's memory
 
 
@@ -39,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=tuple(selftest.GROUPS),
         help="instead, within a minute: each kernel against its eager twin; each level trained "
-        "for 30 steps, a skip, a resume, a CUDA graph; steps in which the host waits for the GPU; "
-        "the fraction of the copy bandwidth that a kernel reaches (default: all four)",
+        "for 30 steps, a skip, a resume, a CUDA graph; the fraction of the copy bandwidth that a "
+        "kernel reaches (default: all three)",
     )
     parser.add_argument(
         "--json",
@@ -120,21 +113,7 @@ def report() -> str:
                 [_trial(*trial, device) for trial in TRIALS],
             )
         )
-    columns = [*(f"state={state!r}" for state in STATES), "offload='state'"]
-    parts.append(table(("level", *columns), [*map(_bytes, LEVELS)]))
-    parts.append(
-        "bytes a parameter with Adam: parameter, gradient, master and moments (the last two are in "
-        "host memory under offload='state')"
-    )
-    parts.append(_INPUTS)
     return "\n\n".join(parts)
-
-
-def _bytes(level: str) -> tuple[str, ...]:
-    policy = getattr(tritonamp, level)
-    offloaded = dataclasses.replace(policy, offload="state").bytes_per_parameter()
-    found = [*map(policy.bytes_per_parameter, STATES), offloaded]
-    return level, *(f"{nbytes:.3g}" for nbytes in found)
 
 
 def _versions() -> list[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from difflib import SequenceMatcher
 from importlib import resources
 from typing import NamedTuple
 
@@ -18,8 +17,6 @@ _DTYPE = re.compile(
     r"(?:half|float|bfloat16|float16|float32|fp16|bf16|fp32)(?:tensor)?\b"
 )
 _WORD = re.compile(r"[^\W\d_]+")
-_LINES = 50  # number of lines at the end of a text that ``nearest`` compares
-_UNLIKE = 0.45  # least likeness, from 0 to 1; about half of the words in common
 
 
 class Section(NamedTuple):
@@ -72,24 +69,6 @@ def find(text: str, pages: Sequence[Section]) -> list[Section]:
         return [pages[index] for index in dict.fromkeys(index for _, _, index in found)]
     holders = [page for page in pages if any(_holds(known, given) for known in _known(page))]
     return holders if given and len(holders) == 1 else []
-
-
-def nearest(text: str, pages: Sequence[Section], count: int = 3) -> list[Section]:
-    """Return the sections whose error texts are most like a line of ``text``, the best first.
-
-    Sections with fewer than half of their words in common with that line are left out.
-    """
-    lines = [words(line).split() for line in text.splitlines()[-_LINES:]]
-
-    def likeness(page: Section) -> float:
-        return max(
-            SequenceMatcher(None, known.split(), line, autojunk=False).ratio()
-            for known in _known(page)
-            for line in lines
-        )
-
-    near = sorted(((likeness(page), index) for index, page in enumerate(pages)), reverse=True)
-    return [pages[index] for like, index in near[:count] if like > _UNLIKE]
 
 
 def _known(page: Section) -> list[str]:

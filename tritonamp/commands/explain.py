@@ -1,19 +1,13 @@
 """``python -m tritonamp explain``: the meaning of an error text, from ``diagnosis/errors.md``."""
 
 import argparse
-import posixpath
-import re
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tritonamp.commands.error_pages import Section, find, nearest, sections, words
+from tritonamp.commands.error_pages import Section, find, sections, words
 
-_BLOCK = re.compile(r"^```(?:python)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_WIDTH = 96
 _ALL = "`python -m tritonamp explain` without a text lists all sections."
-_LINK = re.compile(r"\[([^\]]+)\]\(([^)#]*)([^)]*)\)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +39,7 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
         fail(f"expected the text of an error, got {text.strip()!r}")
     found = find(text, pages)
     if not found:
-        near = nearest(text, pages)
-        listed = f"The nearest:\n\n{_listed(near)}" if near else _ALL
-        print(f"No section is about this text. {listed}")
+        print(f"No section is about this text. {_ALL}")
         return 1
     print(_shown(found[0]))
     if found[1:]:
@@ -60,28 +52,4 @@ def _listed(pages: Sequence[Section]) -> str:
 
 
 def _shown(page: Section) -> str:
-    """Return a section for a terminal. Programs are indented, links become paths of the package."""
-    parts = [page.title, "=" * len(page.title)]
-    for number, part in enumerate(_BLOCK.split(page.body)):
-        if number % 2:
-            parts += ["", textwrap.indent(part, "    ").rstrip()]
-        else:
-            prose = _LINK.sub(_target, part).replace("**", "")
-            parts += [
-                f"\n{_filled(paragraph)}" for paragraph in prose.split("\n\n") if paragraph.strip()
-            ]
-    return "\n".join(parts)
-
-
-def _filled(paragraph: str) -> str:
-    return textwrap.fill(
-        " ".join(paragraph.split()), _WIDTH, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def _target(link: re.Match[str]) -> str:
-    """Return the words of a link and its path. A link within the page becomes a title."""
-    label, path, fragment = link.groups()
-    if not path:
-        return f'"{label}"'
-    return f"{label} ({posixpath.normpath(f'tritonamp/diagnosis/{path}')}{fragment})"
+    return f"{page.title}\n{'=' * len(page.title)}\n\n{page.body}"

@@ -114,12 +114,12 @@ class LiveRanges:
         """Return the records of the last step that was read. Waits for the device."""
         self._collect()
         self._add(self._kept.tolist())
-        return list(self._readings[-1]) if self._readings else []
+        return self.arrived()
 
-    def arrived(self) -> list[list[RangeRecord]]:
-        """Return the records of the steps whose numbers have arrived, oldest first. Never waits."""
+    def arrived(self) -> list[RangeRecord]:
+        """Return the records of the last step whose numbers have arrived. Never waits."""
         self._collect()
-        return list(self._readings)
+        return list(self._readings[-1]) if self._readings else []
 
     def _records(self, values: Sequence[float]) -> Iterator[RangeRecord]:
         """Yield a record for each module and direction that had elements."""

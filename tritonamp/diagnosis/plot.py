@@ -6,15 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tritonamp.diagnosis.records import RangeRecord, StepRecord
+from tritonamp.diagnosis.records import StepRecord
 from tritonamp.diagnosis.skips import Cause
 
-_TIGHTEST = 5  # modules whose headroom is drawn
 
-
-def save_picture(
-    history: Sequence[StepRecord], path: str | Path, ranges: Sequence[Sequence[RangeRecord]] = ()
-) -> Path:
+def save_picture(history: Sequence[StepRecord], path: str | Path) -> Path:
     """Write the picture to ``path``, in the format of its suffix, and return the path.
 
     Raises:
@@ -24,7 +20,7 @@ def save_picture(
     """
     if not history:
         raise RuntimeError("amp.plot(): expected a step in amp.history, got none: train first")
-    path, figure = Path(path), picture(history, ranges)
+    path, figure = Path(path), picture(history)
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in formats:
         raise ValueError(
@@ -35,14 +31,13 @@ def save_picture(
     return path
 
 
-def picture(history: Sequence[StepRecord], ranges: Sequence[Sequence[RangeRecord]] = ()) -> Any:
+def picture(history: Sequence[StepRecord]) -> Any:
     """Return a matplotlib ``Figure`` with panels above one another, over the numbers of the steps.
 
     It does not use pyplot, so it needs no display and leaves no global state.
     """
-    figure = _figure_class()(figsize=(8, 9 if ranges else 7), layout="constrained")
-    heights = [2, 2, 1, *([2] if ranges else [])]
-    scale, norm, skips, *rest = figure.subplots(len(heights), sharex=True, height_ratios=heights)
+    figure = _figure_class()(figsize=(8, 7), layout="constrained")
+    scale, norm, skips = figure.subplots(3, sharex=True, height_ratios=[2, 2, 1])
     steps = [record.step for record in history]
     scale.plot(steps, [record.scale for record in history], drawstyle="steps-mid")
     scale.set(ylabel="loss scale")
@@ -54,8 +49,6 @@ def picture(history: Sequence[StepRecord], ranges: Sequence[Sequence[RangeRecord
     if any(0 < value < math.inf for value in norms):
         norm.set_yscale("log")
     _draw_skips(skips, history)
-    for axes in rest:
-        _draw_headroom(axes, ranges)
     return figure
 
 
@@ -82,15 +75,3 @@ def _draw_skips(axes: Any, history: Sequence[StepRecord]) -> None:
     axes.set(xlabel="step", ylabel=f"{skipped} of {len(history)} skipped")
     axes.set_yticks(range(len(rows)), [f"{cause} ({len(steps[cause])})" for cause in rows])
     axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
-
-
-def _draw_headroom(axes: Any, ranges: Sequence[Sequence[RangeRecord]]) -> None:
-    """Draw a line for each of the outputs and gradients with the least headroom at the end."""
-    tightest = sorted(ranges[-1], key=lambda record: record.headroom_bits)[:_TIGHTEST]
-    found = [r for of_step in ranges for r in of_step]
-    for module, direction in [(record.module, record.direction) for record in tightest]:
-        same = [r for r in found if (r.module, r.direction) == (module, direction)]
-        steps, bits = [r.step for r in same], [r.headroom_bits for r in same]
-        axes.plot(steps, bits, marker=".", label=f"{module or 'the model'}, {direction}")
-    axes.set(xlabel="step", ylabel="headroom in bits")
-    axes.legend(fontsize="small")

@@ -1,11 +1,10 @@
 """Findings about a model and its optimizers that need no data."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from tritonamp.casts.loaded import check_half_dtypes, half_parameters
@@ -17,8 +16,6 @@ from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.step.rules import keeps_fp32_state, rule_of
 
-_SHARE = 0.01  # of the model's parameters; a smaller layer is not worth advice on speed
-_SMALL = 16  # features; fewer are padded, and cost little
 _EARLY = {  # Liger-Kernel's losses, and what does the same
     "LigerCrossEntropyLoss": "cross_entropy",
     "LigerFusedLinearCrossEntropyLoss": "linear_cross_entropy",
@@ -45,7 +42,6 @@ def findings_without_data(
         *(bce(path) for path, module in losses if isinstance(module, nn.BCELoss)),
         *_early_gradients(losses, policy),
         *_parallel(modules),
-        *_sizes(modules, policy),
     ]
 
 
@@ -140,33 +136,3 @@ def _parallel(modules: dict[str, nn.Module]) -> Iterator[Finding]:
         why = "torch.autocast is on around tritonamp.check: an enabled model enters its own"
         advice = "leave it out of the training loop"
         yield Finding("autocast", "the caller", why, advice, problem=False)
-
-
-def _sizes(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
-    """Yield large layers whose sizes are no multiples of 8, as Tensor Cores need."""
-    if not (policy.op_policy or policy.cast_model):
-        return
-    total = sum(p.numel() for p in modules[""].parameters())
-    for path, module in modules.items():
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or weight.numel() < _SHARE * total:
-            continue
-        odd = [(name, size) for name, size in _matrix(module) if size >= _SMALL and size % 8]
-        if odd:
-            sizes = ", ".join(f"{name}={size}" for name, size in odd)
-            padded = ", ".join(f"{name}={math.ceil(size / 8) * 8}" for name, size in odd)
-            why = f"{sizes}: not a multiple of 8, so Tensor Cores run slower or not at all"
-            share = weight.numel() / total
-            yield Finding("tensor cores", path, why, f"pad to {padded}", False, share)
-
-
-def _matrix(module: nn.Module) -> list[tuple[str, int]]:
-    if isinstance(module, nn.Linear):
-        return [("in_features", module.in_features), ("out_features", module.out_features)]
-    if isinstance(module, nn.Embedding):
-        return [("num_embeddings", module.num_embeddings), ("embedding_dim", module.embedding_dim)]
-    if isinstance(module, nn.modules.conv._ConvNd):
-        groups = module.groups
-        sizes = module.in_channels // groups, module.out_channels // groups
-        return list(zip(("in_channels", "out_channels"), sizes, strict=True))
-    return []

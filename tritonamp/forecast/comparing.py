@@ -24,7 +24,7 @@ def compared(
         RuntimeError: the reference fails; the module is named.
     """
     found = _compared(model, batch, loss_fn, asked, reference)
-    module = found.parted.place.module if found.parted else ""
+    module = found.first.place.module if found.first else ""
     if not module or not asked.is_half:
         return found
     tried = asked._replace(policy=with_fp32(asked.policy, [module]))

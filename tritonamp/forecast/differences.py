@@ -4,15 +4,12 @@ import dataclasses
 import linecache
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from tritonamp.diagnosis.replay.faults import for_json
-from tritonamp.forecast.ulps import PARTS, Difference, Drift, drift_of
+from tritonamp.forecast.ulps import PARTS, Difference
 from tritonamp.names import short
 
 GROWN = 1.5  # times what its inputs were off: what the text shows
@@ -52,46 +49,12 @@ class Comparison:
         return next((each for each in self.differences if each.parts), None)
 
     @property
-    def drift(self) -> Drift | None:
-        """The largest drift: many small errors of one operation; None if there is none."""
-        calls = defaultdict(list)
-        for each in self.differences:
-            if not each.parameter:
-                calls[each.place, each.op, each.backward].append(each)
-        parting = filter(None, map(drift_of, calls.values()))
-        return max(parting, key=lambda each: each.growth, default=None)
-
-    @property
-    def parted(self) -> Difference | None:
-        """``first``, or without it the end of ``drift``; None if the levels do not part."""
-        drift = self.drift if self.first is None else None
-        return drift.end if drift is not None else self.first
-
-    @property
     def furthest(self) -> Difference | None:
         """The result with the largest ``ulps``; None without results."""
         return max(self.differences, key=lambda each: each.ulps, default=None)
 
     def __str__(self) -> str:
         return "\n".join(_report(self))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the comparison as plain values, for JSON; inf and NaN are strings."""
-        plain = {
-            **dataclasses.asdict(self),
-            "dtype": short(self.dtype),
-            "tried": None if self.tried is None else self.tried.as_dict(),
-            "differences": [_plain(each) for each in self.differences],
-            "first": None if self.first is None else self.differences.index(self.first),
-            "parted": None if self.parted is None else self.differences.index(self.parted),
-        }
-        return for_json(plain)
-
-
-def _plain(each: Difference) -> dict[str, Any]:
-    plain = dataclasses.asdict(each)
-    del plain["place"]
-    return {**plain, "module": each.place.module or "", "line": each.place.line}
 
 
 def _report(compared: Comparison) -> Iterator[str]:
@@ -117,19 +80,13 @@ def _report(compared: Comparison) -> Iterator[str]:
 
 
 def _parting(compared: Comparison) -> Iterator[str]:
-    first, drift, furthest = compared.first, compared.drift, compared.furthest
+    first, furthest = compared.first, compared.furthest
     if first is not None:
         yield (
             f"they part first in {_where(first)}: {_number(first.ulps)} ulps, before it "
             f"{_number(first.before)}"
         )
         yield from _to_do(compared, first)
-    elif drift is not None:
-        yield (
-            f"they drift apart in {_where(drift.end)}: {_number(drift.start.ulps)} ulps in the "
-            f"first of its {drift.calls} results, {_number(drift.end.ulps)} in the last"
-        )
-        yield from _to_do(compared, drift.end)
     elif furthest is not None and furthest.ulps:
         until = "until then " if compared.failed else ""
         yield (
@@ -150,7 +107,7 @@ def _to_do(compared: Comparison, parted: Difference) -> Iterator[str]:
 
 def _cure(tried: Comparison, parted: Difference) -> str:
     """Return the setting that was tried, with the result of trying it."""
-    then, setting = tried.parted, f"fp32_modules=[{parted.place.module!r}]"
+    then, setting = tried.first, f"fp32_modules=[{parted.place.module!r}]"
     if then is None:
         return f"{setting} (tried: they part nowhere)"
     if then.place.module != parted.place.module:

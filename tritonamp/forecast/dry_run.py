@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tritonamp.casts.inputs import input_tensors, signature_of
+from tritonamp.casts.saved import named_tensors
 from tritonamp.casts.tree import cast_tree, from_half
 from tritonamp.casts.user_functions import disable_casts
 from tritonamp.forecast.recording import Recorder, TensorRecord, record_of
 from tritonamp.forecast.running import Batch, LossFn, run_copy
-from tritonamp.forecast.twin import named_tensors, widen
+from tritonamp.forecast.twin import widen
 from tritonamp.forecast.unrounded import values_of
 from tritonamp.policy import Policy
 from tritonamp.watched.graph import nodes

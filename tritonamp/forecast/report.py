@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,8 +15,6 @@ from torch.optim import Optimizer
 from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.loaded import half_parameters, loaded_dtype
 from tritonamp.checks import check_cast_inputs, check_models
-from tritonamp.diagnosis.replay.faults import for_json
-from tritonamp.forecast.accumulation import added_up, check_accumulation
 from tritonamp.forecast.advice import findings_without_data
 from tritonamp.forecast.comparing import compared
 from tritonamp.forecast.cure import cure
@@ -83,22 +80,6 @@ class Forecast:
         compared = [] if self.comparison is None else [str(self.comparison)]
         return "\n".join([*_report(self), *compared])
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the forecast as plain values, for JSON."""
-        return {
-            "model": self.model,
-            "loss": for_json(self.loss),
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
-            "formats": {
-                name: {**dataclasses.asdict(o), "dtype": name, "fits": o.fits}
-                for name, o in self.formats.items()
-            },
-            "policy": json.loads(self.policy.to_json()),
-            "asked": json.loads(self.asked.to_json()),
-            "records": [_plain(record) for record in self.records],
-            "comparison": None if self.comparison is None else self.comparison.as_dict(),
-        }
-
 
 def check(
     model: nn.Module,
@@ -109,7 +90,6 @@ def check(
     level: str | Policy = "O2",
     dtype: torch.dtype | None = None,
     compare: str | Policy | None = None,
-    accumulation_steps: int = 1,
 ) -> Forecast:
     """Predict what overflows and vanishes in half, from one forward and backward in FP32 values.
 
@@ -127,7 +107,6 @@ def check(
         compare: level to compare with, by name or as a Policy. The batch then also runs at both
             levels, and ``Forecast.comparison`` compares their results in ulps. This takes the
             memory of all results of a forward and backward.
-        accumulation_steps: number of batches whose gradients a step adds up.
 
     Raises:
         ValueError: a wrong argument.
@@ -143,7 +122,6 @@ def check(
     if dtype is None and isinstance(level, str) and level in LEVELS:
         dtype = loaded_dtype(half_parameters([model]), device)
     policy = resolve(level, dtype)
-    check_accumulation(accumulation_steps)
     other = None if compare is None else resolve(compare, dtype)
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [] if optimizer is None else optimizers
@@ -163,7 +141,6 @@ def check(
     findings = [
         *findings_without_data(model, optimizers, loss_fn, policy),
         *predictions(run, policy),
-        *added_up(model, policy, accumulation_steps),
         *fp32_streams(model, inputs, loss_fn, policy, run),
     ]
     return Forecast(
@@ -209,23 +186,13 @@ def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     )
 
 
-def _plain(record: TensorRecord) -> dict[str, Any]:
-    own = ("op", "shape", "half", "parameter", "backward", "scaled")
-    return {
-        "module": record.module,
-        "line": record.place.line,
-        **{name: getattr(record, name) for name in own},
-        **{name: getattr(record.sizes, name) for name in ("amax", "amin", "nans", "exponents")},
-    }
-
-
 def _report(forecast: Forecast) -> Iterator[str]:
     half = _format(forecast.asked)
     if not forecast.findings:
         rest = (
             f"{half}, {forecast.formats[half].which_scale}" if half != "FP32" else "FP32 throughout"
         )
-        parts = forecast.comparison is not None and forecast.comparison.parted is not None
+        parts = forecast.comparison is not None and forecast.comparison.first is not None
         found = "nothing foreseen, but the levels part, see below" if parts else "nothing found"
         yield f"{found}: {forecast.model} in {rest}"
         return

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tritonamp.casts.saved import named_tensors
 from tritonamp.forecast.unrounded import Unrounded
 from tritonamp.policy import HALF_DTYPES
 
@@ -38,14 +39,6 @@ def _fp32_copy_of(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(new, requires_grad=tensor.requires_grad)
     return new
-
-
-def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return all parameters and buffers, a shared one under each of its names."""
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
 
 
 def widen(twin: nn.Module, wide: dict[str, Tensor]) -> None:

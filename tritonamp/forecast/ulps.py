@@ -1,9 +1,7 @@
 """Distance in ulps between one result of two runs, and whether the runs part there."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,25 +43,12 @@ class Difference:
     @property
     def growth(self) -> float:
         """Ratio of the result's error to that of its inputs, which counts as at least 8 ulps."""
-        return _growth(self.before, self.ulps)
+        return 1.0 if math.isinf(self.before) else self.ulps / max(self.before, ROUNDED)
 
     @property
     def parts(self) -> bool:
         """Whether the two runs part here."""
         return self.growth >= PARTS
-
-
-class Drift(NamedTuple):
-    """An operation with many results whose error grows from call to call, like a running sum."""
-
-    start: Difference
-    end: Difference
-    calls: int
-
-    @property
-    def growth(self) -> float:
-        """Ratio of the last result's error to that of the first call's inputs."""
-        return _growth(self.start.before, self.end.ulps)
 
 
 def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple[float, float]:
@@ -87,18 +72,6 @@ def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple
     ulp = info.eps * (_rms(expected) or info.smallest_normal)
     off = (got - expected).abs()
     return _rms(off) / ulp, float(off.max()) / ulp
-
-
-def drift_of(calls: Sequence[Difference]) -> Drift | None:
-    """Return the drift of an operation that adds at least half of the error itself, or None."""
-    drift = Drift(calls[0], calls[-1], len(calls))
-    own = sum(max(each.ulps - each.before, 0.0) for each in calls)
-    by_itself = own >= (drift.end.ulps - drift.start.before) / 2
-    return drift if len(calls) > 1 and drift.growth >= PARTS and by_itself else None
-
-
-def _growth(before: float, ulps: float) -> float:
-    return 1.0 if math.isinf(before) else ulps / max(before, ROUNDED)
 
 
 def _rms(values: Tensor) -> float:

@@ -488,11 +488,7 @@ class Amp:
             - amp/headroom_forward, amp/headroom_backward: under ``watch``, the least headroom of
               all modules in the last step that was read, in bits.
         """
-        steps = self._arrived_ranges()
-        return metrics(self._parts.log, steps[-1] if steps else ())
-
-    def _arrived_ranges(self) -> list[list[RangeRecord]]:
-        return [] if self._ranges is None else self._ranges.arrived()
+        return metrics(self._parts.log, () if self._ranges is None else self._ranges.arrived())
 
     def plot(self, path: str | Path) -> Path:
         """Draw loss scale, gradient norm and skips by cause of ``history``. Waits for the device.
@@ -510,7 +506,7 @@ class Amp:
             ValueError: matplotlib cannot write files of that suffix.
             ImportError: matplotlib is not installed.
         """
-        return save_picture(self.history, path, self._arrived_ranges())
+        return save_picture(self.history, path)
 
     @leaves_inference_mode
     def watch(self, every: int = 100) -> "LiveRanges":
@@ -523,8 +519,8 @@ class Amp:
         of their format, one WARNING says in about how many steps they reach it.
 
         Call it before ``torch.compile`` compiles the model and before a CUDA graph is captured,
-        because neither sees hooks that are added later. ``ranges``, ``metrics`` and ``plot`` show
-        the readings.
+        because neither sees hooks that are added later. ``ranges`` and ``metrics`` show the
+        readings.
 
         Args:
             every: number of steps from one reading to the next, 1 or more.

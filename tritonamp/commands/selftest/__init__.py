@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import tritonamp
-from tritonamp.commands.selftest import kernels, processes, speed, training, waits
+from tritonamp.commands.selftest import kernels, processes, speed, training
 from tritonamp.commands.selftest.check import CUT_OFF, FAILED, OK, Check, outcome_of
 from tritonamp.commands.table import table
 from tritonamp.kernels import device as hardware
@@ -17,7 +17,6 @@ from tritonamp.kernels import device as hardware
 GROUPS: dict[str, Callable[[torch.device, str], Iterable[Check]]] = {
     "kernel": kernels.checks,
     "training": training.checks,
-    "waits": waits.checks,
     "speed": speed.checks,
 }
 ALONE = frozenset(("speed",))

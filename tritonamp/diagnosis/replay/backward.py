@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from tritonamp.watched.ops import is_finite
 
-MIN_EXPONENT, MAX_EXPONENT = -24, 40  # of the loss scales that are tried
+MIN_EXPONENT = -24  # of the loss scales that are tried
 
 
 class Backward:
@@ -76,11 +76,3 @@ class Backward:
             middle = (low + high) // 2
             low, high = (middle, high) if self.fits(middle) else (low, middle)
         return 2.0**low
-
-    def smallest_scale(self, above: float) -> float | None:
-        """Return the smallest power of two at which some gradient is not zero."""
-        for exponent in range(math.frexp(above)[1], MAX_EXPONENT):
-            grads = self.gradients(2.0**exponent).values()
-            if any(bool((torch.isfinite(g) & (g != 0)).any()) for g in grads):
-                return 2.0**exponent
-        return None

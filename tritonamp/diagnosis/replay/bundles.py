@@ -1,6 +1,5 @@
 """Save a failing batch as a folder from which it can run elsewhere."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,8 +65,8 @@ def write_bundle(
     """Write a folder from which a forward can run again elsewhere, and return the folder.
 
     It holds inputs.pt (arguments, generators, training flag; ``torch.load(..., weights_only=True)``
-    takes it), weights.pt (the model's ``state_dict``), policy.json, report.txt, fault.json, and
-    replay.py, to which the user adds the function that makes the model.
+    takes it), weights.pt (the model's ``state_dict``), policy.json, report.txt, and replay.py, to
+    which the user adds the function that makes the model.
 
     Args:
         folder: folder to write, made if it does not exist.
@@ -98,9 +97,6 @@ def write_bundle(
     torch.save({k: _plain(v) for k, v in state.items()}, folder / "weights.pt")
     (folder / "policy.json").write_text(policy.to_json())
     (folder / "report.txt").write_text(f"{NOT_REPRODUCED if fault is None else fault}\n")
-    (folder / "fault.json").write_text(
-        json.dumps(None if fault is None else fault.as_dict(), indent=1)
-    )
     (folder / "replay.py").write_text(_SCRIPT.format(scale=1.0 if fault is None else fault.scale))
     return folder
 

@@ -56,7 +56,7 @@ class FaultReport:
         difference: largest difference of the result from FP32's, and the largest number in FP32's;
             None: not compared.
         scale: loss scale of the backward.
-        fits: largest loss scale that works, or the smallest one for vanished gradients.
+        fits: largest loss scale that works.
         names: names of the parameters, inputs or gradients that are not finite.
         replayed: whether the forward gave the same bits as the first time.
         remedy: result of the tried remedies; None: none was tried.
@@ -207,43 +207,6 @@ class FaultReport:
         """Return whether the result is FP32's within 1 %; False where none was compared."""
         return self.difference is not None and self.difference[0] <= 0.01 * self.difference[1]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, for JSON."""
-        event = self.event
-        plain = {
-            "kind": self.kind,
-            "phase": self.phase,
-            "module": self.module,
-            "class": event.place.kind,
-            "op": self.op,
-            "file": event.place.file,
-            "line": event.place.number,
-            "aten": event.aten,
-            "inputs": [
-                {"dtype": short(operand.dtype), "shape": operand.shape, "amax": operand.amax}
-                for operand in event.inputs
-            ],
-            "dtype": short(event.dtype),
-            "exact": event.exact,
-            "multiple": self.multiple,
-            "silent": self.silent,
-            "harmless": self.harmless,
-            "difference": self.difference,
-            "later": event.later,
-            "first_nan": None if event.first_nan is None else str(event.first_nan),
-            "outcome": self.outcome,
-            "scale": self.scale,
-            "fits": self.fits,
-            "names": self.names,
-            "samples": event.samples,
-            "eps": event.eps and event.eps[0],
-            "replayed": self.replayed,
-            "rank": self.rank,
-            "why": self.why,
-            "advice": self.advice,
-        }
-        return for_json(plain)
-
 
 NO_PRECISION_HELPS = "FP32 does not help, nor does bfloat16: both were tried on this batch."
 _KEEP = re.compile(r"(, or|; if .*,| If this .*,) \{keep\}\.")
@@ -266,12 +229,3 @@ def listed(items: Sequence[Any]) -> str:
     """Return the first eight items in words, and how many more there are."""
     more = f" and {len(items) - 8} more" if len(items) > 8 else ""
     return ", ".join(map(str, items[:8])) + more
-
-
-def for_json(value: Any) -> Any:
-    """Return plain values with tuples as lists, and with inf and NaN, which JSON lacks, as text."""
-    if isinstance(value, dict):
-        return {key: for_json(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [for_json(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -223,12 +223,11 @@ class _Replay:
     def fault_of_backward(
         self, output: Any, grad_outputs: Sequence[Tensor | None] | None
     ) -> FaultReport | None:
-        """Report the cause of non-finite gradients, or of gradients that are all zero."""
+        """Report the cause of non-finite gradients."""
         backward = Backward(output, grad_outputs, self.scale, self.params)
         grads = backward.gradients(self.scale)
         if all(map(is_finite, grads.values())):
-            is_zero = not any(bool(g.any()) for g in grads.values())
-            return self._vanished(backward) if is_zero else None
+            return None
         self.watch.phase = "backward"
         with self.watch:
             for i, seed in enumerate(backward.seeds):
@@ -245,18 +244,6 @@ class _Replay:
         outcome = f"gradients of {len(bad)} of {len(self.params)} parameters are not finite"
         return self._fault(
             event, fits, names=tuple(bad), outcome=outcome, silent=event.absorbed is not None
-        )
-
-    def _vanished(self, backward: Backward) -> FaultReport | None:
-        fits = backward.smallest_scale(self.scale)
-        if fits is None:
-            return None  # zero at every scale, so precision is not the cause
-        self.watch.phase, self.watch.looks_for_zeros = "backward", True
-        with self.watch:
-            backward.gradients(self.scale)
-        event = self.watch.zeroed or Event(_RESULT, "backward", self.dtype)
-        return FaultReport(
-            "vanished_gradients", event, scale=self.scale, fits=fits, replayed=self.replayed
         )
 
 

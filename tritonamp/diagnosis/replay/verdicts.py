@@ -164,11 +164,6 @@ VERDICTS = {
         "Put a harmless value in before {op} where it is not differentiable (torch.where after it "
         "does not stop 0 * inf in the backward), or clamp its argument.",
     ),
-    "vanished_gradients": Verdict(
-        "all gradients are zero: at loss scale {scale} they are below what {format} holds; not so "
-        "at {fits}",
-        "Use a dynamic loss scale, or a fixed one of {fits} or more; bfloat16 needs none.",
-    ),
     "unknown": Verdict(
         "its inputs are finite and its output is not", f"Compute it by hand in float64, or {_KEEP}."
     ),

@@ -46,9 +46,6 @@ class Watch(PlacedOps):
         self.events: list[Event] = []  # in the order in which they happened
         # the last op that torch refused, because a constant does not fit
         self.refused: Event | None = None
-        # the first op of a backward whose result in half is zero, and should not; if looked for
-        self.zeroed: Event | None = None
-        self.looks_for_zeros = False
         # name of a parameter or buffer that was written to, to the tensor and its value before
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
         self._memories = Memories()
@@ -128,8 +125,6 @@ class Watch(PlacedOps):
         for t in results:
             self._memories.of(t).maker = ran.place
         self._note_eps(call, results)
-        if self.looks_for_zeros and results and self.zeroed is None:
-            self._note_zeros(ran, results[0])
 
     # inf and NaN
 
@@ -260,14 +255,6 @@ class Watch(PlacedOps):
                 eps = next(((s, t.dtype) for s in call.scalars() if 0 < abs(s) <= small), found)
             if eps is not None and bool((t == 0).any()):
                 self._memories.of(t).eps = eps
-
-    def _note_zeros(self, ran: _Ran, result: Tensor) -> None:
-        if result.dtype.itemsize > 2 or bool(result.any()):
-            return
-        exact = next(map(amax, ran.call.in_float64()), 0.0)
-        if exact > 0:
-            aten, inputs = str(ran.call.func), _op_inputs(ran.call.inputs())
-            self.zeroed = Event(ran.place, "backward", result.dtype, aten, inputs, exact=exact)
 
 
 def _op_inputs(tensors: list[Tensor]) -> tuple[OpInput, ...]:
