@@ -36,9 +36,8 @@ class Policy:
         init_scale: first value of a dynamic loss scale.
         cast_inputs: True: all FP32 tensors that the model is given are cast to ``dtype``. Names of
             ``forward``'s arguments, or positions from 0: only tensors in these arguments are cast.
-            False: no tensor is cast. ``dtype`` stands for True, None for False.
-        cast_outputs: dtype to which half tensors are cast that the model returns; None: they are
-            not cast.
+            False: no tensor is cast. A dtype is read as True, None as False.
+        cast_outputs: dtype of half tensors that the model returns; None: unchanged.
         softmax_dtype: output dtype of softmax on half input under the op policy. None: the input's
             dtype. torch.float32: as in torch.autocast. Softmax accumulates in FP32 either way.
         state_dict_dtype: dtype of ``model.state_dict()``: torch.float32, which a plain model loads,
@@ -68,9 +67,8 @@ class Policy:
         raise_after: number of faults in a row until "raise" raises.
         track_lost_updates: Adam and AdamW count the updates that did not change the half value of
             their parameter.
-        skip_outliers: number of standard deviations above the last 63 steps from which a loss or
-            gradient norm makes a step an outlier, which is skipped; at most 4 of any 64 steps.
-            None: no step is an outlier.
+        skip_outliers: a step is skipped if its loss or gradient norm lies this many standard
+            deviations above the last 63 steps; at most 4 of any 64 steps. None: no step is.
     """
 
     dtype: torch.dtype = torch.float16

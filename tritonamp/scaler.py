@@ -40,10 +40,10 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval steps in a row     -> grow, never above max_scale
 
     Use and ``state_dict`` are those of ``torch.amp.GradScaler``. There are three differences. The
-    host does not read the device on the step path, except for optimizers that cannot skip on the
-    device, at one read per step; the optimizers of ``tritonamp.optim``, and torch's with
-    ``fused=True``, can. Half parameters of ``tritonamp.optim`` have FP32 gradients from
-    ``unscale_`` to the step. A step without gradients is a no-op, not an error.
+    step does not read the device if the optimizer can skip on the device (those of
+    ``tritonamp.optim``, torch's with ``fused=True``); others cost one read per step. Half
+    parameters of ``tritonamp.optim`` have FP32 gradients from ``unscale_`` to the step. A step
+    without gradients is a no-op, not an error.
 
     Args:
         device: "cuda", "cpu", ...; None: "cuda" if CUDA is available, else "cpu".

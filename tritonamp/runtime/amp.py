@@ -53,8 +53,8 @@ class Amp:
         optimizer.step()           # unscale, check, clip, update, half copies; or a skip
         optimizer.zero_grad()
 
-    As a context manager (``with tritonamp.enable(...) as amp:``) it disables at the end of the
-    block, also after an exception.
+    As a context manager (``with tritonamp.enable(...) as amp:``) the handle disables mixed
+    precision at the end of the block, also after an exception.
 
     Attributes:
         scaler: GradScaler of ``loss_id`` 0, usable as in a ``torch.amp`` loop.
@@ -161,7 +161,7 @@ class Amp:
     def pipeline_loss(
         self, loss_fn: Callable[..., Tensor], process_group: Any = None
     ) -> Callable[..., Tensor]:
-        """Return the loss function for the schedule of a pipeline of which the model is a stage.
+        """Return the loss function for the schedule of the pipeline that the model is a stage of.
 
         The schedules of ``torch.distributed.pipelining`` run the backwards themselves, so this
         replaces ``amp.backward``. From this call on, the ranks of all stages decide together at
@@ -570,11 +570,10 @@ class Amp:
         each rank runs its own batch, and all ranks return the same text.
 
         Args:
-            replay: False: run nothing. True or a function: also run the failing batch again, name
-                the operation where inf or NaN began, and try cures. True runs the model's forward,
-                and under ``on_nonfinite`` other than "skip" its backward (which has run already at
-                the first faults). A function that computes the loss is run with its backward. If no
-                step was skipped, the last batch runs, if it still exists.
+            replay: False: run nothing. True: run the model's forward on the failing batch again,
+                and under ``on_nonfinite`` other than "skip" its backward. A function that computes
+                the loss: run it and its backward. A run names the operation where inf or NaN began,
+                and tries cures. Without a skip, the last batch runs, if it still exists.
         """
         if replay is not False:
             self._check_replay("explain(replay=True)")
@@ -591,7 +590,8 @@ class Amp:
             folder: path of the folder.
 
         Raises:
-            RuntimeError: there is no such batch, or another rank could not write.
+            RuntimeError: there is no failing batch that can run again, or another rank could not
+                write.
         """
         self._check_enabled("write_bundle")
         self._check_replay("write_bundle")
