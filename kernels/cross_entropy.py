@@ -1,7 +1,7 @@
 """cross_entropy over one dimension of half logits: FP32 arithmetic, 2 B/element.
 
-With T the temperature, m the largest logit of a line, e = exp((x - m) / T) and s = sum(e), a line's
-loss and, where it is wanted, its entropy are
+With T the temperature, m a line's largest logit, e = exp((x - m) / T) and s = sum(e), the loss and
+the entropy of the line are
 
     (1 - smoothing) * ((m - x[target]) / T + log(s)) + smoothing * ((m - mean(x)) / T + log(s)),
     log(s) + sum(e * (m - x)) / (s * T).
@@ -55,7 +55,7 @@ def _add_tile(
     # -inf - -inf would be NaN
     base = tl.where(largest == -float("inf"), 0.0, largest)
     before = tl.where(m == -float("inf"), 0.0, m)
-    # The scale multiplies differences because x * scale - m * scale is off by 5e-3 near 6e4.
+    # The scale multiplies differences because x * scale - m * scale would be off by 5e-3 near 6e4.
     e, shrink = tl.exp2((x - base) * scale), tl.exp2((m - base) * scale)
     if SMOOTH:
         # Each column seen is further from the new maximum, by as much as the maximum grew.
@@ -94,8 +94,7 @@ def cross_entropy_kernel(
     first, last = whole_vectors(begin, begin + n, ALIGN, VEC)
     m = tl.full([ROWS, 1], -float("inf"), tl.float32)
     s = tl.zeros([ROWS, 1], tl.float32)
-    gaps = tl.zeros([ROWS, 1], tl.float32)
-    spread = tl.zeros([ROWS, 1], tl.float32)
+    gaps, spread = s, s
     for at in range(first, last, BLOCK):
         columns, exist = column_offsets(at, last, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
         m, s, gaps, spread = _add_tile(
@@ -163,7 +162,7 @@ def cross_entropy_triton(
     if not x.numel():
         return losses.zero_(), stats.zero_()
     minus = minus_logits_of_targets(x, target, dim, ignore_index).float()
-    # plain floats, so that an integer of the same value is no other kernel
+    # Floats because an integer of the same value would compile another kernel.
     floats = float(smoothing), float(temperature)
     launch = _launch(x.shape, x.dtype, dim, ignore_index, *floats, entropy)
     launch(x, target, minus, losses, stats)
@@ -171,15 +170,13 @@ def cross_entropy_triton(
 
 
 def minus_logits_of_targets(x: Tensor, target: Tensor, dim: int, ignore_index: int) -> Tensor:
-    """Return -x[target], and 0 for targets that are ignored.
-
-    torch's own kernel refuses a target that is no class, by an error on a CPU and by a failed
-    assertion on CUDA. An assertion in a Triton kernel would exist in debug mode only.
-    """
+    """Return -x[target], and 0 for targets that are ignored."""
+    # torch's own kernel refuses a target that is no class, by an error on a CPU and by a failed
+    # assertion on CUDA. An assertion in a Triton kernel would exist in debug mode only.
     at = dim % x.dim()
     outer, inner = math.prod(x.shape[:at]), math.prod(x.shape[at + 1 :])
     lines, targets = x.reshape(outer, x.shape[at], 1, inner), target.reshape(outer, 1, inner)
-    # the operation below ``nll_loss`` because autocast widens the logits of ``nll_loss`` itself
+    # This is the operation below ``nll_loss`` because autocast would widen the logits of that one.
     picked, _ = torch.ops.aten.nll_loss2d_forward(lines, targets, None, 0, ignore_index)
     return picked.view(target.shape)
 
@@ -236,9 +233,8 @@ def cross_entropy(
         backend: "auto", "triton" or "eager".
 
     Returns:
-        losses in the target's shape, float32 (from float64: float64), and statistics for the
-        gradient with a dimension of 2 or 3 in front: the maximum m of each line,
-        log(sum(exp((x - m) / temperature))), and the entropy.
+        losses in the target's shape, float32 (from float64: float64), and statistics with a
+        dimension of 2 or 3 in front: each line's maximum m, log(sum(exp((x - m) / T))), entropy.
 
     Raises:
         IndexError: a target is no class; on CUDA it is a failed assertion on the device.
@@ -252,23 +248,17 @@ VARIANTS: dict[str, tuple[int, float, float, bool]] = {
     "tokens": (NO_CLASS, 0.0, 1.25, False),
     "entropy": (NO_CLASS, 0.0, 1.25, True),
 }
-"""Sample arguments from ``ignore_index`` on, by name."""
+"""Sample arguments, from ``ignore_index`` on."""
 
 
 def sample_targets(x: Tensor, dim: int, ignored: bool) -> Tensor:
     """Return classes for the lines of ``x``; every third one is -100 if some are ``ignored``."""
-    lines = x.sum(dim, dtype=torch.float32)
-    n = x.shape[dim]
+    lines, n = x.sum(dim, dtype=torch.float32), x.shape[dim]
     number = torch.arange(lines.numel(), device=x.device).view(lines.shape)
     if not n:
         return torch.full_like(number, -100)
     target = (7 * number + n - 1) % n
     return target.where(number % 3 > 0, -100) if ignored else target
-
-
-def sample_stats(x: Tensor, target: Tensor, dim: int, variant: str) -> Tensor:
-    """Return the statistics of sample targets, for a gradient."""
-    return cross_entropy_torch(x, target, dim, *VARIANTS[variant])[1]
 
 
 def _sample(variant: str) -> Sample:
@@ -286,17 +276,12 @@ CROSS_ENTROPY = TraceableOp(cross_entropy_triton, cross_entropy_torch, list(map(
 
 def shipped_cases() -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """Yield name, variant, logits and targets of the calls whose builds are checked."""
-    half, bf16 = torch.float16, torch.bfloat16
-    cases: list[tuple[tuple[int, ...], torch.dtype, str]] = [
-        *(((4096, n), half, "") for n in (32, 1000, 8192, 50257)),
-        *(((4096, n), half, variant) for variant in ("smoothed", "entropy") for n in (8192, 50257)),
-        ((4096, 8192), bf16, ""),
-        ((4, 64, 4096), half, ""),
-        ((4096, 1000), half, "tokens"),
-        ((4096, 32000), bf16, "tokens"),
-        ((4096, 151936), bf16, "entropy"),
-    ]
-    for shape, dtype, variant in cases:
+    lengths = {"": (32, 1000, 8192, 50257), "smoothed": (8192, 50257), "tokens": (1000,)}
+    lengths["entropy"] = lengths["smoothed"]
+    wide = {"": 8192, "tokens": 32000, "entropy": 151936}
+    cases = [((4096, n), torch.float16, variant) for variant in lengths for n in lengths[variant]]
+    cases += [((4096, n), torch.bfloat16, variant) for variant, n in wide.items()]
+    for shape, dtype, variant in [*cases, ((4, 64, 4096), torch.float16, "")]:
         x = torch.empty(shape, dtype=dtype, device="meta")
         target = torch.empty((shape[0], *shape[2:]), dtype=torch.int64, device="meta")
         case = "inner" if len(shape) > 2 else f"n={shape[1]}"
@@ -306,8 +291,8 @@ def shipped_cases() -> Iterator[tuple[str, str, Tensor, Tensor]]:
 def shipped() -> Iterator[Shipped]:
     """Yield the calls whose builds are checked."""
     for name, variant, x, target in shipped_cases():
-        is_row = x.dim() == 2 and variant in ("", "tokens")
-        registers = MAX_REGISTERS[not (is_row and x.shape[1] <= LONGEST)]
-        most = 20 if variant == "entropy" else 14 if is_row else 17
+        is_plain = x.dim() == 2 and variant in ("", "tokens")
+        registers = MAX_REGISTERS[not (is_plain and x.shape[1] <= LONGEST)]
+        most = 20 if variant == "entropy" else 14 if is_plain else 17
         args = x, target, 1, *VARIANTS[variant]
         yield Shipped(name, cross_entropy_triton, args, registers, most, 1)

@@ -30,10 +30,10 @@ from tritonamp.kernels._lines import (
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.cross_entropy import (
+    CROSS_ENTROPY,
     LOG2_E,
     NO_CLASS,
     VARIANTS,
-    sample_stats,
     sample_targets,
     shipped_cases,
 )
@@ -99,6 +99,8 @@ def cross_entropy_backward_kernel(
         h = h * inverse * 0.6931471805599453
         entropy = tl.load(stats_ptr + 2 * count + numbers, mask=counts, other=0.0)
         entropy = entropy * 1.4426950408889634
+    # Tiles begin with a line's first whole vector because other tiles would be loaded element by
+    # element.
     begin = line_lead(pid, n, ALIGN, VEC)
     first, last = whole_vectors(begin, begin + n, ALIGN, VEC)
     at = first + tile * BLOCK
@@ -134,6 +136,7 @@ def _launch(
     t = tiling(shape, dim, dim, PER_THREAD, LONGEST, WIDEST // given.itemsize)
     tiles = -(-t.n // t.layout[-1])
     wanted = smoothing / t.n, 1.0 - smoothing
+    # A comparison for each line is saved where every target counts.
     ignored = None if ignore_index == NO_CLASS else ignore_index
     return Launch(
         cross_entropy_backward_kernel,
@@ -157,7 +160,7 @@ def cross_entropy_backward_triton(
     x, target, grad = x.contiguous(), target.contiguous(), grad.contiguous()
     dx = torch.empty_like(x)
     if x.numel():
-        # plain floats, so that an integer of the same value is no other kernel
+        # Floats because an integer of the same value would compile another kernel.
         floats = float(smoothing), float(temperature)
         launch = _launch(x.shape, x.dtype, dim, ignore_index, *floats, len(grad) == 2)
         launch(x, target, grad, stats, dx)
@@ -226,7 +229,7 @@ def _sample(variant: str) -> Sample:
     def args(x: Tensor, dim: int) -> tuple[object, ...]:
         target = sample_targets(x, dim, variant == "smoothed")
         *options, entropy = VARIANTS[variant]
-        stats = sample_stats(x, target, dim, variant)
+        _, stats = CROSS_ENTROPY.torch_function(x, target, dim, *VARIANTS[variant])
         grad = torch.linspace(-2, 2, (1 + entropy) * target.numel(), device=x.device)
         return x, target, grad.view(1 + entropy, *target.shape), stats, dim, *options
 

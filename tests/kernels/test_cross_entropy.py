@@ -205,6 +205,11 @@ def test_large_logits_lose_nothing(device: torch.device, backend: str) -> None:
     exact = torch.full((2,), math.log(1000), device=device)
     torch.testing.assert_close(losses, exact, rtol=0, atol=2.0**-20)
     torch.testing.assert_close(stats[2], exact, rtol=0, atol=2.0**-20)
+    x = (65504 - torch.arange(1000, device=device) / 256).expand(2, -1)  # exact in FP32
+    losses, stats = cross_entropy(x, target, -1, *options, backend)
+    of_losses, of_entropies, _ = exact_results(x, target, -1, options)
+    assert_within(losses, *of_losses)
+    assert_within(stats[2], *of_entropies)
 
 
 @pytest.mark.parametrize(
