@@ -38,9 +38,7 @@ SLOW = {
 }
 TOOLS = [  # folders and files, from the root
     "tests/apex",
-    "tests/commands/migrate",
-    "tests/commands/test_check.py",
-    "tests/commands/test_selftest.py",
+    "tests/commands",
     "tests/demo",
     "tests/diagnosis/test_errors.py",
     "tests/forecast",
@@ -65,6 +63,12 @@ def more(cases: Iterable[Any]) -> list[Any]:
     """Return cases for ``parametrize`` that a plain run leaves out: others are much like them."""
     several = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*case, marks=pytest.mark.more) for case in several]
+
+
+def one_in(number: int, cases: Iterable[Any]) -> list[Any]:
+    """Return cases for ``parametrize`` of which a plain run takes one in ``number``."""
+    cases = list(cases)
+    return [case if not i % number else more([case])[0] for i, case in enumerate(cases)]
 
 
 def covering(cases: Sequence[Collection[Hashable]]) -> list[int]:

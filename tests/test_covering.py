@@ -7,7 +7,7 @@ from pathlib import Path
 
 import budget
 import pytest
-from covering import SLOW, SMOKE, TOOLS, covering, file_marks, more
+from covering import SLOW, SMOKE, TOOLS, covering, file_marks, more, one_in
 from small_project import run_pytest
 
 
@@ -215,6 +215,13 @@ def test_slow_files_are_told_by_their_text(tmp_path: Path) -> None:
     assert file_marks(path) == set()
     found = {mark for path in Path(__file__).parent.rglob("test_*.py") for mark in file_marks(path)}
     assert found <= SLOW.keys()
+
+
+def test_one_case_in_three_is_in_a_plain_run() -> None:
+    cases = one_in(3, "abcdefg")
+    plain = [case for case in cases if isinstance(case, str)]
+    assert plain == ["a", "d", "g"]
+    assert [case.values for case in cases if case not in plain] == [("b",), ("c",), ("e",), ("f",)]
 
 
 @pytest.mark.parametrize("tool", TOOLS)

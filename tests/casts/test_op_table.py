@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import one_in
 from helpers import dispatch_tables, torchs_database
 from modules import EveryList
 from torch import Tensor, nn
@@ -409,7 +410,7 @@ def expected_dtypes(
     "ignore:.*degrees of freedom", "ignore:torch.chain_matmul is deprecated"
 )
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("op", sorted(COMPARED))
+@pytest.mark.parametrize("op", one_in(3, sorted(COMPARED)))
 def test_dtypes_are_those_of_cuda(op: str, name: str, samples: Any, stock: Any, amps: Any) -> None:
     half, compared = half_of(name), 0
     for sample, torchs in zip(samples[op], stock[0][op, name], strict=True):
@@ -504,7 +505,7 @@ def forms(op: str, call: Call) -> Iterator[Call]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("op", sorted({*TABLE} - {"binary_cross_entropy", *OUT_DTYPE}))
+@pytest.mark.parametrize("op", one_in(3, sorted({*TABLE} - {"binary_cross_entropy", *OUT_DTYPE})))
 def test_arguments_mean_what_they_mean_in_torch(op: str, samples: Any, amps: Any) -> None:
     """In whatever form: both run, with results of the same shapes, or both refuse them."""
     if op not in samples:
@@ -626,7 +627,7 @@ def test_half_is_computed_in_fp32_and_rounded_once(
         assert same_outcomes([g for g, _ in grads], [w for _, w in grads])
 
 
-@pytest.mark.parametrize("op", sorted({*TABLE} - {"binary_cross_entropy"}))
+@pytest.mark.parametrize("op", one_in(3, sorted({*TABLE} - {"binary_cross_entropy"})))
 def test_fp64_passes_through(op: str, samples: Any, amps: Any) -> None:
     for sample in samples.get(op, []):
         call = variant(sample, FP64)
@@ -893,7 +894,9 @@ def test_outside_torch_refuses_numbers_beyond_the_format(how: str, amps: Any) ->
         assert FILLS[how](x, -1e9).isinf().any()  # where; all else raises
 
 
-@pytest.mark.parametrize("op", sorted({*CUDA_LIST, *CPU_LIST, *OURS} - CUDA_KERNELS_ONLY))
+@pytest.mark.parametrize(
+    "op", one_in(4, sorted({*CUDA_LIST, *CPU_LIST, *OURS} - CUDA_KERNELS_ONLY))
+)
 def test_stock_cpu_autocast_is_what_it_was(op: str, samples: Any, stock: Any, amps: Any) -> None:
     if op not in samples:
         pytest.skip("no OpInfo reaches it")
@@ -904,7 +907,7 @@ def test_stock_cpu_autocast_is_what_it_was(op: str, samples: Any, stock: Any, am
                 assert same_outcomes(outcome(op, variant(sample, *VARIANTS[name])), before)
 
 
-@pytest.mark.parametrize("op", sorted(COMPARED & {*OURS}))
+@pytest.mark.parametrize("op", one_in(4, sorted(COMPARED & {*OURS})))
 def test_stock_cuda_autocast_is_what_it_was(op: str, samples: Any, stock: Any, amps: Any) -> None:
     assert dispatch.is_registered()
     for name in VARIANTS:

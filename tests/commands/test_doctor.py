@@ -53,6 +53,7 @@ def test_cpp_for_steps(monkeypatch):
     assert doctor._cpp_for_steps() == "built"
 
 
+@pytest.mark.smoke
 def test_cpu_is_eager_because_it_is_no_gpu():
     expected = ("softmax", "eager", "cpu is not an NVIDIA GPU")
     assert doctor._operation("softmax", torch.device("cpu")) == expected
