@@ -61,6 +61,22 @@ def test_scripted_parts_are_refused(got: str) -> None:
         tritonamp.enable(model)
 
 
+def test_a_function_that_is_scripted_later_is_refused() -> None:
+    function = gate
+
+    class OfANonlocal(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(self.layer(x))
+
+    model = OfANonlocal()
+    tritonamp.enable(model).disable()
+    function = torch.jit.script(gate)
+    with pytest.raises(ValueError, match="got function, a ScriptFunction in the forward of"):
+        tritonamp.enable(model)
+    function = gate
+    tritonamp.enable(model).disable()
+
+
 def test_the_advice_is_to_enable_the_original_and_script_it_after_disable() -> None:
     """The text says: enable ... the original, and call torch.jit.script after amp.disable()."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))

@@ -94,11 +94,12 @@ def refuse_scripted(model: nn.Module) -> None:
     torch.jit gives such code casts of its own.
     """
     kind = type(model).__name__
+    scripted_global = functools.cache(_scripted_global)  # modules of one class share a forward
     for name, module in model.named_modules():
         where = f"submodule {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):
             got = f"{where}, a ScriptModule"
-        elif function := _scripted_function(module):
+        elif function := _first_scripted(vars(module)) or scripted_global(type(module).forward):
             got = f"{function}, a ScriptFunction in the forward of {where}"
         else:
             continue
@@ -108,16 +109,12 @@ def refuse_scripted(model: nn.Module) -> None:
         )
 
 
-def _scripted_function(module: nn.Module) -> str | None:
-    """Return the name of a scripted function that a module holds or its ``forward`` names."""
-    return _first_scripted(vars(module)) or _scripted_global(inspect.unwrap(type(module).forward))
-
-
-@functools.cache
 def _scripted_global(forward: Callable[..., Any]) -> str | None:
-    if not inspect.isfunction(forward):
+    """Return a name in ``forward`` that stands for a scripted function."""
+    function = inspect.unwrap(forward)
+    if not inspect.isfunction(function):
         return None
-    named = inspect.getclosurevars(forward)
+    named = inspect.getclosurevars(function)
     return _first_scripted(named.globals) or _first_scripted(named.nonlocals)
 
 

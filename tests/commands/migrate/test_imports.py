@@ -68,6 +68,11 @@ def test_deprecated_names_become_those_of_today() -> None:
     assert not list(convert(script.after).changes())
 
 
+def test_a_name_in_several_lines_is_renamed_with_its_call() -> None:
+    script = convert("import torch\nx = torch.cuda.amp.\\\n    autocast(True)\n")
+    assert script.after == 'import torch\nx = torch.amp.autocast("cuda", enabled=True)\n'
+
+
 EVERY_IMPORT = {
     # how the name is imported, how it is called; what becomes of both
     ("import torch", "torch.cuda.amp.autocast(True)"): (

@@ -192,6 +192,8 @@ class Args:
 
 main(Args)
 """
+ANNOTATED = PLAIN.replace("scaler =", "scaler: GradScaler =")
+ANNOTATED_EARLY = EARLY.replace("scaler =", "scaler: torch.amp.GradScaler =")
 OR_NONE = """\
 model = make()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
@@ -351,6 +353,8 @@ TORCH = {
     "made where it is used": INSIDE,
     "trainer": TRAINER.replace("ON", "True"),
     "trainer, off": TRAINER.replace("ON", "False"),
+    "annotated": ANNOTATED,
+    "annotated, early": ANNOTATED_EARLY,
     "branches": BRANCHES.replace("ON", "True"),
     "branches, off": BRANCHES.replace("ON", "False"),
     "or None": OR_NONE.replace("ON", "True"),

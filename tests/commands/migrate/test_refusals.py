@@ -55,6 +55,40 @@ NOTED: dict[str, tuple[str, int, str]] = {
         5,
         "not known here",
     ),
+    "made with its model in one statement": (
+        "import torch\nmodel, scaler = torch.nn.Linear(2, 2), torch.amp.GradScaler()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n",
+        2,
+        "not known here",
+    ),
+    "made with its model in one line": (
+        "import torch\nmodel = torch.nn.Linear(2, 2); optimizer = "
+        "torch.optim.SGD(model.parameters()); scaler = torch.amp.GradScaler()\n",
+        2,
+        "not known here",
+    ),
+    "behind a condition in its line": (
+        MADE.replace("scaler =", "if True: scaler ="),
+        5,
+        "not known",
+    ),
+    "for models of a loop": (
+        MADE.replace(
+            "optimizer =", "params = []\nfor m in [model]: params += m.parameters()\nopt ="
+        ).replace("SGD(model.parameters()", "SGD(ps"),
+        7,
+        "not known here",
+    ),
+    "for models of a comprehension": (
+        MADE.replace("SGD(model.parameters()", "SGD([p for m in [model] for p in m.parameters()]"),
+        5,
+        "not known here",
+    ),
+    "in several lines": (
+        "import torch\nscaler = torch.amp.GradScaler(\n    init_scale=2.0,\n)\n",
+        2,
+        "GradScaler(init_scale=2.0)`: its model",
+    ),
     "a function of torch's by hand": (
         "import torch\nf = torch.cuda.amp.custom_fwd(print, cast_inputs=torch.float16)\n",
         2,

@@ -33,7 +33,7 @@ def rename_old(script: Script) -> None:
             continue
         parent, reason = script.parents[node], f"torch deprecates {module}"
         keyword = "device_type=" if short.startswith("custom") else ""
-        device, name = f'{keyword}"{old[1]}"', script.segment(node)
+        device, name = f'{keyword}"{old[1]}"', ast.unparse(node)
         if name.endswith(f".{module.removeprefix('torch.')}.{short}"):  # torch.cuda.amp.autocast
             script.replace(node, f"{name.split('.')[0]}.amp.{short}", reason)
         if isinstance(parent, ast.Call) and parent.func is node:

@@ -22,7 +22,8 @@ _ENABLES = "casts every forward of the model, and checks every step of the optim
 _STAYS = "works as torch's GradScaler, so that the other lines stay"
 _BY_HAND = (
     '`amp = tritonamp.enable(model, optimizer, level="O1")` where both exist, and `amp.scaler` '
-    "here; the lines that use the scaler stay as they are"
+    "here; the lines that use the scaler stay as they are. If the two do not exist here, write "
+    "`scaler = amp.scaler` below them instead, and hand the scaler on"
 )
 
 
@@ -50,7 +51,7 @@ class _Loop:
 
     Attributes:
         statements: the statements that make a scaler; without a scaler, an optimizer.
-        targets: the names that get the scalers.
+        targets: the names that these statements bind.
         visible: the nodes that bind each name, or attribute of self, that the scope sees.
         optimizers, models: names of both; empty if unknown.
     """
@@ -58,8 +59,7 @@ class _Loop:
     def __init__(self, script: Script, scope: ast.AST, calls: list[ast.Call]) -> None:
         self.script, self.scope, self.calls = script, scope, calls
         self.statements = list(map(script.statement, calls))
-        targets = [target for s in self.statements for target in getattr(s, "targets", [])]
-        self.targets = {ast.unparse(target) for target in targets}
+        self.targets = {name for s in self.statements for name in _texts(s, ast.Store)}
         self.visible = self._visible()
         self.optimizers = self._optimizers()
         self.models = self._models()
@@ -111,9 +111,11 @@ class _Loop:
         """Edit the lines of the scalers; note them if the place of ``enable`` is not known."""
         script, first, place = self.script, self.statements[0], self._place()
         moved = [s for s in self.statements if script.start(s) < script.start(place)]
-        simple = all(isinstance(s, ast.Assign) and s in script.block(first) for s in moved)
-        if not simple or not self._exist(place) or getattr(first, "decorator_list", []):
-            what = f"`{script.segment(self.calls[0])}`: its model and optimizer are not known here"
+        above = script.line_start(script.start(first))
+        below = script.line_end(script.end(place))
+        offset = below if moved or not has_scaler else above
+        if not self._can_move(moved) or not self._exist(offset):
+            what = f"`{ast.unparse(self.calls[0])}`: its model and optimizer are not known here"
             return script.note(first, what, _BY_HAND) if has_scaler else None
         amp = "handle" if "amp" in script.meanings else "amp"
         lines = [f"{amp} = {self._enable(dtype)}"]
@@ -126,9 +128,7 @@ class _Loop:
             else:
                 script.replace(call, f"{amp}.scaler", _STAYS)
         text = script.newline.join(f"{script.indentation(first)}{line}" for line in lines)
-        below = script.line_end(script.end(place))
-        above = script.line_start(script.start(first))
-        script.insert_line(below if moved or not has_scaler else above, text, _ENABLES)
+        script.insert_line(offset, text, _ENABLES)
         script.is_list = True
         add_import(script)
 
@@ -143,10 +143,30 @@ class _Loop:
                 found = statement
         return found
 
-    def _exist(self, place: ast.stmt) -> bool:
-        """Return whether all models and optimizers exist behind ``place``."""
-        is_init, end = getattr(self.scope, "name", "") == "__init__", self.script.end(place)
+    def _can_move(self, moved: list[ast.stmt]) -> bool:
+        """Return whether lines can be written around the first statement, and ``moved`` moved.
+
+        Code before the first statement in its line (``if fp16:``) would not apply to a new line.
+        """
+        script, first = self.script, self.statements[0]
+        start = script.start(first)
+        if script.text[script.line_start(start) : start].strip():
+            return False
+        plain = [isinstance(s, ast.Assign | ast.AnnAssign) for s in moved]
+        in_block = [s in script.block(first) for s in moved]
+        return all(plain + in_block) and not getattr(first, "decorator_list", [])
+
+    def _exist(self, end: int) -> bool:
+        """Return whether all models and optimizers exist at the offset ``end``.
+
+        The variable of a loop or comprehension is one of several models.
+        """
+        is_init = getattr(self.scope, "name", "") == "__init__"
+        loops = [n for n in self.script.nodes if isinstance(n, ast.For | ast.comprehension)]
+        several = {node for loop in loops for node in ast.walk(loop.target)}
         for name in [*self.models, *self.optimizers]:
+            if several & {*self.visible[name]}:
+                return False
             here = [n for n in self.visible[name] if self.script.scope(n) is self.scope]
             elsewhere = len(here) < len(self.visible[name]) and not is_init
             if not elsewhere and not any(self.script.start(n) < end for n in here):
