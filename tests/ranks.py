@@ -140,10 +140,6 @@ class Shared(Training):
         """Return what a checkpoint holds of model and optimizer, whole."""
         return all_values(self.model, self.optimizer)
 
-    def objects(self) -> dict[str, Any]:
-        """Return the objects that a checkpoint is saved from and loaded into."""
-        return {name: getattr(self, name) for name in ("model", "optimizer", "amp")}
-
 
 class Replica(Shared):
     """A training under DistributedDataParallel.
