@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import Net
 from runs import Training
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,13 +19,13 @@ import tritonamp
 from tritonamp.kernels.outliers import SIZE
 
 SCALE = 2.0**10
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+SMALL_STEPS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, eps=0.25, weight_decay=0.0),
     "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01, eps=0.25, foreach=False),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5),
 }
 STEP_SIZES = {"AdamW": 2 * 0.01 / 0.25, "NAdam": 4 * 0.01 / 0.25, "SGD": 0.1 / (1 - 0.5)}
-"""By how much a step moves a parameter at most, for each unit of gradient.
+"""By how much a step of `SMALL_STEPS` moves a parameter at most, for each unit of gradient.
 
 AdamW's is lr / eps, twice for its two moments; SGD's is lr / (1 - momentum).
 """
@@ -59,7 +58,7 @@ class Shared(Training):
 
     Args:
         model: the module to call: one in a DDP, a sharded one, or that of one process.
-        optimizer: a name in `OPTIMIZERS`, or a function of the trainable parameters.
+        optimizer: a name in `SMALL_STEPS`, or a function of the trainable parameters.
         share: what is read of each joint batch.
         fields: arguments of ``enable``.
 
@@ -77,7 +76,7 @@ class Shared(Training):
         share: Callable[[Tensor], Tensor] = share,
         **fields: Any,
     ) -> None:
-        make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+        make = SMALL_STEPS[optimizer] if isinstance(optimizer, str) else optimizer
         if not fields.keys() & {"loss_scale", "scaler"}:
             fields["scaler"] = scaler()
         super().__init__(model, make, level, enable=enable, lr=None, **fields)
@@ -216,22 +215,6 @@ class Clipped(Shared):
     def outcome(self) -> dict[str, Any]:
         largest = max(norm for norm in (0.0, *self.norms) if math.isfinite(norm))
         return {**super().outcome(), "norms": list(map(str, self.norms)), "largest": largest}
-
-
-class SmoothNet(Net):
-    """A small model without ReLU, so that a rounding changes gradients by roundings alone."""
-
-    def __init__(self) -> None:
-        super().__init__(hidden=8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.norm(self.first(x))))
-
-
-def uneven_net(seed: int = 0) -> nn.Sequential:
-    """Return a model of shapes that two ranks cannot share evenly; one has nothing of a bias."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 1))
 
 
 def mesh_of(kind: str | None) -> Any:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from helpers import Net
 from torch import Tensor, nn
 
 
@@ -58,6 +59,22 @@ class Language(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.norm(self.hidden(self.embed(tokens)) + self.angles)
         return self.head(self.batch_norm(torch.relu(x)))
+
+
+class SmoothNet(Net):
+    """A small model without ReLU, so that a rounding changes gradients by roundings alone."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+def uneven_net(seed: int = 0) -> nn.Sequential:
+    """Return a model of shapes that two ranks cannot share evenly; one has nothing of a bias."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 1))
 
 
 class Apply(nn.Module):

@@ -133,7 +133,7 @@ def enter(number: int) -> None:
 
     The caller turns autocast on, because the rules are registered at autocast's keys. To
     torch.compile ``enter`` and ``leave`` are leaf calls. It runs both while it traces, so the graph
-    holds what the rules chose.
+    holds the choices of the rules.
 
     Args:
         number: number of the policy by ``number_of``, or NO_RULES.

@@ -27,7 +27,13 @@ from tritonamp.watched.places import Place, PlacedOps, Way
 
 
 class _Ran(NamedTuple):
-    """An op that has run, with copies of what it wrote to; the op that the user called; where."""
+    """An op that has run.
+
+    Attributes:
+        call: the op, with copies of the tensors that it has written to.
+        asked: the op that the user called.
+        place: place of the call in the user's code.
+    """
 
     call: OpCall
     asked: OpCall
@@ -46,9 +52,9 @@ class Watch(PlacedOps):
         self.events: list[Event] = []  # in the order in which they happened
         # the last op that torch refused, because a constant does not fit
         self.refused: Event | None = None
-        # the first op of a backward whose result in half is zero, and should not; if looked for
-        self.zeroed: Event | None = None
         self.looks_for_zeros = False
+        # if it looks for zeros: the first op of a backward whose result is zero in half alone
+        self.zeroed: Event | None = None
         # name of a parameter or buffer that was written to, to the tensor and its value before
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
         self._memories = Memories()
