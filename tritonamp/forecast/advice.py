@@ -19,7 +19,7 @@ from tritonamp.step.rules import keeps_fp32_state, rule_of
 
 _SHARE = 0.01  # of the model's parameters; a smaller layer is not worth advice on speed
 _SMALL = 16  # features; fewer are padded, and cost little
-_EARLY = {  # Liger-Kernel's losses, and what does the same
+_EARLY = {  # Liger-Kernel's losses, and our functions
     "LigerCrossEntropyLoss": "cross_entropy",
     "LigerFusedLinearCrossEntropyLoss": "linear_cross_entropy",
 }

@@ -15,7 +15,7 @@ from tritonamp.diagnosis.replay.faults import for_json
 from tritonamp.forecast.ulps import PARTS, Difference, Drift, drift_of
 from tritonamp.names import short
 
-GROWN = 1.5  # times what its inputs were off: what the text shows
+GROWN = 1.5  # the text shows an op with an error this many times that of its inputs
 UNMATCHED = 0.1  # share of results: some are only how a level computes the same
 SHOWN = 12  # rows in the text
 

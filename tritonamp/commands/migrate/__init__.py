@@ -1,4 +1,4 @@
-"""``python -m tritonamp migrate``: what to write in scripts for torch.amp or apex.
+"""``python -m tritonamp migrate``: changes to scripts for torch.amp or apex.
 
 ``source`` parses a text once; ``script`` collects edits of exact spans, each with a reason.
 ``imports`` edits names and imports, which is certain. ``torch_loop`` and ``apex_loop`` edit loops,
