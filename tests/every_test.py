@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds, each device there is, and no state left behind in torch."""
+"""Fixtures of every test: fixed seeds, all devices, and no state left behind in torch."""
 
 import gc
 import os

@@ -59,7 +59,7 @@ class Shared(Training):
     Args:
         model: the module to call: one in a DDP, a sharded one, or that of one process.
         optimizer: a name in `SMALL_STEPS`, or a function of the trainable parameters.
-        share: what is read of each joint batch.
+        share: function from a joint batch to the part that the training reads.
         fields: arguments of ``enable``.
 
     Attributes:
@@ -110,7 +110,7 @@ class Shared(Training):
         """Take a step on every ``micro`` batches.
 
         Args:
-            batches: joint ones.
+            batches: joint batches.
             faults: kinds of faults on this rank, by the number of the batch.
             max_norm: the norm to clip to; None: gradients are not clipped.
             micro: number of batches in a step.
@@ -132,11 +132,11 @@ class Shared(Training):
         return [stats[name] for name in names]
 
     def outcome(self) -> dict[str, Any]:
-        """Return what ranks must agree on: FP32 values and counts."""
+        """Return the FP32 values and counts on which ranks must agree."""
         return {"masters": self.values(), **dict(zip(COUNTS, self.counts(*COUNTS), strict=True))}
 
     def saved(self) -> list[list[float]]:
-        """Return what a checkpoint holds of model and optimizer, whole."""
+        """Return the values of model and optimizer in a checkpoint, whole."""
         return all_values(self.model, self.optimizer)
 
 
@@ -246,7 +246,7 @@ def sharded(
 
 
 def all_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]]:
-    """Return what a checkpoint holds of model and optimizer, whole."""
+    """Return the values of model and optimizer in a checkpoint, whole."""
     state = optimizer.state_dict()["state"]
     moments = [t for i in sorted(state) for _, t in sorted(state[i].items())]
     return [whole(t) for t in (*model.state_dict().values(), *moments)]
@@ -275,14 +275,14 @@ def outlying(
 
 
 def alike(answers: list[Any]) -> Any:
-    """Return what all ranks have answered alike."""
+    """Return the one answer of all ranks."""
     assert all(answer == answers[0] for answer in answers)
     return answers[0]
 
 
 @contextlib.contextmanager
 def listening(level: int = logging.INFO) -> Iterator[list[str]]:
-    """Collect what the library logs at ``level`` or above."""
+    """Collect the messages that the library logs at ``level`` or above."""
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]

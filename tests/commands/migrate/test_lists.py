@@ -1,4 +1,4 @@
-"""The list for a loop, followed to the letter: what it says is run, and trains as before."""
+"""A loop that is changed by the letter of its list runs, and trains as before."""
 
 import re
 from collections.abc import Callable
