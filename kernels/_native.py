@@ -51,7 +51,7 @@ def build(name: str) -> Attempt:
         problem = "a tensor's object is not as expected"
     # a compiler can fail in any way, and so can a read-only folder
     except Exception as error:
-        said = getattr(error, "stderr", None) or error  # what a compiler printed
+        said = getattr(error, "stderr", None) or error  # the compiler's output
         problem = f"{type(error).__name__}: {str(said)[:500]}"
     logger.info("%s.cpp is not used, and steps take the host longer: %s", name, problem)
     return Attempt(None, problem)

@@ -1,4 +1,4 @@
-"""What is known of optimizers by the name of their class: the only list of such names."""
+"""Facts about optimizers by the name of their class. No other module lists these names."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,14 +8,15 @@ _FORMATS = ("fp32", "bf16", "8bit")
 
 
 class Known(NamedTuple):
-    """What messages and checks know of one kind of optimizer.
+    """Facts about one kind of optimizer, for messages and checks.
 
     Attributes:
-        squares: the key of a group's decay of squared gradients; ``SUM``: these are added up;
-            ``NORM``: those of a whole parameter are, before they decay; None: there are none.
-        states: formats in which its fused step keeps state; (): it runs its own step.
-        in_parts: whether a fused step can be made on some parameters at a time.
-        in_torch: whether ``torch.optim`` has it.
+        squares: key in a group of the decay of squared gradients. ``SUM``: squares are added up
+            without decay. ``NORM``: the decayed number is the sum over a whole parameter. None: the
+            optimizer keeps no squares.
+        states: formats in which the fused step keeps state; (): the optimizer runs its own step.
+        in_parts: whether a fused step can work on some parameters after others.
+        in_torch: whether ``torch.optim`` has the optimizer.
     """
 
     squares: str | None = None

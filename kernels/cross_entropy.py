@@ -135,7 +135,7 @@ def _launch(
     """Return the launch for logits of a shape and of the dtype ``given``."""
     t = tiling(shape, dim, dim, PER_THREAD, LONGEST, WIDEST // given.itemsize)
     is_plain = t.whole and t.layout[0] and smoothing == 0 and not entropy
-    # Targets of which none is ignored are not read.
+    # The kernel does not read targets if none can be ignored.
     ignored = None if ignore_index == NO_CLASS else ignore_index
     return Launch(
         cross_entropy_kernel,

@@ -65,7 +65,7 @@ def _write_tile(
         # Of a logit of -inf the product 0 * inf would be NaN.
         dx -= tl.where(p == 0.0, 0.0, h * p * (log2_p + entropy))
     if not ROW_MAJOR:
-        # What was read of an ignored line may be inf or NaN.
+        # Logits of an ignored line may be inf or NaN.
         dx = tl.where(counts, dx, 0.0)
     tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 

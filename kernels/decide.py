@@ -144,8 +144,8 @@ def _next_scale(
     scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, found_inf, fault, largest,
     growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, headroom,
 ):  # fmt: skip
-    # All threads load, one stores: formally a race. A thread of a late warp may load what was
-    # stored already, but stores nothing itself; the one that stores has loaded all of it before.
+    # All threads load, one stores: formally a race. A thread of a late warp may load new
+    # values, but stores nothing itself. The thread that stores has loaded the old ones before.
     scale, tracker, patience = tl.load(scale_ptr), tl.load(growth_ptr), tl.load(hysteresis_ptr)
     ceiling = tl.load(ceiling_ptr)
     overflow = (found_inf != 0.0) & (fault == 0.0)

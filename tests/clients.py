@@ -1,4 +1,4 @@
-"""What clients train, a small model on a few batches, and the same in a loop by hand."""
+"""A small model and batches for clients, and their training in a loop by hand."""
 
 from collections.abc import Sequence
 from typing import Any

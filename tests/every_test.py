@@ -1,10 +1,9 @@
-"""What every test gets: fixed seeds, each device there is, and no state left behind in torch."""
+"""Fixtures of every test: fixed seeds, all devices, and no state left behind in torch."""
 
 import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ import torch._dynamo  # here, and not in the first enable: see pytest_collection
 from gpuless.fake_cuda import FakeCuda, in_software, interpreted
 from gpuless.interpreter import prepared_once
 from gpuless.real_cuda import AnyCuda, in_a_stream
-from helpers import disabled_after
 from two_ranks import Pair
 
 import tritonamp
@@ -154,12 +152,6 @@ def handles() -> Iterator[Callable[..., Any]]:
     for amp in made:
         if amp._enabled:
             amp.disable()
-
-
-@pytest.fixture
-def start(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Callable[..., Any]]:
-    """Makes what the test file calls ``Run``, on the device; it is disabled at the end."""
-    yield from disabled_after(partial(request.module.Run, device))
 
 
 @pytest.fixture

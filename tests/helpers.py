@@ -49,7 +49,7 @@ def take_step(amp: tritonamp.Amp, optimizer: torch.optim.Optimizer, loss: Tensor
 
 
 def disabled_after(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """The body of a fixture that gives ``make``; the ``amp`` of what it has made is disabled."""
+    """The body of a fixture that yields ``make``; its results' ``amp`` are disabled at the end."""
     made: list[Any] = []
 
     def noted(*args: Any, **fields: Any) -> Any:
@@ -153,7 +153,7 @@ class Faults:
 
 
 def snapshot(*holders: nn.Module | torch.optim.Optimizer) -> list[Tensor]:
-    """Return copies of what a step may change: parameters, and the state of optimizers."""
+    """Return copies of parameters and of the state of optimizers, which a step may change."""
     found: list[Tensor] = []
     for holder in holders:
         if isinstance(holder, nn.Module):

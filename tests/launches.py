@@ -12,7 +12,7 @@ from tritonamp.kernels._launch import Launch
 def note_launches(
     monkeypatch: pytest.MonkeyPatch, note: Callable[[Launch], Iterable[Any]]
 ) -> list[Any]:
-    """Return a list to which each later launch adds what ``note`` says of it."""
+    """Return a list to which each later launch adds the results of ``note`` for it."""
     notes: list[Any] = []
     call_launch = Launch.__call__
 

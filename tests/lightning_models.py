@@ -63,7 +63,7 @@ class Regression(LightningModule):
 
 
 def loader(batches: Sequence[Any]) -> DataLoader[Any]:
-    """Return what Lightning reads batches from: it takes a list for several loaders."""
+    """Return a loader for Lightning, which takes a list for several loaders."""
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
@@ -78,7 +78,7 @@ def fitted(
 
 
 def on_this_rank() -> None:
-    """Tell Lightning which rank this process is, and ignore what it warns of."""
+    """Tell Lightning the rank of this process, and ignore its warnings."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
     warnings.filterwarnings("ignore", category=PossibleUserWarning)

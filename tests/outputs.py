@@ -1,4 +1,4 @@
-"""What tests ask of a model's outputs: their floating tensors, and how far they are off."""
+"""The floating tensors of a model's outputs, and their errors."""
 
 from collections.abc import Sequence
 from typing import Any

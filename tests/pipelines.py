@@ -198,7 +198,7 @@ class Alone:
         return {name: getattr(self, name) for name in ("models", "optimizers", "amp")}
 
     def values(self) -> dict[str, list[float]]:
-        """Returns what a checkpoint of this rank's models holds."""
+        """Return the values of this rank's models in a checkpoint."""
         states = [model.state_dict() for model in self.models]
         return {
             re.sub(r"^(submod_\d|module)\.", "", name): whole(value)
@@ -207,7 +207,7 @@ class Alone:
         }
 
     def state(self) -> list[Any]:
-        """Returns what the ranks have in common: scale and steps."""
+        """Return scale and steps, which the ranks have in common."""
         stats = self.amp.stats()
         names = "steps", "skipped", "forward_faults", "scale_overflows", "scale"
         return [*(stats[name] for name in names), stats["last_skip_reason"]]

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import Net
 from runs import Training
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,13 +19,13 @@ import tritonamp
 from tritonamp.kernels.outliers import SIZE
 
 SCALE = 2.0**10
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+SMALL_STEPS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, eps=0.25, weight_decay=0.0),
     "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01, eps=0.25, foreach=False),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5),
 }
 STEP_SIZES = {"AdamW": 2 * 0.01 / 0.25, "NAdam": 4 * 0.01 / 0.25, "SGD": 0.1 / (1 - 0.5)}
-"""By how much a step moves a parameter at most, for each unit of gradient.
+"""By how much a step of `SMALL_STEPS` moves a parameter at most, for each unit of gradient.
 
 AdamW's is lr / eps, twice for its two moments; SGD's is lr / (1 - momentum).
 """
@@ -59,8 +58,8 @@ class Shared(Training):
 
     Args:
         model: the module to call: one in a DDP, a sharded one, or that of one process.
-        optimizer: a name in `OPTIMIZERS`, or a function of the trainable parameters.
-        share: what is read of each joint batch.
+        optimizer: a name in `SMALL_STEPS`, or a function of the trainable parameters.
+        share: function from a joint batch to the part that the training reads.
         fields: arguments of ``enable``.
 
     Attributes:
@@ -77,7 +76,7 @@ class Shared(Training):
         share: Callable[[Tensor], Tensor] = share,
         **fields: Any,
     ) -> None:
-        make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+        make = SMALL_STEPS[optimizer] if isinstance(optimizer, str) else optimizer
         if not fields.keys() & {"loss_scale", "scaler"}:
             fields["scaler"] = scaler()
         super().__init__(model, make, level, enable=enable, lr=None, **fields)
@@ -111,7 +110,7 @@ class Shared(Training):
         """Take a step on every ``micro`` batches.
 
         Args:
-            batches: joint ones.
+            batches: joint batches.
             faults: kinds of faults on this rank, by the number of the batch.
             max_norm: the norm to clip to; None: gradients are not clipped.
             micro: number of batches in a step.
@@ -133,16 +132,12 @@ class Shared(Training):
         return [stats[name] for name in names]
 
     def outcome(self) -> dict[str, Any]:
-        """Return what ranks must agree on: FP32 values and counts."""
+        """Return the FP32 values and counts on which ranks must agree."""
         return {"masters": self.values(), **dict(zip(COUNTS, self.counts(*COUNTS), strict=True))}
 
     def saved(self) -> list[list[float]]:
-        """Return what a checkpoint holds of model and optimizer, whole."""
+        """Return the values of model and optimizer in a checkpoint, whole."""
         return all_values(self.model, self.optimizer)
-
-    def objects(self) -> dict[str, Any]:
-        """Return the objects that a checkpoint is saved from and loaded into."""
-        return {name: getattr(self, name) for name in ("model", "optimizer", "amp")}
 
 
 class Replica(Shared):
@@ -222,22 +217,6 @@ class Clipped(Shared):
         return {**super().outcome(), "norms": list(map(str, self.norms)), "largest": largest}
 
 
-class SmoothNet(Net):
-    """A small model without ReLU, so that a rounding changes gradients by roundings alone."""
-
-    def __init__(self) -> None:
-        super().__init__(hidden=8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.norm(self.first(x))))
-
-
-def uneven_net(seed: int = 0) -> nn.Sequential:
-    """Return a model of shapes that two ranks cannot share evenly; one has nothing of a bias."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 1))
-
-
 def mesh_of(kind: str | None) -> Any:
     """Return a mesh of two dimensions, "copies" or "shards" of them all; else one of the ranks."""
     if kind not in MESHES:
@@ -267,7 +246,7 @@ def sharded(
 
 
 def all_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]]:
-    """Return what a checkpoint holds of model and optimizer, whole."""
+    """Return the values of model and optimizer in a checkpoint, whole."""
     state = optimizer.state_dict()["state"]
     moments = [t for i in sorted(state) for _, t in sorted(state[i].items())]
     return [whole(t) for t in (*model.state_dict().values(), *moments)]
@@ -296,14 +275,14 @@ def outlying(
 
 
 def alike(answers: list[Any]) -> Any:
-    """Return what all ranks have answered alike."""
+    """Return the one answer of all ranks."""
     assert all(answer == answers[0] for answer in answers)
     return answers[0]
 
 
 @contextlib.contextmanager
 def listening(level: int = logging.INFO) -> Iterator[list[str]]:
-    """Collect what the library logs at ``level`` or above."""
+    """Collect the messages that the library logs at ``level`` or above."""
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]

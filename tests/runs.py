@@ -86,7 +86,7 @@ class Training(Resumable):
     ``loss``, ``backward`` and ``finish``.
 
     Args:
-        model: the module to train, or what makes it, which is called after the seed is set.
+        model: the module to train, or a function that makes it after the seed is set.
         optimizer: a name in `OPTIMIZERS`, or a function of the trainable parameters, which may
             return a list of several optimizers.
         level: the level of ``enable``; None trains in plain FP32, without a handle.
@@ -211,7 +211,7 @@ class Training(Resumable):
         return on_cpu({**self.states(), **stored, **others})
 
     def numbers(self) -> Any:
-        """Return what the handle reports: its state, statistics and history."""
+        """Return state, statistics and history of the handle."""
         return self.amp.state_dict(), self.amp.stats(), self.amp.history
 
     def lower_scale(self, scale: float = 8.0) -> None:

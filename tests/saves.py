@@ -91,6 +91,7 @@ class Scheduled(Training):
     ) -> None:
         super().__init__(model, optimizer, level, lr=lr, **fields)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4])
+        self.parts = "model", "optimizer", "scheduler", *(("amp",) if self.amp else ())
 
     def go_on(self, steps: int, bad: int = -1) -> None:
         """Take steps on random inputs; number ``bad`` is skipped for a NaN loss."""
@@ -100,8 +101,3 @@ class Scheduled(Training):
             x = torch.randn(8, weight.shape[-1], dtype=dtype)
             self.step(x, math.nan if step == bad else 1.0)
             self.scheduler.step()
-
-    def objects(self) -> dict[str, Any]:
-        """Return the objects that a checkpoint is saved from and loaded into."""
-        names = "model", "optimizer", "scheduler", *(("amp",) if self.amp is not None else ())
-        return {name: getattr(self, name) for name in names}

@@ -1,4 +1,4 @@
-"""What tests of pipelines do with runs, and stages of two ranks each."""
+"""Pipelines of two ranks for each stage, and checks that pipelines share."""
 
 import math
 from collections.abc import Callable

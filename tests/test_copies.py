@@ -10,7 +10,7 @@ import torch
 from covering import more
 from helpers import take_step
 from runs import LEVELS, STATES, Training, named
-from small_models import RMSNorm
+from small_models import WrittenNorm
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
@@ -54,7 +54,9 @@ class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(16, 8)
-        self.body = nn.Sequential(nn.Linear(8, 12), RMSNorm(12), nn.Linear(12, 8), nn.LayerNorm(8))
+        self.body = nn.Sequential(
+            nn.Linear(8, 12), WrittenNorm(12), nn.Linear(12, 8), nn.LayerNorm(8)
+        )
         self.adapted = Adapted(8)
         self.quantised = Quantised(8)
         self.head = nn.Linear(8, 16)

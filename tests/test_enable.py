@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import dispatch_tables, take_step
-from runs import LEVELS
+from runs import LEVELS, named
 from torch import Tensor, nn
 
 import tritonamp
@@ -611,15 +611,9 @@ class OwnAdam(torch.optim.AdamW):
         super().step()
 
 
+OF_TORCH = "SGD RMSprop Adagrad NAdam RAdam Adam Adamax Adadelta ASGD Rprop Adafactor"
 OPTIMIZERS = {
-    **{
-        name: getattr(torch.optim, name)
-        for name in ("SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adam", "Adamax")
-    },
-    "Adadelta": torch.optim.Adadelta,
-    "ASGD": torch.optim.ASGD,
-    "Rprop": torch.optim.Rprop,
-    "Adafactor": torch.optim.Adafactor,
+    **named(*OF_TORCH.split()),
     "Lion": Lion,
     "OwnAdam": OwnAdam,
     "ours": tritonamp.optim.Adam,

@@ -1,4 +1,4 @@
-"""Two processes, or more, that meet through gloo on CPU and do what a test tells them.
+"""Two processes, or more, that meet through gloo on CPU and run functions of a test.
 
 A test file that uses them is also their program: run as a script it calls ``serve``.
 """
@@ -62,7 +62,7 @@ def whole(tensor: Any) -> list[float]:
 
 
 def refused(act: Callable[[], Any]) -> str:
-    """Return what an act raises, with its class, or "done"."""
+    """Return the error that an act raises, with its class, or "done"."""
     try:
         act()
     except Exception as error:
@@ -71,7 +71,7 @@ def refused(act: Callable[[], Any]) -> str:
 
 
 class Pair:
-    """Processes that have met, and do what they are told."""
+    """Processes that have met, and run functions by name."""
 
     def __init__(self, folder: Path, file: str, number: int = RANKS) -> None:
         self._number = number

@@ -233,7 +233,7 @@ class GradScaler(torch.amp.GradScaler):
         assert self._loss_nonfinite is not None
         flag = self._loss_nonfinite.clone()
         if is_capturing(flag.device):
-            self._replayed = False  # each replay resets what it has scaled
+            self._replayed = False  # each replay resets its own losses
         self._reset_losses()
         return flag
 
@@ -337,7 +337,7 @@ class GradScaler(torch.amp.GradScaler):
         flag = self._loss_nonfinite
         if groups:
             amax, flag = _of_all_ranks(amax, flag, groups)
-        elif world_size() > 1:  # no rank may act on what the others do not know
+        elif world_size() > 1:  # no rank may act on a flag of its own
             flag = torch.zeros_like(flag)
         self._loss_nonfinite.copy_(flag)
         verdict = self._scale.new_zeros(4)
@@ -400,7 +400,7 @@ class GradScaler(torch.amp.GradScaler):
         watched = by_itself and is_watched(optimizer)
         if ours or watched:
             found_inf = self._found_inf(optimizer)
-            if watched and bool(found_inf):  # its own skip would be unseen by whoever watches
+            if watched and bool(found_inf):  # its watcher would not see a skip of its own
                 self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
                 return None
             if ours:

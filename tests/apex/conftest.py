@@ -1,4 +1,4 @@
-"""What all tests of the apex drop-in get."""
+"""Fixtures of all tests of the apex drop-in."""
 
 from collections.abc import Iterator
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import torchs_database
-from modules import Apply
 from outputs import floats, largest_error
+from small_models import Apply
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from modules import LlamaRMSNorm
+from small_models import LlamaRMSNorm
 from torch import Tensor, nn
 
 from tritonamp.casts.norm_layers import is_norm

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from covering import one_in
 from helpers import dispatch_tables, torchs_database
-from modules import EveryList
+from small_models import EveryList
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,4 +1,4 @@
-"""Scripted code is refused, with what to do about it."""
+"""Scripted code is refused, and the message has a remedy."""
 
 from typing import Any
 

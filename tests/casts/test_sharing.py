@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from modules import LlamaRMSNorm
 from outputs import relative_error
+from small_models import LlamaRMSNorm
 from torch import Tensor, nn
 
 import tritonamp

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from runs import Training
-from small_models import RMSNorm
+from small_models import WrittenNorm
 from torch import Tensor, nn
 
 import tritonamp
@@ -15,7 +15,7 @@ import tritonamp
 FP16, FP32 = torch.float16, torch.float32
 
 
-class BranchingNorm(RMSNorm):
+class BranchingNorm(WrittenNorm):
     """Runs as it is written."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class AddNorm(BranchingNorm):
         return super().forward(x), x.float()
 
 
-class Scale(RMSNorm):
+class Scale(WrittenNorm):
     """No norm."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "RMSNorm": nn.RMSNorm,
     "GroupNorm": lambda size: nn.GroupNorm(4, size),
     "BatchNorm": nn.BatchNorm1d,
-    "fused": RMSNorm,
+    "fused": WrittenNorm,
     "written": BranchingNorm,
     "two results": AddNorm,
     "no norm": Scale,

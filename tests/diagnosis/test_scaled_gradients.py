@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import warnings_with
-from runs import Training, started_on_cpu
+from runs import Training, named, started_on_cpu
 from torch import nn
 from torch.nn.utils import clip_grad_norm_ as imported_before
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
@@ -311,11 +311,7 @@ def test_the_watch_costs_an_enabled_step_no_wrapper(
     assert len(wrapped) == 1
 
 
-LATE: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": torch.optim.AdamW,
-    "SGD": torch.optim.SGD,
-    "RMSprop": torch.optim.RMSprop,
-}
+LATE = named("AdamW", "SGD", "RMSprop")
 
 
 @pytest.mark.parametrize("optimizer", LATE)

@@ -18,17 +18,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import (
-    OPTIMIZERS,
+    SMALL_STEPS,
     STEP_SIZES,
     Replica,
     Shared,
-    SmoothNet,
     distance,
     joint,
     joint_batches,
     listening,
     share,
 )
+from small_models import SmoothNet
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -153,7 +153,7 @@ def test_gradients_in_fp32_are_reduced_in_fp32(
 @on_ranks
 def refused_buckets(order: str, option: str, half_loaded: bool) -> str:
     net = PartlyUsed().half() if half_loaded else PartlyUsed()
-    optimizer = OPTIMIZERS["SGD"](net.parameters())
+    optimizer = SMALL_STEPS["SGD"](net.parameters())
     dtypes = [p.dtype for p in net.parameters()]
     fields: dict[str, Any] = {"level": "O2", "grad_dtype": torch.float32}
     if half_loaded:
@@ -461,7 +461,7 @@ def test_compiled(pair: Pair, how: str) -> None:
 @on_ranks
 def with_sync_batch_norm(order: str) -> list[Any]:
     net: Any = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    stepper = OPTIMIZERS["SGD"](net.parameters())
+    stepper = SMALL_STEPS["SGD"](net.parameters())
     if order == "convert first":
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     amp = enable(net, stepper, level="O2")
@@ -598,7 +598,7 @@ def two_groups() -> str:
         DistributedDataParallel(net, process_group=group)
         for net, group in zip(nets, groups, strict=True)
     ]
-    optimizer = OPTIMIZERS["SGD"]([p for net in nets for p in net.parameters()])
+    optimizer = SMALL_STEPS["SGD"]([p for net in nets for p in net.parameters()])
     return refused(lambda: enable(models, optimizer))
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import (
-    OPTIMIZERS,
     SCALE,
+    SMALL_STEPS,
     STEP_SIZES,
     Clipped,
     Shared,
@@ -27,8 +27,8 @@ from ranks import (
     scaler,
     sharded,
     share,
-    uneven_net,
 )
+from small_models import uneven_net
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -130,7 +130,7 @@ def test_shards_are_stepped_on_by_the_kernels(pair: Pair) -> None:
 def by_scaler_alone(fault: str, optimizer: str) -> list[Any]:
     """A loop of torch.amp's with our scaler, and a fault on rank 1 in the second step."""
     model = sharded_net("O1")
-    kinds = {**OPTIMIZERS, "optim.AdamW": tritonamp.optim.AdamW}
+    kinds = {**SMALL_STEPS, "optim.AdamW": tritonamp.optim.AdamW}
     stepper, ours = kinds[optimizer](model.parameters()), scaler()
     for step, x in enumerate(joint_batches(3)):
         here = step == 1 and dist.get_rank() == 1
@@ -321,7 +321,7 @@ def enabling(what: str) -> str:
         model, options = sharded_net("O2"), {"level": "O2", "fp32_modules": ["3"]}
 
     def act() -> None:
-        enable(model, OPTIMIZERS["SGD"](model.parameters()), **options)
+        enable(model, SMALL_STEPS["SGD"](model.parameters()), **options)
         if what.startswith("too late"):
             if what == "too late, a norm":
                 fully_shard(model[1])

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import SCALE, Replica, SmoothNet, joint_batches, outlying, scaler, share
+from ranks import SCALE, Replica, joint_batches, outlying, scaler, share
+from small_models import SmoothNet
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils.checkpoint import checkpoint

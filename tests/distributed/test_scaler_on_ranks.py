@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import SCALE, scaler, share
-from runs import batch
+from runs import batch, named
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
@@ -25,11 +25,7 @@ import tritonamp
 
 pytestmark = of_ranks
 
-OPTIMIZERS = {
-    "SGD": torch.optim.SGD,
-    "AdamW": torch.optim.AdamW,
-    "optim.AdamW": tritonamp.optim.AdamW,
-}
+OPTIMIZERS = named("SGD", "AdamW", "our AdamW")
 STEPS, BAD = 4, 1
 
 
@@ -139,7 +135,7 @@ def test_ranks_agree(pair: Pair, kind: str, grouped: bool, optimizer: str, unsca
 def train_in_half(views: bool) -> list[Any]:
     """Rank 1 alone sees an inf, in the second step; the gradients stay in the buckets."""
     model = DistributedDataParallel(nn.Linear(4, 3).half(), gradient_as_bucket_view=views)
-    run = ByScaler(model, "optim.AdamW")
+    run = ByScaler(model, "our AdamW")
 
     def loss_of(x: Tensor, bad: bool) -> Tensor:
         return model(x.half()).float().square().mean() * (2.0**15 if bad else 1.0)

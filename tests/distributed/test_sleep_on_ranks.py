@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Shared, sharded, uneven_net
+from ranks import Shared, sharded
+from small_models import uneven_net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import RANKS, Pair, of_ranks, on_ranks, serve

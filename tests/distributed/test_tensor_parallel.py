@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from collectives import Collectives
 from ranks import (
-    OPTIMIZERS,
+    SMALL_STEPS,
     STEP_SIZES,
     Clipped,
     Shared,
@@ -105,7 +105,7 @@ def joint_inputs() -> list[Tensor]:
 
 def optimizer_of(kind: str, model: nn.Module) -> Callable[..., torch.optim.Optimizer]:
     """Return a maker of an optimizer for all parameters of the model, frozen ones, too."""
-    return lambda _: OPTIMIZERS[kind](model.parameters())
+    return lambda _: SMALL_STEPS[kind](model.parameters())
 
 
 def part_of(way: str) -> Callable[[Tensor], Tensor]:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from modules import Apply, LlamaRMSNorm, around
 from runs import batch
+from small_models import Apply, LlamaRMSNorm, around
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import take_step
-from modules import Apply, around
+from small_models import Apply, around
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -1,4 +1,4 @@
-"""What tests of several functions get."""
+"""Fixtures of several functions' tests."""
 
 import pytest
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from helpers import same
-from modules import EveryList
+from small_models import EveryList
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -19,7 +19,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from clients import client_net
-from ranks import OPTIMIZERS, Shared, joint, joint_batches, scaler, share
+from ranks import SMALL_STEPS, Shared, joint, joint_batches, scaler, share
 from tiny_models import losses_of, make_llama, make_tokenizer, rows_of, sft_trainer_of, trainer_of
 from torch import Tensor, nn
 from two_ranks import RANKS, Pair, on_ranks, refused, serve, whole
@@ -95,7 +95,7 @@ class Accelerated:
         assert self.accelerator.distributed_type is engine
         enable(self.accelerator, level=level, scaler=scaler())
         model = client_net()
-        parts = with_scheduler(OPTIMIZERS["AdamW"](model.parameters()))
+        parts = with_scheduler(SMALL_STEPS["AdamW"](model.parameters()))
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, *parts)
         self.losses: list[float] = []
         self.skips: list[bool] = []

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision as StockMixedPrecision
 from lightning_models import IGNORED, Regression, fitted, on_this_rank
-from ranks import OPTIMIZERS, scaler, sharded, share
+from ranks import SMALL_STEPS, scaler, sharded, share
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from two_ranks import RANKS, Pair, on_ranks, serve, whole
@@ -63,7 +63,7 @@ class Overflowing(Regression):
         return loss
 
     def make_optimizer(self) -> tuple[Any, Any]:
-        optimizer = OPTIMIZERS["AdamW"](self.parameters())
+        optimizer = SMALL_STEPS["AdamW"](self.parameters())
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
     def values(self) -> list[list[float]]:

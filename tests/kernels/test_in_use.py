@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from fresh_python import run_compiled
 from helpers import of_kernels
 from launches import note_launches
-from modules import Apply
+from small_models import Apply
 from torch import Tensor, nn
 
 import tritonamp

@@ -1,4 +1,4 @@
-"""What the tests of update kernels share: parameters of one group, stepped on by an operation."""
+"""Parameters of one group on which an update kernel steps, and checks of its steps."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ class Updates:
         states: the name of each state; an FP32 tensor of zeros for each parameter.
         device: the device of all tensors.
         rule: the rule of the one group.
-        copy: the dtype of the rounded copies; None has none of them.
+        copy: the dtype of the rounded copies; None: there are no copies.
         dtype: the dtype of the parameters.
         shapes: shapes of the parameters, to which ``made`` adds one.
-        may_repeat: names of the lists that may be another one's.
+        may_repeat: names of the lists that may repeat "params".
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class _Thread(threading.local):
 
         Autograd would run the backward of a GPU in a thread of its own, which has no policy.
         """
-        # private (torch 2.11 to 2.15): what torch.autograd.set_multithreading_enabled sets
+        # private (torch 2.11 to 2.15): the flag of torch.autograd.set_multithreading_enabled
         if torch._C._is_multithreading_enabled():
             self.keeps_backwards = True
             torch._C._set_multithreading_enabled(False)
@@ -133,7 +133,7 @@ def enter(number: int) -> None:
 
     The caller turns autocast on, because the rules are registered at autocast's keys. To
     torch.compile ``enter`` and ``leave`` are leaf calls. It runs both while it traces, so the graph
-    holds what the rules chose.
+    holds the choices of the rules.
 
     Args:
         number: number of the policy by ``number_of``, or NO_RULES.

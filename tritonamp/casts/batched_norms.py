@@ -58,7 +58,7 @@ def _backward(kernel: Any, input: int, grad: int, keyset: DispatchKeySet, *args:
         return kernel.call_boxed(keyset, *args)
     mean, var = args[5:7]
     train, eps, wanted = args[7:] if grad == 0 else (True, args[7], [True] * 3)
-    # cuDNN's own would also need what it has reserved in a forward of this dtype
+    # cuDNN's own would also need the memory that its forward of this dtype has reserved
     backward = torch.ops.aten.native_batch_norm_backward.default
     wide = _wide(args[grad], args[input], *args[2:5])
     to_input, *to_weights = backward(*wide, mean, var, train, eps, wanted)

@@ -76,7 +76,7 @@ def _entry_of(context: "EnabledContext") -> Entry:
 
 
 class EnabledContext:
-    """What the modules of an enabled model know: its policy, its backend, and its FP32 values.
+    """Facts for the modules of an enabled model: its policy, its backend, and its FP32 values.
 
     A copy of a model keeps the policy, but its ``fp32_values`` are empty, because the tensors of a
     copy hold the FP32 values themselves.

@@ -61,7 +61,7 @@ def _register() -> None:
         return
     for function in (enter, leave):
         torch.fx.node.has_side_effect(function)
-    # private: what torch._dynamo.eval_frame.skip_code does in torch 2.11 to 2.15, without the
+    # private: the effect of torch._dynamo.eval_frame.skip_code in torch 2.11 to 2.15, without the
     # import of dynamo, which takes seconds
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
     for function in process.inlined:
@@ -139,7 +139,7 @@ class _Op:
             thread.in_rule = before
 
     def call_torchs(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        """Return what torch alone would return at this key."""
+        """Return the result that torch alone would have at this key."""
         # torch.func comes back here from below a rule, where the guard is undone: hence in_rule
         if self.kernel is not None and not thread.in_rule:
             return self.kernel.call_boxed(keyset, *args, **kwargs)

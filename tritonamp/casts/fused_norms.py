@@ -61,8 +61,8 @@ def recipe_of(module: nn.Module) -> Recipe | None:
     """Return the formula of an RMSNorm; None for other modules, and for unproved ones.
 
     The code has to prove the formula. Then a copy runs on a few FP32 numbers on the CPU, and its
-    values and gradients are compared with those of ``rms_norm`` in float64, because torch may not
-    compute what the proof assumes. Hooks do not run.
+    values and gradients are compared with those of ``rms_norm`` in float64, because torch's
+    operations may not be those of the proof. Hooks do not run.
     """
     recipe = proved(module)
     if recipe is None:

@@ -39,5 +39,5 @@ def wide_weights(module: nn.Module) -> Iterator[None]:
 
 def _refresh(rnn: nn.RNNBase) -> None:
     """Make an RNN update the list that it keeps of its weights."""
-    # private (torch 2.11 to 2.15): what its ``__setattr__`` writes, which takes parameters only
+    # private (torch 2.11 to 2.15): the list that ``__setattr__`` fills, with parameters only
     rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]

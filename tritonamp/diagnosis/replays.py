@@ -56,9 +56,9 @@ class Replays:
     _forwards: Forwards
     _trials: TrialBlocks
     _ranks: Ranks
-    # by kind of fault and module
+    # tried remedies, by kind of fault and module
     _remedies: dict[tuple[str, str | None], Remedy | None] = dataclasses.field(default_factory=dict)
-    # names of modules that were healed because of what was found
+    # names of modules that were healed because of a fault
     healed: list[str] = dataclasses.field(default_factory=list)
 
     def model_of(self, module: str) -> str:

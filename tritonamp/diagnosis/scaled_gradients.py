@@ -139,7 +139,7 @@ def wrapped_cell(function: Any) -> CellType | None:
 
     The inner function is the one that torch.no_grad wraps.
     """
-    # private (torch 2.11 to 2.15): the only free variable of what torch.no_grad has in its place
+    # private (torch 2.11 to 2.15): the only free variable of the wrapper that torch.no_grad makes
     names = function.__code__.co_freevars
     return function.__closure__[0] if names == ("func",) else None
 

@@ -187,7 +187,7 @@ class Explanation(NamedTuple):
 
     skip: Skip
     cause: Cause
-    reason: str  # why in words, and what to do
+    reason: str  # the reason in words, and advice
     parameters: tuple[str, ...] = ()  # whose gradients, or values, were not finite
 
     @property

@@ -96,7 +96,7 @@ def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
     names = wrapper._build_debug_param_to_name_mapping(params)
     wrapper._ddp_init_helper(params, sparse, names, wrapper.static_graph)
     if wide:
-        # what torch's own mixed precision of DDP sets; new buckets follow it, the first do not
+        # as torch's own mixed precision of DDP; new buckets follow the setting, the first do not
         reducer: Any = wrapper.reducer
         reducer._set_mixed_precision_param_dtype(torch.float32)
         reducer._push_all_rebuilt_params()

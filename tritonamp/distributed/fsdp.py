@@ -82,7 +82,7 @@ def assumed_policies(
             mp_policy(module),
             param_dtype=policy.dtype,
             reduce_dtype=reduce_dtype,
-            cast_forward_inputs=False,  # the enabled forward casts what has to be
+            cast_forward_inputs=False,  # the enabled forward casts its inputs
         )
         for module in sharded
         if mp_policy(module).param_dtype is None and module not in kept

@@ -16,7 +16,7 @@ from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.step.rules import keeps_fp32_state, rule_of
 
-_EARLY = {  # Liger-Kernel's losses, and what does the same
+_EARLY = {  # Liger-Kernel's losses, and our functions
     "LigerCrossEntropyLoss": "cross_entropy",
     "LigerFusedLinearCrossEntropyLoss": "linear_cross_entropy",
 }

@@ -12,7 +12,7 @@ import torch
 from tritonamp.forecast.ulps import PARTS, Difference
 from tritonamp.names import short
 
-GROWN = 1.5  # times what its inputs were off: what the text shows
+GROWN = 1.5  # the text shows an op with an error this many times that of its inputs
 UNMATCHED = 0.1  # share of results: some are only how a level computes the same
 SHOWN = 12  # rows in the text
 

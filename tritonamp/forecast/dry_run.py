@@ -64,7 +64,7 @@ class DryRun(Recorder):
             theirs = ("torch.", "tritonamp.")
             if function is None or function.__module__.startswith(theirs):
                 continue
-            # the name of what torch.amp.custom_fwd puts in its place
+            # the name of the wrapper that torch.amp.custom_fwd makes
             if function.forward.__code__.co_name != "decorate_fwd":
                 self.note("function", function.__qualname__, self.place_of_node(node) or Place())
 

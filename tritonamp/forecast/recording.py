@@ -165,7 +165,7 @@ class Recorder(WatchedCopy):
             output._record = source  # type: ignore[attr-defined]
         elif source.place.module != place.module or source.backward != self.in_backward():
             self._measure("to", output, sources, place)
-        else:  # what a module computes in FP32 to store it in half is one result
+        else:  # a module's FP32 result and its cast to half are one result
             self._measure(source.op, output, source.sources or sources, source.place)
             if source.op not in MARKED and source in self.records[-16:]:
                 self.records.remove(source)

@@ -53,8 +53,8 @@ class Carried(NamedTuple):
     """Facts about a tensor of the compared run, for the operations that read the tensor."""
 
     reference: Tensor | None = None  # the counterpart, if there is one; not of views
-    ulps: float = 0.0  # from the counterpart; without one, those of what it was computed from
-    largest: float = 0.0  # magnitude of the counterpart, or of what it was computed from
+    ulps: float = 0.0  # from the counterpart; without one, those of its sources
+    largest: float = 0.0  # magnitude of the counterpart, or of its sources
     noise: bool = False  # it is zero, but for rounding in FP32
     scaled: bool = False  # it carries the loss scale
 
@@ -110,7 +110,7 @@ class Results(WatchedCopy):
         self.seen(key, tensor, [tensor] if is_gradient else ())
 
     def _whole(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        # private (torch 2.11 to 2.15): what is done here is not an op of the run
+        # private (torch 2.11 to 2.15): operations here are not those of the run
         with _disable_current_modes():
             for result in floating(output):
                 self.seen(Key(Place(path), "output", result.numel()), result, floating(args))

@@ -9,7 +9,7 @@ from torch import Tensor
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.watched.places import Place
 
-PARTS = 4.0  # times what its inputs were off: an op that adds so much is where two runs part
+PARTS = 4.0  # an error this many times that of the inputs: two runs part at the op
 ROUNDED = 8.0  # ulps that inputs may always be off: of values that were rounded a few times
 
 

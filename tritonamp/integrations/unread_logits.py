@@ -16,7 +16,7 @@ from tritonamp.policy import HALF_DTYPES
 class LayerCall(NamedTuple):
     """The call of a linear layer whose result is half logits."""
 
-    rows: Tensor  # [..., d], what the model's last layer is given
+    rows: Tensor  # [..., d], the input of the model's last layer
     weight: Tensor  # [v, d], of that layer
     bias: Tensor | None  # [v]
     dtype: torch.dtype  # half, to which the logits are rounded

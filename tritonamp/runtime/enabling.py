@@ -77,7 +77,7 @@ def enable(
     Raises:
         ValueError: arguments contradict one another or the model; the message names them, and
             nothing was changed.
-        UnsupportedDeviceError: the device cannot do what was asked for explicitly.
+        UnsupportedDeviceError: the device does not support an explicit request.
     """
     check_field_names(policy_fields, inspect.signature(enable).parameters)
     if policy is not None and level is not None:

@@ -84,9 +84,9 @@ class Decider:
             decisions: decisions that the optimizer waits for.
             undoable: keep copies, so that ``undo`` may follow.
         """
-        # Before anything reads the lists: masters take over what a checkpoint or the user has
-        # written to half parameters, and groups that were changed by hand give the optimizer other
-        # lists.
+        # Before anything reads the lists: masters take over values that a checkpoint or the
+        # user has written to half parameters, and groups that were changed by hand give the
+        # optimizer other lists.
         w.refresh()
         if self._unseen.is_due(w, decisions[0].scale.device):
             # both go over all parameters on the host, so they share the few steps that are looked

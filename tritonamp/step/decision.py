@@ -317,8 +317,7 @@ class Decision:
         """Return statistics of one optimizer's gradients that carry, or carried, this scale."""
         device = self.scale.device
         if weights.decision is not self:
-            # The gradients were unscaled early, or cleared. Statistics of what is there now would
-            # be those of another loss.
+            # The gradients were unscaled early, or cleared. The present ones are of another loss.
             nothing = torch.zeros(len(weights.parameters()), device=device)
             return self._judged.get(weights, (nothing, torch.zeros(0, device=device)))
         if gradients is None:

@@ -259,7 +259,7 @@ class MasterWeights(Masters):
         if aside:
             lent = set(self._lent)
             for master, param in self._sources.items():
-                # what the failed backward has added so far
+                # gradients that the failed backward has added so far
                 param.grad = None
                 if param in lent:
                     self._shown.show(param, aside.get(master))

@@ -262,8 +262,8 @@ class PendingDecisions:
         # over.
         if by_hand is not None and moves_scale:
             flag = self._scaler.take_loss_nonfinite()
-        # No ``update`` will join what the optimizers find, so they wait for one decision: all of
-        # them step, or none.
+        # No ``update`` will join the flags of the optimizers. So these wait for one decision, and
+        # all of them step, or none.
         if self._ranks.staged or (by_hand is not None and moves_scale):
             waiting += self._others_with_gradients(w)
         decision = Decision(

@@ -264,8 +264,8 @@ class Stepper:
             fused.rule.refuse_sparse()
         with torch.no_grad():
             fused.step(*judged)
-            # Before the user's hooks after the step: what they write to masters is newer than the
-            # half parameters.
+            # Before the user's hooks after the step, because values that they write to masters are
+            # newer than the half parameters.
             w.mark_rounded()
         self._finish_step(w, decisions)
 

@@ -182,7 +182,7 @@ def _cast_functions(run: AmpRun, models: list[nn.Module], properties: Properties
     )
     types = {p.device.type for model in models for p in model.parameters()}
     if types and types != {"cpu"}:
-        # what a script computes on the CPU beside its GPU stays FP32
+        # computations on the CPU, in addition to those on a GPU, stay FP32
         handle.device_types = frozenset(types)
     forever = before.is_active() and before.owners is None
     handle.owners = None if forever else weakref.WeakSet(before.owners or ())

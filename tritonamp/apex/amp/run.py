@@ -143,7 +143,7 @@ class _ParametersOf(nn.Module):
 
 
 class _Warned(logging.Filter):
-    """Remembers what a log has warned of last; lets everything pass."""
+    """Remembers the last warnings of a log, and lets everything pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,9 +161,9 @@ logging.getLogger("tritonamp").addFilter(_warned)
 
 
 class Skips:
-    """Print a line for each skipped step, and once for each cause what it is.
+    """Print a line for each skipped step, and once for each cause an explanation.
 
-    They come as soon as the flag has arrived on the host: the device is not waited for.
+    A line comes as soon as the flag has arrived on the host, which does not wait for the device.
     """
 
     def __init__(self, amp: tritonamp.Amp) -> None:
@@ -172,7 +172,7 @@ class Skips:
         self._said = set[str | None]()  # causes
 
     def judged(self, loss_id: int, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Start copying the flag of a loss, and print what the flags that have arrived say."""
+        """Start copying the flag of a loss, and print lines for the flags that have arrived."""
         device = found_inf.device
         if _amp_state.verbosity <= 0 or is_capturing(device):
             return

@@ -37,7 +37,7 @@ def checked(function: str, tensor_lists: Lists, *names: str, optional: str = "")
 
 
 def as_list(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return what torch's functions on lists have returned, which says tuple or list."""
+    """Return a result of torch's functions on lists, typed as tuple or list, as a list."""
     return list(tensors)
 
 

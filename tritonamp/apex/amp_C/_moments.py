@@ -9,7 +9,7 @@ from tritonamp.apex.amp_C._lists import as_list
 
 
 def corrections(beta1: float, beta2: float, step: int, bias_correction: int) -> tuple[float, float]:
-    """Return what the moments are divided by after ``step`` steps; 1 without the correction."""
+    """Return the divisors of the moments after ``step`` steps; 1 without the correction."""
     return (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
 
 

@@ -59,7 +59,7 @@ def multi_tensor_sgd(
 
 
 def _unless(noop_flag: Tensor, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """Return what is to be stored: the tensors as they are where the flag is not 0."""
+    """Return the values to store: those of ``tensors`` if the flag is not 0."""
     skip = (noop_flag != 0).reshape(())
     return [torch.where(skip, t, v.to(t.dtype)) for t, v in zip(tensors, values, strict=True)]
 

@@ -9,7 +9,7 @@ from tritonamp.commands.migrate.imports import HANDLE, add_import, imported, sta
 from tritonamp.commands.migrate.script import Script
 from tritonamp.commands.migrate.source import Function
 
-Row = tuple[ast.AST, str, str]  # a node, what to write instead, and why
+Row = tuple[ast.AST, str, str]  # a node, its replacement, and the reason
 
 _AMP = "apex.amp."
 _CLIPS = "torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_"

@@ -3,7 +3,7 @@
 import argparse
 import ast
 import os
-import tempfile
+import shutil
 import tokenize
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -23,16 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Rewrite imports of NVIDIA apex and deprecated names of torch.amp, with a reason for each "
         "change. For a training loop, list the lines to change, with what to write there."
     )
-    parser.epilog = (
-        "Exit status: 0 all that had something to do is converted, 1 a file needs a hand, 2 the "
-        "command could not be carried out, 3 there is nothing to do."
-    )
+    parser.epilog = "Exit status: 0 converted, 1 a file needs a hand, 2 an error, 3 nothing to do."
     what = "a script, or a folder with all .py files in it"
     parser.add_argument("paths", metavar="FILE|FOLDER", nargs="+", type=Path, help=what)
-    what = (
-        "enable: list the lines of loops for tritonamp.enable; apex: imports of apex become "
-        "those of tritonamp.apex, nothing else changes (default: %(default)s)"
-    )
+    what = "enable: all of that; apex: change imports of apex alone (default: %(default)s)"
     parser.add_argument("--to", default="enable", choices=("enable", "apex"), help=what)
     parser.add_argument("--write", action="store_true", help="write the files that are converted")
 
@@ -126,15 +120,13 @@ def _write(path: Path, text: str, encoding: str) -> None:
     """Replace the content of a file at once, and keep its rights."""
     target = path.resolve()
     target.open("r+b").close()  # raises for a read-only file
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}")
+    fresh = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode(encoding))
-        os.chmod(name, target.stat().st_mode)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+        fresh.write_bytes(text.encode(encoding))
+        shutil.copymode(target, fresh)
+        fresh.replace(target)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def _show(

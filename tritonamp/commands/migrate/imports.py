@@ -101,7 +101,7 @@ def _is_apex(name: str) -> bool:
 
 
 def move_apex(script: Script) -> None:
-    """Edit each import of apex to name tritonamp.apex; note what is not there."""
+    """Edit each import of apex to name tritonamp.apex; note names that tritonamp.apex lacks."""
     for statement in statements(script):
         of_apex = [name for a in statement.names if _is_apex(name := imported(statement, a))]
         for name in of_apex:

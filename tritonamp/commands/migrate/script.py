@@ -13,7 +13,7 @@ class Change(NamedTuple):
         line: number of the first old line; without old lines, of the line to insert after.
         old: the lines of the file; empty for an insertion.
         new: the lines to write; empty where the old ones are taken out.
-        reason: why.
+        reason: reason for the change.
     """
 
     line: int
@@ -28,7 +28,7 @@ class Script(Source):
     Edits do not overlap, because an edit replaces those inside it.
 
     Attributes:
-        notes: lines that are not understood, each with a text about it.
+        notes: numbers of lines that are not understood, each with a text about the line.
         is_list: whether the edits touch a training loop, so that a person has to make them.
     """
 
@@ -41,7 +41,7 @@ class Script(Source):
         self._added: dict[int, tuple[str, str]] = {}  # the same for whole lines
 
     def note(self, node: ast.AST, what: str, by_hand: str) -> None:
-        """Note what is not understood at ``node``, and what to write by hand."""
+        """Note that the line of ``node`` is not understood, with advice for a person."""
         self.notes.add((node.lineno, f"{what}. By hand: {by_hand}"))  # type: ignore[attr-defined]
 
     def replace(self, node: ast.AST, text: str, reason: str) -> None:

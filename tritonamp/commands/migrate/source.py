@@ -1,4 +1,4 @@
-"""A Python text with its tree: where each node stands, what is around it, what its names mean."""
+"""A Python text with its tree: the place and surroundings of each node, the meanings of names."""
 
 import ast
 from collections import defaultdict
@@ -101,7 +101,7 @@ class Source:
         return self._starts[line - 1] + column
 
     def qualified(self, node: ast.AST | None) -> str:
-        """Return the dotted name of what an imported name stands for, such as torch.optim.SGD."""
+        """Return the dotted name of the object behind an imported name, such as torch.optim.SGD."""
         if isinstance(node, ast.Attribute):
             base = self.qualified(node.value)
             return base and f"{base}.{node.attr}"

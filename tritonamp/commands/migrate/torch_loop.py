@@ -144,10 +144,8 @@ class _Loop:
         return found
 
     def _can_move(self, moved: list[ast.stmt]) -> bool:
-        """Return whether lines can be written around the first statement, and ``moved`` moved.
-
-        Code before the first statement in its line (``if fp16:``) would not apply to a new line.
-        """
+        """Return whether lines can be written around the first statement, and ``moved`` moved."""
+        # code before the first statement in its line (``if fp16:``) would not apply to a new line
         script, first = self.script, self.statements[0]
         start = script.start(first)
         if script.text[script.line_start(start) : start].strip():
@@ -157,10 +155,8 @@ class _Loop:
         return all(plain + in_block) and not getattr(first, "decorator_list", [])
 
     def _exist(self, end: int) -> bool:
-        """Return whether all models and optimizers exist at the offset ``end``.
-
-        The variable of a loop or comprehension is one of several models.
-        """
+        """Return whether all models and optimizers exist at the offset ``end``."""
+        # the variable of a loop or comprehension is one of several models
         is_init = getattr(self.scope, "name", "") == "__init__"
         loops = [n for n in self.script.nodes if isinstance(n, ast.For | ast.comprehension)]
         several = {node for loop in loops for node in ast.walk(loop.target)}

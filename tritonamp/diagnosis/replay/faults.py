@@ -49,7 +49,7 @@ class FaultReport:
 
     Attributes:
         kind: a key of ``VERDICTS``: "matmul_overflow", "masked_row", "scale_too_high"...
-        event: what was seen at the op, with its ``place``.
+        event: observations at the op, with its ``place``.
         outcome: effect on the loss or the gradients.
         silent: whether the result of the forward is finite, and wrong.
         harmless: whether the overflow vanished, and made no later op wrong.

@@ -91,7 +91,7 @@ def result_of(
 def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[None]:
     """Run the block in eager torch, and restore all that a forward and backward change."""
     for fp32_values in _fp32_values(models):
-        fp32_values.push()  # what the next forward would do, before anything is recorded
+        fp32_values.push()  # as the next forward would, before anything is recorded
     modules = list(dict.fromkeys(module for m in models for module in m.modules()))
     buffers = [(module, dict(module._buffers)) for module in modules]
     values = [(b, b.detach().clone()) for _, own in buffers for b in own.values() if b is not None]

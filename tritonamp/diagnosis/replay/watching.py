@@ -27,7 +27,13 @@ from tritonamp.watched.places import Place, PlacedOps, Way
 
 
 class _Ran(NamedTuple):
-    """An op that has run, with copies of what it wrote to; the op that the user called; where."""
+    """An op that has run.
+
+    Attributes:
+        call: the op, with copies of the tensors that it has written to.
+        asked: the op that the user called.
+        place: place of the call in the user's code.
+    """
 
     call: OpCall
     asked: OpCall
