@@ -10,7 +10,6 @@ from tritonamp.commands.migrate.script import Script
 from tritonamp.commands.migrate.source import Function
 
 Row = tuple[ast.AST, str, str]  # a node, its replacement, and the reason
-
 _AMP = "apex.amp."
 _CLIPS = "torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_"
 _PLACES = "models", "optimizers", "enabled", "opt_level"
@@ -93,10 +92,8 @@ def _arguments(script: Script, nodes: list[ast.expr | ast.keyword]) -> str:
 
 
 def _works_on_gradients(script: Script, rows: list[ast.AST]) -> bool:
-    """Return whether code reads gradients, which apex unscales behind a loss and a handle does not.
-
-    Work in an ``if`` whose other branch uses apex is for runs without apex.
-    """
+    """Return whether code reads gradients: apex unscales them behind a loss, a handle does not."""
+    # work in an ``if`` whose other branch uses apex is for runs without apex
     used = {outer for node in rows for outer in script.around(node) if isinstance(outer, ast.If)}
     scopes = {script.scope(node) for node in rows}
     for node in script.nodes:

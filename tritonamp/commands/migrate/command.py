@@ -75,8 +75,7 @@ def _files(path: Path) -> Iterator[Path]:
     """Yield ``path``, or the Python files in it, except installed and hidden ones."""
     if path.is_file():
         yield path
-        return
-    for folder, folders, names in os.walk(path):
+    for folder, folders, names in os.walk(path):  # which finds nothing in a file
         folders[:] = sorted(f for f in folders if f not in _SKIPPED and not f.startswith("."))
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
 

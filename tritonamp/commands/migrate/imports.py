@@ -113,9 +113,8 @@ def move_apex(script: Script) -> None:
             script.replace(statement, new, reason)
         elif of_apex:
             line = script.newline + script.indentation(statement)
-            script.replace(
-                statement, line.join(dict.fromkeys(map(_moved, statement.names))), reason
-            )
+            new = line.join(dict.fromkeys(map(_moved, statement.names)))
+            script.replace(statement, new, reason)
     for node in script.nodes:
         outer = script.parents.get(node)
         whole = isinstance(node, ast.Attribute) and not isinstance(outer, ast.Attribute)

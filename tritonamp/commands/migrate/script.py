@@ -25,8 +25,6 @@ class Change(NamedTuple):
 class Script(Source):
     """A text, the edits of exact spans so far, and the notes.
 
-    Edits do not overlap, because an edit replaces those inside it.
-
     Attributes:
         notes: numbers of lines that are not understood, each with a text about the line.
         is_list: whether the edits touch a training loop, so that a person has to make them.
