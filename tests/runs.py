@@ -180,9 +180,6 @@ class Training(Resumable):
         self.finish(max_norm, by_scaler)
         return loss.detach()
 
-    def step_by_scaler(self, factor: float = 1.0) -> None:
-        self.step(factor=factor, by_scaler=True)
-
     def train(self, seeds: Sequence[int], bad: Sequence[int] = ()) -> list[float]:
         """Take a step on the batch of each seed, an overflowing one for those in ``bad``."""
         shape = self.x.shape

@@ -26,7 +26,9 @@ class Replayed(OnGpu):
         self.scaler = self.amp.scaler
         self.x = torch.ones(4, 6, device="cuda")
         for _ in range(2):
-            self.step_by_scaler()
+            self.scaled_backward()
+            scaler_steps(self)
+            self.zero_grad()
 
     def scaled_backward(self) -> None:
         self.scaler.scale(self.loss()).backward()
