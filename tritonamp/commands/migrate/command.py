@@ -123,7 +123,7 @@ def _write(path: Path, text: str, encoding: str) -> None:
     try:
         fresh.write_bytes(text.encode(encoding))
         shutil.copymode(target, fresh)
-        fresh.replace(target)
+        os.replace(fresh, target)
     finally:
         fresh.unlink(missing_ok=True)
 
