@@ -128,3 +128,9 @@ def test_names_in_readmes_exist():
 def test_names_of_other_projects_are_used():
     text = "".join(line for _, line in pages())
     assert sorted(name for name in ELSEWHERE if name not in text) == []
+
+
+def test_the_table_of_shared_kernel_files_is_whole():
+    table = (ROOT / "kernels" / "README.md").read_text()
+    named = set(re.findall(r"`(_\w+\.(?:py|cpp))`", table))
+    assert named == {p.name for p in (ROOT / "kernels").glob("_[a-z]*.*") if p.is_file()}
