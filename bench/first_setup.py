@@ -1,6 +1,7 @@
 """The machine under first_gpu.sh: an importable tree, wheels, commands with a time limit."""
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ from commits import ROOT
 
 KILLED_AFTER = 3.0  # seconds after Ctrl-C
 LIMIT = 60.0  # seconds for a question to torch, or for pip
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 FOR_TESTS = "expecttest", "hypothesis", "pytest"  # other wheels are peers: some of them warn
 
 
@@ -24,16 +26,21 @@ def ended(
     command: Sequence[str], tree: Path, log: Path, seconds: float, environment: dict[str, str]
 ) -> int | None:
     """Run a command and its children; return its exit status, or None if the time was up."""
+    # A signal that arrives within Popen would leave a process that nothing here can kill.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    unblock = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
     with log.open("w") as file:
         try:
             process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                cwd=tree, env=environment, start_new_session=True,
+                cwd=tree, env=environment, start_new_session=True, preexec_fn=unblock,
             )  # fmt: skip
         except OSError as error:
+            unblock()
             print(error, file=file)
             return 127
         try:
+            unblock()
             return process.wait(max(seconds - KILLED_AFTER, 0.0))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGINT)

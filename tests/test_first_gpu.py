@@ -164,31 +164,42 @@ def test_a_part_that_hangs_ends_with_all_that_it_has_started(
 
 
 STOPPED = """
-import importlib, sys, time
+import importlib, os, subprocess, sys, time
 from pathlib import Path
 first_gpu = importlib.import_module("first_gpu")
+at_once = AT_ONCE
+
+class Started(subprocess.Popen):
+    def __init__(self, command, **options):
+        super().__init__(command, **options)
+        if MARK in command and at_once:
+            os.kill(os.getpid(), at_once)  # the caller has no name for the process yet
 
 def parts(machine, only):
     hangs = "import time; print('begun', flush=True); time.sleep(60)"
     return [first_gpu.Part("hangs", 1, [sys.executable, "-c", hangs, MARK], lambda *given: [])]
 
 first_gpu.Machine.parts = parts
+subprocess.Popen = Started
 sys.exit(first_gpu.main(["--seconds", "50", OUT]))
 """
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("at_once", [False, True], ids=["while it runs", "as a part starts"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_run_that_is_stopped_leaves_its_files_and_no_process(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, at_once: bool
 ) -> None:
     mark, out = f"mark of {tmp_path}", tmp_path / "out"
     code = STOPPED.replace("MARK", repr(mark)).replace("OUT", repr(str(out)))
+    code = code.replace("AT_ONCE", str(int(number) if at_once else 0))
     with subprocess.Popen(python(code), cwd=ROOT / "bench", stdout=subprocess.DEVNULL) as process:
-        while not runs(mark):
+        while not at_once and not runs(mark):
             time.sleep(0.05)
             assert process.poll() is None
-        process.send_signal(number)
+        if not at_once:
+            process.send_signal(number)
         assert process.wait() == (130 if number is signal.SIGINT else 1)
     (line,) = map(json.loads, (out / "parts.jsonl").read_text().splitlines())
     assert (line["part"], line["outcome"]) == ("hangs", "stopped")
