@@ -110,11 +110,12 @@ def input_tensors(
         signature.positional[i] if i < known else i: value for i, value in enumerate(args)
     }
     for argument, value in (given | kwargs).items():
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             yield argument, tensor
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in all containers that casts look into."""
     inside: Iterable[Any] = ()
     if isinstance(value, Tensor):
         yield value
@@ -127,4 +128,4 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     for item in inside:
-        yield from _tensors(item)
+        yield from tensors_in(item)

@@ -121,10 +121,9 @@ def _made(factory: str) -> tuple[Any, ...]:
         made = getattr(module, name)()
     except Exception as error:
         raise ValueError(f"{factory} raised {type(error).__name__}: {error}") from error
-    sizes = {2: "model, batch", 3: "model, optimizer, batch", 4: "with loss_fn"}
     if (
         not isinstance(made, tuple)
-        or len(made) not in sizes
+        or len(made) not in (2, 3, 4)
         or not isinstance(made[0], torch.nn.Module)
     ):
         got = (

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
         except OSError as error:
             fail(f"--lines {args.lines} cannot be written: {error}")
     found = selftest.run(device, args.selftest, functools.partial(_tell, args), jobs)
-    print(selftest.as_json(found) if args.json else selftest.text(found))
+    print(json.dumps(found, indent=1) if args.json else selftest.text(found))
     if args.json:
         print(selftest.title(found), selftest.verdict(found), sep="\n", file=sys.stderr)
     return 1 if selftest.is_wrong(found) else 0
@@ -100,13 +100,7 @@ def _tell(args: argparse.Namespace, outcome: dict[str, Any]) -> None:
 def report() -> str:
     parts = [table(("what", "found"), _versions())]
     for device in _devices():
-        parts.append(f"{device}: {_describe(device)}")
-        parts.append(
-            table(
-                ("operation", "backend", "reason"),
-                [_operation(name, device) for name in operations()],
-            )
-        )
+        parts.append(f"{device}: {_describe(device)}\n{_backend(device)}")
         parts.append(
             table(
                 ("level", "dtype", "one training step"),
@@ -182,9 +176,10 @@ def _kind(device: torch.device) -> str:
     return f"{amd}, waves of {hardware.AMD_WAVES[amd]}, kernels built ahead of time, never run"
 
 
-def _operation(name: str, device: torch.device) -> tuple[str, str, str]:
+def _backend(device: torch.device) -> str:
     backend = hardware.choose_backend("auto", device)
-    return name, backend.name, backend.reason
+    how = "Triton kernels" if backend.name == "triton" else "eager torch, no kernels"
+    return f"{len(operations())} operations run as {how}: {backend.reason}"
 
 
 def _trial(level: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str, str]:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 LEVELS = ("O0", "O1", "O2", "O3")
+STORIES = ("attention", "bad-batches")
 DTYPE, OUTPUT = "float16", Path("tritonamp-demo.png")
 EXTRA_PACKAGES = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
 
@@ -28,8 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--story",
-        metavar="NAME",
-        help="tell a story of float16 instead, in torch.amp and here ('list': the names)",
+        choices=STORIES,
+        help="tell a story of float16 instead, in torch.amp and here: attention scores that "
+        "overflow, or batches with inf in them",
     )
     parser.add_argument(
         "--steps",
@@ -43,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=_picture, default=OUTPUT, help="the picture (default: %(default)s)"
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def run(args: argparse.Namespace) -> None:

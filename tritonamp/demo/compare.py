@@ -2,7 +2,8 @@
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -10,7 +11,7 @@ import tritonamp
 from tritonamp.commands.table import table
 from tritonamp.demo import LEVELS, data
 from tritonamp.demo.device import chosen_device, describe
-from tritonamp.demo.measured import Run, Task, measured
+from tritonamp.demo.measured import Run, Setting, Task, measured
 from tritonamp.demo.models import CharTransformer, DigitNet
 from tritonamp.demo.picture import save_picture
 from tritonamp.demo.train import criterion
@@ -21,23 +22,24 @@ WARM_UP_STEPS = 2  # compile kernels and start thread pools before the clock run
 
 def compare(args: argparse.Namespace) -> None:
     start = time.perf_counter()
-    device = chosen_device(args.device)
-    print(f"training in {args.dtype} on {describe(device)}, seed {args.seed}")
-    runs = [run for task in tasks() for run in _train_levels(task, args, device)]
+    setting = Setting(chosen_device(args.device), args.seed, args.steps)
+    print(f"training in {args.dtype} on {describe(setting.device)}, seed {args.seed}")
+    dtype = getattr(torch, args.dtype)
+    runs = list(_train_levels(setting, args.level or LEVELS, dtype))
 
     rows = [_row(run) for run in runs]
     print(table([*rows[0]], [[*row.values()] for row in rows]))
     print("seconds: the training loop alone.")
     small = ", ".join(f"{_bytes('O2', state):.3g} with state={state!r}" for state in SMALL)
     print(f"B/param: bytes of a parameter, its gradient, master and moments; for O2 {small}.")
-    if device.type == "cpu":
+    if setting.device.type == "cpu":
         print(
             "A CPU computes half in FP32 and rounds it. Read the results; the seconds say nothing "
             "about a GPU."
         )
     for run in runs:
         if run.stats["skipped"]:
-            print(f"{run.task.name} {run.level}: {run.explanation}")
+            print(f"{run.task.name} {run.name}: {run.explanation}")
     save_picture(runs, args.output)
     print(f"picture: {args.output}   total: {time.perf_counter() - start:.0f} s")
 
@@ -52,8 +54,6 @@ def tasks() -> list[Task]:
         batch_size=64,
         lr=3e-3,
         steps=300,
-        score=data.percent_right,
-        shown_as="accuracy {:.2f} %",
     )
     chars = Task(
         name="chars",
@@ -69,22 +69,20 @@ def tasks() -> list[Task]:
     return [digits, chars]
 
 
-def _train_levels(task: Task, args: argparse.Namespace, device: torch.device) -> Iterator[Run]:
-    steps = args.steps or task.steps
-    dtype = getattr(torch, args.dtype)
-    settings = {"dtype": dtype, "device": device, "seed": args.seed}
-    for level in args.level or LEVELS:
-        measured(task, level, steps=WARM_UP_STEPS, quiet=True, **settings)
-        yield measured(task, level, steps=steps, quiet=args.quiet, **settings)
+def _train_levels(setting: Setting, levels: Iterable[str], dtype: torch.dtype) -> Iterator[Run]:
+    for task in tasks():
+        for level in levels:
+            measured(task, replace(setting, steps=WARM_UP_STEPS), level=level, dtype=dtype)
+            yield measured(task, setting, level=level, dtype=dtype)
 
 
 def _row(run: Run) -> dict[str, str]:
     return {
         "model": run.task.name,
-        "level": run.level,
+        "level": run.name,
         "result": run.shown_score,
         "seconds": f"{run.seconds:.1f}",
-        "B/param": f"{_bytes(run.level):.3g}",
+        "B/param": f"{_bytes(run.name):.3g}",
         "steps": str(run.stats["steps"]),
         "skipped": str(run.stats["skipped"]),
         "final scale": f"{run.stats['scale']:g}",

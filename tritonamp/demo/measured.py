@@ -1,4 +1,4 @@
-"""A training run of one model at one level, and its measurements."""
+"""A training run of one model, in the loop of ``train.py`` or in that of torch.amp."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,33 +7,68 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 from tqdm import tqdm
 
 import tritonamp
-from tritonamp.demo.data import Split, batches
-from tritonamp.demo.train import predict, train
+from tritonamp.demo import data
+from tritonamp.demo.train import criterion, predict, train
 
 SCALE_READS = 50  # per run, because each may wait for the GPU
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The options of the command line; ``steps`` is None for the number that the task needs."""
+
+    device: torch.device
+    seed: int = 0
+    steps: int | None = None
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model with its data and its training, which are the same at every level.
+    """A model with its data and its training, which are the same in every run.
 
     Attributes:
         score: function from (logits, targets) of the whole test to the number in the table.
         shown_as: format of that number.
+        change: function from the drawn batches to those for the training.
     """
 
     name: str
     title: str
     build: Callable[[], nn.Module]
-    split: Split
+    split: data.Split
     batch_size: int
     lr: float
     steps: int
-    score: Callable[[Tensor, Tensor], Tensor]
-    shown_as: str
+    score: Callable[[Tensor, Tensor], Tensor] = data.percent_right
+    shown_as: str = "accuracy {:.2f} %"
+    change: Callable[[Batches], Batches] = lambda batches: batches
+
+    def start(self, setting: Setting) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(setting.seed)  # equal weights in every run
+        model = self.build().to(setting.device)
+        return model, AdamW(model.parameters(), lr=self.lr)
+
+    def batches(
+        self,
+        setting: Setting,
+        title: str,
+        scale: Callable[[], float],
+        scales: list[tuple[int, float]],
+    ) -> Batches:
+        """Yield the batches. After some of the steps, append (step, loss scale) to ``scales``."""
+        steps = setting.steps or self.steps
+        drawn = data.batches(self.split, self.batch_size, steps, setting.seed, setting.device)
+        shown = tqdm(self.change(drawn), title, steps, leave=False, disable=None)
+        for step, batch in enumerate(shown, 1):
+            yield batch
+            if step % max(1, steps // SCALE_READS) == 0:  # the step has been taken
+                scales.append((step, scale()))
 
 
 @dataclass(frozen=True)
@@ -43,17 +78,18 @@ class Run:
     Attributes:
         seconds: time of the training loop alone.
         scales: (step, loss scale) for some of the steps.
-        stats: ``amp.stats()`` after the last step.
+        stats: ``amp.stats()`` after the last step; for torch.amp only "skipped" and "scale".
+        explanation: text of ``amp.explain()``; empty for torch.amp.
     """
 
     task: Task
-    level: str
+    name: str
     score: float
     seconds: float
     losses: list[float]
     scales: list[tuple[int, float]]
     stats: dict[str, Any]
-    explanation: str
+    explanation: str = ""
 
     @property
     def shown_score(self) -> str:
@@ -62,35 +98,57 @@ class Run:
 
 def measured(
     task: Task,
-    level: str,
+    setting: Setting,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
-    steps: int,
-    seed: int,
-    quiet: bool,
+    explain: Callable[[tritonamp.Amp], str] = tritonamp.Amp.explain,
+    level: str = "O2",
+    **policy: Any,
 ) -> Run:
-    """Train a task in the loop of ``train.py``, and measure it."""
-    torch.manual_seed(seed)  # equal weights at every level
-    model = task.build().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr)
+    """Train a task in the loop of ``train.py``, with level and policy fields for ``enable``.
+
+    ``explain`` runs after the training, while the model is still enabled.
+    """
+    model, optimizer = task.start(setting)
     scales: list[tuple[int, float]] = []
-
-    def data() -> Iterator[tuple[Tensor, Tensor]]:
-        drawn = batches(task.split, task.batch_size, steps, seed, device)
-        title = f"{task.name} {level}"
-        for step, batch in enumerate(tqdm(drawn, title, steps, leave=False, disable=quiet), 1):
-            yield batch
-            if step % max(1, steps // SCALE_READS) == 0:  # the step has been taken
-                scales.append((step, amp.stats()["scale"]))
-
-    with tritonamp.enable(model, optimizer, level=level, dtype=dtype) as amp:
+    with tritonamp.enable(model, optimizer, level=level, **policy) as amp:
         start = time.perf_counter()
-        losses = train(model, optimizer, amp, data()).tolist()  # waits for the last step
+        batches = task.batches(
+            setting, f"{task.name} {level}", lambda: amp.stats()["scale"], scales
+        )
+        losses = train(model, optimizer, amp, batches).tolist()  # waits for the last step
         seconds = time.perf_counter() - start
-        stats, explanation = amp.stats(), amp.explain()
-        score = evaluate(model, task, device)
+        stats, explanation = amp.stats(), explain(amp)
+        score = evaluate(model, task, setting.device)
     return Run(task, level, score, seconds, losses, scales, stats, explanation)
+
+
+def measured_torch(task: Task, setting: Setting) -> Run:
+    """Train a task in the loop that the documentation of torch.amp shows, in float16."""
+    model, optimizer = task.start(setting)
+    device = setting.device.type
+    scaler = torch.amp.GradScaler(device)
+    losses: list[float] = []
+    scales: list[tuple[int, float]] = []
+    taken: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: taken.append(1))
+
+    start = time.perf_counter()
+    for x, y in task.batches(setting, f"{task.name} torch.amp", scaler.get_scale, scales):
+        with torch.autocast(device, torch.float16):
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    seconds = time.perf_counter() - start
+
+    with torch.autocast(device, torch.float16):
+        score = evaluate(model, task, setting.device)
+    stats = {"skipped": len(losses) - len(taken), "scale": scaler.get_scale()}
+    return Run(task, "torch.amp", score, seconds, losses, scales, stats)
 
 
 def evaluate(model: nn.Module, task: Task, device: torch.device) -> float:

@@ -29,7 +29,7 @@ def save_picture(runs: Sequence[Run], path: Path) -> None:
         own = [run for run in runs if run.task.name == name]
         for run in own:
             _draw_loss(loss, run)
-            scale.plot(*zip(*run.scales, strict=True), drawstyle="steps-post", **STYLES[run.level])
+            scale.plot(*zip(*run.scales, strict=True), drawstyle="steps-post", **STYLES[run.name])
         loss.set(title=own[0].task.title, ylabel=f"training loss, mean of {SMOOTHED} steps")
         loss.legend()
         scale.set(xlabel="step", ylabel="loss scale")
@@ -41,10 +41,10 @@ def _draw_loss(axes: Axes, run: Run) -> None:
     broken = next(
         (step for step, loss in enumerate(run.losses, 1) if not math.isfinite(loss)), None
     )
-    label = f"{run.level}: {run.shown_score}" + (
+    label = f"{run.name}: {run.shown_score}" + (
         f", not finite from step {broken}" if broken else ""
     )
-    axes.plot(_running_mean(run.losses), label=label, **STYLES[run.level])
+    axes.plot(_running_mean(run.losses), label=label, **STYLES[run.name])
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:

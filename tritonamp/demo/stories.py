@@ -3,6 +3,7 @@
 import argparse
 import functools
 import logging
+import math
 import textwrap
 import time
 from collections.abc import Callable
@@ -14,14 +15,8 @@ from torch import Tensor, nn
 from tritonamp.commands.table import table
 from tritonamp.demo import data
 from tritonamp.demo.device import chosen_device, describe
-from tritonamp.demo.sides import (
-    Batches,
-    Experiment,
-    Outcome,
-    Setting,
-    train_torch,
-    train_tritonamp,
-)
+from tritonamp.demo.measured import Batches, Run, Setting, Task, measured, measured_torch
+from tritonamp.demo.models import CausalAttention
 
 WIDTH = 110
 PIXEL_MAX = 255.0
@@ -29,22 +24,10 @@ BAD_BATCHES = 40  # every second batch, until there were so many
 
 
 class Story(NamedTuple):
-    """The outcome of each run by its name, and paragraphs about them."""
+    """The runs by their names in the table, and paragraphs about them."""
 
-    outcomes: dict[str, Outcome]
+    runs: dict[str, Run]
     words: list[str]
-
-
-class Attention(nn.Module):
-    """One head, written out. Input and output have the shape (N, T, width)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.query(x) @ self.key(x).mT * x.shape[-1] ** -0.5
-        return scores.softmax(-1) @ self.value(x)
 
 
 class RowReader(nn.Module):
@@ -53,7 +36,7 @@ class RowReader(nn.Module):
     def __init__(self, width: int = 128) -> None:
         super().__init__()
         self.embed = nn.Linear(8, width)
-        self.attention = Attention(width)
+        self.attention = CausalAttention(width, heads=1)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(8 * width, 10)
 
@@ -66,19 +49,21 @@ class RowReader(nn.Module):
 def attention(setting: Setting) -> Story:
     """Attention scores overflow on pixels that are not normalised."""
     split = data.digits()
-    experiment = Experiment(
+    task = Task(
+        name="digits",
+        title="digits: attention over rows",
         build=RowReader,
         split=split._replace(x=split.x * PIXEL_MAX, test_x=split.test_x * PIXEL_MAX),
         batch_size=32,
-        optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
+        lr=1e-3,
         steps=180,
     )
-    ours = functools.partial(train_tritonamp, experiment, setting)
-    fp32 = train_torch(experiment, setting, enabled=False)
-    stock = train_torch(experiment, setting)
-    explained = ours(on_nonfinite="explain", ask=lambda amp: amp.explain(replay=True))
-    healed = ours(on_nonfinite="heal", ask=lambda amp: str(amp.policy.fp32_modules))
-    outcomes = {
+    fp32 = measured(task, setting, level="O0")
+    stock = measured_torch(task, setting)
+    ours = functools.partial(measured, task, setting)
+    explained = ours(on_nonfinite="explain", explain=lambda amp: amp.explain(replay=True))
+    healed = ours(on_nonfinite="heal", explain=lambda amp: str(amp.policy.fp32_modules))
+    runs = {
         "FP32": fp32,
         "torch.amp": stock,
         'tritonamp, "explain"': explained,
@@ -87,39 +72,41 @@ def attention(setting: Setting) -> Story:
     words = [
         f"Pixels are 0 to {PIXEL_MAX:g}, so that queries times keys leave the range of float16. "
         "They become inf, of which softmax makes NaN. GradScaler takes that for a scale that is "
-        f"too high. It skips {stock.skipped} of {stock.steps} steps, its scale ends at "
-        f"{stock.power}, and nothing more is learned.",
+        f"too high. It skips {stock.stats['skipped']} of {len(stock.losses)} steps, its scale ends "
+        f"at {power(stock.stats['scale'])}, and nothing more is learned.",
         "tritonamp leaves the scale alone, because a lower one cannot help. With "
         "on_nonfinite='explain' it runs the batch again and names the operation:\n"
         f"{explained.explanation}",
         "With on_nonfinite='heal' a module in which that happens again computes in FP32 from then "
         f"on. Afterwards amp.policy.fp32_modules is {healed.explanation}, and the accuracy is "
-        f"{healed.accuracy:.1f} %; in FP32 it is {fp32.accuracy:.1f} %.",
+        f"{healed.score:.1f} %; in FP32 it is {fp32.score:.1f} %.",
     ]
-    return Story(outcomes, words)
+    return Story(runs, words)
 
 
 def bad_batches(setting: Setting) -> Story:
     """Forty batches with one inf pixel each wear out the loss scale."""
-    experiment = Experiment(
+    task = Task(
+        name="digits",
+        title="digits: two linear layers",
         build=lambda: nn.Sequential(
             nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)
         ),
         split=data.digits(),
         batch_size=64,
-        optimizer=functools.partial(torch.optim.AdamW, lr=3e-3),
+        lr=3e-3,
         steps=300,
         change=_with_bad_ones,
     )
-    stock = train_torch(experiment, setting)
-    ours = train_tritonamp(experiment, setting)
+    stock, ours = measured_torch(task, setting), measured(task, setting)
     words = [
-        f"{stock.skipped} of {stock.steps} batches hold one inf pixel. Both sides skip them, and "
-        "no weight is harmed. But GradScaler takes every bad batch for a scale that is too high. "
-        f"It halves the scale each time, to {stock.power} in the end, where gradients of good "
-        "batches round to zero; and it doubles the scale only after 2000 good steps.",
+        f"{stock.stats['skipped']} of {len(stock.losses)} batches hold one inf pixel. Both sides "
+        "skip them, and no weight is harmed. But GradScaler takes every bad batch for a scale that "
+        f"is too high. It halves the scale each time, to {power(stock.stats['scale'])} in the end, "
+        "where gradients of good batches round to zero; and it doubles the scale only after 2000 "
+        "good steps.",
         "tritonamp sees that the loss itself was not finite, which no scale can change. Its scale "
-        f"stays at {ours.power}. amp.explain() says:\n{ours.explanation}",
+        f"stays at {power(ours.stats['scale'])}. amp.explain() says:\n{ours.explanation}",
     ]
     return Story({"torch.amp": stock, "tritonamp": ours}, words)
 
@@ -138,47 +125,32 @@ STORIES: dict[str, Callable[[Setting], Story]] = {
 
 
 def tell(args: argparse.Namespace) -> None:
-    """Print the story ``args.story``, or the names of all for "list"."""
-    if args.story == "list":
-        print(listed())
-        return
-    story = STORIES.get(args.story)
-    if story is None:
-        raise SystemExit(f"--story {args.story}: there is no such story. There are\n{listed()}")
+    """Print the story ``args.story``."""
     start = time.perf_counter()
-    setting = Setting(chosen_device(args.device), args.seed, args.steps, args.quiet)
+    story = STORIES[args.story]
+    setting = Setting(chosen_device(args.device), args.seed, args.steps)
     print(f"{story.__doc__}\nfloat16 on {describe(setting.device)}, seed {setting.seed}\n")
-    print(shown(_without_log(story, setting)))
+    logging.getLogger("tritonamp").setLevel(logging.ERROR)  # the story itself tells of skips
+    print(shown(story(setting)))
     print(f"total: {time.perf_counter() - start:.0f} s")
 
 
-def listed() -> str:
-    width = max(map(len, STORIES))
-    return "\n".join(f"  {name.ljust(width)}  {story.__doc__}" for name, story in STORIES.items())
-
-
 def shown(story: Story) -> str:
-    """Return the outcomes as a table, and the words below it."""
+    """Return the runs as a table, and the words below it."""
     rows = [
-        [name, f"{outcome.accuracy:.1f} %", str(outcome.skipped), outcome.power]
-        for name, outcome in story.outcomes.items()
+        [name, f"{run.score:.1f} %", str(run.stats["skipped"]), power(run.stats["scale"])]
+        for name, run in story.runs.items()
     ]
     paragraphs = ["\n".join(map(_wrapped, text.splitlines())) for text in story.words]
     printed = table(["", "accuracy", "skipped", "loss scale"], rows)
     return "\n\n".join([printed, *paragraphs]) + "\n"
 
 
+def power(scale: float) -> str:
+    """Return a loss scale as people read it: 2^16, or 1, or 0 below the smallest FP32 number."""
+    return f"{scale:g}" if scale in (0.0, 1.0) else f"2^{math.log2(scale):g}"
+
+
 def _wrapped(line: str) -> str:
     # an indented line belongs to a report
     return line if line.startswith(" ") else textwrap.fill(line, WIDTH)
-
-
-def _without_log(story: Callable[[Setting], Story], setting: Setting) -> Story:
-    """Run ``story`` without the log's lines about skips, because it tells of them itself."""
-    logger = logging.getLogger("tritonamp")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        return story(setting)
-    finally:
-        logger.setLevel(level)

@@ -14,7 +14,7 @@ from tritonamp.forecast.unrounded import rounds_to_zero
 from tritonamp.forecast.weights import averages, buffers, fp32_parameters, loaded_half, parameters
 from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, Policy
-from tritonamp.step.rules import keeps_fp32_state, rule_of
+from tritonamp.step.rules import keeps_fp32_state
 
 _EARLY = {  # Liger-Kernel's losses, and our functions
     "LigerCrossEntropyLoss": "cross_entropy",
@@ -38,7 +38,6 @@ def findings_without_data(
         *buffers(modules, policy),
         *_refused(model, optimizers, policy),
         *_optimizers(model, optimizers, policy),
-        *_sparse(modules, optimizers),
         *(bce(path) for path, module in losses if isinstance(module, nn.BCELoss)),
         *_early_gradients(losses, policy),
         *_parallel(modules),
@@ -48,18 +47,14 @@ def findings_without_data(
 def _refused(
     model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy
 ) -> Iterator[Finding]:
-    """Yield the errors that ``enable`` would raise for the optimizers or for mixed half dtypes."""
-    checks: list[tuple[str, Sequence[object], Callable[[], object]]] = [
-        ("optimizer", optimizers, lambda: check_optimizers(optimizers, [model])),
-        ("half dtypes", [model], lambda: check_half_dtypes(half_parameters([model]), policy)),
-    ]
-    for kind, refused, check in checks:
-        try:
-            check()
-        except ValueError as error:
-            why, _, advice = str(error).partition(": ")[2].rpartition(": ")
-            where = type(refused[0]).__name__
-            yield Finding(kind, where, f"enable refuses it: {why}", advice, weight=1e12)
+    """Yield the error that ``enable`` would raise for the optimizers or for mixed half dtypes."""
+    try:
+        check_optimizers(optimizers, [model])
+        check_half_dtypes(half_parameters([model]), policy)
+    except ValueError as error:
+        argument, _, text = str(error).partition(": ")
+        why, _, advice = text.rpartition(": ")
+        yield Finding("refused by enable", argument, why, advice, weight=1e12)
 
 
 def _optimizers(
@@ -99,20 +94,6 @@ def _optimizers(
             yield Finding("adam eps", name, why, advice, weight=1e11)
 
 
-def _sparse(modules: dict[str, nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[Finding]:
-    rules = [(type(o).__name__, rule_of(o)) for o in optimizers]
-    refusing = [kind for kind, rule in rules if rule and not rule.leaves_sparse_to_torch]
-    for path, module in modules.items():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            refused = f", which {refusing[0]} refuses" if refusing else ""
-            advice = (
-                "give it torch.optim.SparseAdam or SGD, or build it with sparse=False (then steps "
-                "are fused)"
-            )
-            why = f"its gradients are sparse{refused}"
-            yield Finding("sparse", path, why, advice, problem=bool(refusing))
-
-
 def _early_gradients(losses: list[tuple[str, Any]], policy: Policy) -> Iterator[Finding]:
     """Yield losses that compute float16 gradients of the logits in the forward, before scaling."""
     if policy.dtype is not torch.float16 or not (policy.op_policy or policy.cast_model):
@@ -132,7 +113,3 @@ def _parallel(modules: dict[str, nn.Module]) -> Iterator[Finding]:
             )
             advice = "enable the module inside it, or use DistributedDataParallel"
             yield Finding("data parallel", path, why, advice)
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        why = "torch.autocast is on around tritonamp.check: an enabled model enters its own"
-        advice = "leave it out of the training loop"
-        yield Finding("autocast", "the caller", why, advice, problem=False)

@@ -1,6 +1,7 @@
 """Gradients in a half format, and the loss scale that fits them."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import torch
 
 from tritonamp.forecast.findings import Finding
 from tritonamp.forecast.recording import TensorRecord
-from tritonamp.forecast.unrounded import pooled, rounds_to_inf
+from tritonamp.forecast.unrounded import rounds_to_inf, subnormal, vanishing
 from tritonamp.names import short
 from tritonamp.policy import Policy
 
@@ -26,7 +27,6 @@ class Outlook:
     """Overflow and underflow of a dry run's values in one half format.
 
     Attributes:
-        dtype: the half format.
         stored: number of results of the forward that the policy stores in half.
         overflows: number of stored results that overflow.
         vanishing: share of nonzero stored values that become zero.
@@ -39,7 +39,6 @@ class Outlook:
         lost: parameters whose gradients are zero even at ``max_scale``.
     """
 
-    dtype: torch.dtype
     stored: int
     overflows: int
     vanishing: float
@@ -86,18 +85,17 @@ def outlook(records: Sequence[TensorRecord], dtype: torch.dtype) -> Outlook:
     scale = max(max_scale / MARGIN, MIN_SCALE)
     if dtype is torch.bfloat16 and max_scale >= 1:
         scale = 1.0
-    values, slopes = pooled(r.sizes for r in stored), pooled(r.sizes for r in grads)
+    values, slopes = (sum((r.sizes.exponents for r in part), Counter()) for part in (stored, grads))
     return Outlook(
-        dtype=dtype,
         stored=len(stored),
         overflows=sum(r.sizes.overflows(dtype) and not r.excused for r in stored),
-        vanishing=values.vanishing(dtype),
-        subnormal=values.subnormal(dtype),
-        grad_vanishing=slopes.vanishing(dtype),
+        vanishing=vanishing(values, dtype),
+        subnormal=subnormal(values, dtype),
+        grad_vanishing=vanishing(slopes, dtype),
         max_scale=max_scale,
         limited_by="" if top is None else top.parameter or top.module or LOSS,
         scale=scale,
-        scaled_vanishing=slopes.vanishing(dtype, scale),
+        scaled_vanishing=vanishing(slopes, dtype, scale),
         lost=_lost(records, dtype, max_scale),
     )
 
@@ -124,7 +122,7 @@ def _lost(records: Iterable[TensorRecord], dtype: torch.dtype, scale: float) -> 
         r.parameter
         for r in records
         if r.op == "gradient" and (r.half or any(s.half for s in r.sources))
-        if r.sizes.vanishing(dtype, scale) > GONE and not _is_noise(r)
+        if vanishing(r.sizes.exponents, dtype, scale) > GONE and not _is_noise(r)
     )
 
 

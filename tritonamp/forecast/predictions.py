@@ -9,6 +9,7 @@ from tritonamp.forecast.dry_run import DryRun
 from tritonamp.forecast.findings import Finding, bce, early_gradients, keep
 from tritonamp.forecast.loss_scale import GONE, loss_scale
 from tritonamp.forecast.recording import Hazard, TensorRecord
+from tritonamp.forecast.unrounded import vanishing
 from tritonamp.names import short
 from tritonamp.policy import Policy
 
@@ -99,7 +100,7 @@ def _vanishing(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[
     for r in records:
         if not r.half or r.backward or r.op == "parameter" or any(gate in r.op for gate in GATES):
             continue
-        gone, *before = (t.sizes.vanishing(dtype) > GONE for t in (r, *r.sources))
+        gone, *before = (vanishing(t.sizes.exponents, dtype) > GONE for t in (r, *r.sources))
         if gone and not any(before):
             why = f"{_op(r)} gives at most {r.sizes.amax:.2g}, which is zero in {short(dtype)}"
             cures, line = (r.module,), r.place.line

@@ -16,6 +16,7 @@ from tritonamp.forecast.unrounded import (
     rounds_to_zero,
     unrounded,
     values_of,
+    vanishing,
 )
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.watched.ops import ADDS_A_NUMBER, OpCall
@@ -55,6 +56,7 @@ class TensorRecord:
         scaled: whether the tensor is multiplied by the loss scale.
         sources: records of the op's inputs.
         excused: whether an overflow is harmless, such as a mask that a softmax takes as -inf.
+        replaced: whether the record of the tensor's cast to half takes the place of this record.
     """
 
     place: Place
@@ -66,6 +68,7 @@ class TensorRecord:
     backward: bool = False
     scaled: bool = False
     excused: bool = False
+    replaced: bool = False
     sources: list["TensorRecord"] = field(default_factory=list, repr=False)
 
     @property
@@ -87,10 +90,16 @@ class Recorder(WatchedCopy):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__("the dry run, in FP32")
-        # inputs, parameters, every op's result, and the gradients of parameters and loss
-        self.records: list[TensorRecord] = []
+        # inputs, parameters, every op's result, and the gradients of parameters and loss, each
+        # after its sources
+        self.made: list[TensorRecord] = []
         self.hazards: dict[Hazard, None] = {}  # faults that do not depend on sizes, each once
         self._dtype = dtype
+
+    @property
+    def records(self) -> list[TensorRecord]:
+        """All that the run made, without FP32 results that their module has also cast to half."""
+        return [record for record in self.made if not record.replaced]
 
     def in_its_dtype(self, tensor: Tensor) -> Tensor:
         half = tensor.dtype in HALF_DTYPES
@@ -151,7 +160,7 @@ class Recorder(WatchedCopy):
         if values.dtype is torch.float32 and values.layout is torch.strided and values.numel():
             record = TensorRecord(place, op, tuple(values.shape), magnitudes(values), **fields)
             tensor._record = record  # type: ignore[attr-defined]
-            self.records.append(record)
+            self.made.append(record)
 
     def _pass_on(self, output: Tensor, sources: list[TensorRecord], place: Place) -> None:
         """Give the output of a view, copy or cast the record of its input.
@@ -167,8 +176,7 @@ class Recorder(WatchedCopy):
             self._measure("to", output, sources, place)
         else:  # a module's FP32 result and its cast to half are one result
             self._measure(source.op, output, source.sources or sources, source.place)
-            if source.op not in MARKED and source in self.records[-16:]:
-                self.records.remove(source)
+            source.replaced = source.op not in MARKED
 
     def _watch_scalars(self, call: OpCall, outputs: list[Tensor], place: Place) -> None:
         if not any(isinstance(output, Unrounded) for output in outputs):
@@ -188,7 +196,7 @@ class Recorder(WatchedCopy):
         record = record_of(inputs[-1]) if name in AT_ZERO and inputs else None
         if record is None or not record.half or record.backward:
             return
-        if record.sizes.vanishing(self._dtype):
+        if vanishing(record.sizes.exponents, self._dtype):
             self.note("divisor", f"{name} of {record.sizes.amin:.2g}", place)
 
     def _excuse_mask(self, call: OpCall) -> None:

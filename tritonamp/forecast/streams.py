@@ -72,7 +72,7 @@ def fp32_streams(
 
 def _finding(run: DryRun, additions: dict[Argument, list[TensorRecord]], advice: str) -> Finding:
     every = {id(record) for records in additions.values() for record in records}
-    first = next(record for record in _made(run) if id(record) in every)
+    first = next(record for record in run.made if id(record) in every)
     names = [name if isinstance(name, str) else f"input {name}" for name in additions]
     because = f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} FP32"
     why = f"{len(every)} sums with half results are FP32, because {because}"
@@ -87,7 +87,7 @@ def _additions(run: DryRun) -> dict[Argument, list[TensorRecord]]:
     given = {id(record): argument for record, argument in run.inputs}
     sums: dict[int, dict[Argument, int]] = {}  # how many each record holds
     found: dict[Argument, list[TensorRecord]] = {}
-    for record in _made(run):
+    for record in _forward(run):
         held: dict[Argument, int] = {}
         for source in record.sources:
             for argument, count in sums.get(id(source), {}).items():
@@ -103,22 +103,8 @@ def _additions(run: DryRun) -> dict[Argument, list[TensorRecord]]:
     return {argument: found[argument] for argument in found if longest[argument] > 1}
 
 
-def _made(run: DryRun) -> list[TensorRecord]:
-    """Return the records of the forward, each after its sources.
-
-    ``run.records`` lacks FP32 results that their module has also cast to half.
-    """
-    ordered: dict[int, TensorRecord] = {}
-    for record in run.records:
-        pending = [] if record.backward else [record]
-        while pending:
-            missing = [s for s in pending[-1].sources if id(s) not in ordered]
-            if missing:
-                pending += missing
-            else:
-                done = pending.pop()
-                ordered[id(done)] = done
-    return list(ordered.values())
+def _forward(run: DryRun) -> list[TensorRecord]:
+    return [record for record in run.made if not record.backward]
 
 
 class _GradientsKept(DryRun):
@@ -149,5 +135,5 @@ def _problems(run: DryRun, policy: Policy) -> set[tuple[str, str]]:
 
 def _bytes(run: DryRun) -> int:
     """Return the bytes of all results of the forward."""
-    results = [record for record in _made(run) if record.op not in MARKED]
+    results = [record for record in _forward(run) if record.op not in MARKED]
     return sum(torch.Size(r.shape).numel() * (2 if r.half else 4) for r in results)

@@ -7,7 +7,7 @@ runs with the dtypes of half precision, while nothing is rounded, overflows or v
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -160,44 +160,30 @@ class Magnitudes(NamedTuple):
     amin: float
     largest: float
     nans: int
-    exponents: dict[int, int]
+    exponents: Counter[int]
 
-    def overflows(self, dtype: torch.dtype, scale: float = 1.0) -> bool:
-        """Return whether a value times ``scale`` becomes inf in ``dtype``."""
-        return self.amax * scale >= rounds_to_inf(dtype)
-
-    def vanishing(self, dtype: torch.dtype, scale: float = 1.0) -> float:
-        """Return the share of nonzero values that become zero in ``dtype`` times ``scale``.
-
-        ``scale`` is a power of two.
-        """
-        return self._share_below(rounds_to_zero(dtype) / scale)
-
-    def subnormal(self, dtype: torch.dtype, scale: float = 1.0) -> float:
-        """Return the share of nonzero values that become subnormal in ``dtype`` times ``scale``."""
-        below_normal = self._share_below(torch.finfo(dtype).smallest_normal / scale)
-        return below_normal - self.vanishing(dtype, scale)
-
-    def _share_below(self, power: float) -> float:
-        limit = math.log2(power)
-        return sum(n for e, n in self.exponents.items() if e < limit) / max(
-            sum(self.exponents.values()), 1
-        )
+    def overflows(self, dtype: torch.dtype) -> bool:
+        """Return whether a value becomes inf in ``dtype``."""
+        return self.amax >= rounds_to_inf(dtype)
 
 
-def pooled(sizes: Iterable[Magnitudes]) -> Magnitudes:
-    """Return the sizes of several tensors' values together."""
-    every = list(sizes)
-    exponents: Counter[int] = Counter()
-    for one in every:
-        exponents.update(one.exponents)
-    return Magnitudes(
-        amax=max((one.amax for one in every), default=0.0),
-        amin=min((one.amin for one in every if one.amin), default=0.0),
-        largest=max((one.largest for one in every), default=0.0),
-        nans=sum(one.nans for one in every),
-        exponents=dict(sorted(exponents.items())),
-    )
+def vanishing(exponents: Counter[int], dtype: torch.dtype, scale: float = 1.0) -> float:
+    """Return the share of values that become zero in ``dtype`` times ``scale``.
+
+    ``scale`` is a power of two.
+    """
+    return _share_below(exponents, rounds_to_zero(dtype) / scale)
+
+
+def subnormal(exponents: Counter[int], dtype: torch.dtype) -> float:
+    """Return the share of values that become subnormal in ``dtype``."""
+    below_normal = _share_below(exponents, torch.finfo(dtype).smallest_normal)
+    return below_normal - vanishing(exponents, dtype)
+
+
+def _share_below(exponents: Counter[int], power: float) -> float:
+    limit = math.log2(power)
+    return sum(n for e, n in exponents.items() if e < limit) / max(exponents.total(), 1)
 
 
 def rounds_to_inf(dtype: torch.dtype) -> float:
@@ -229,4 +215,5 @@ def magnitudes(values: Tensor) -> Magnitudes:
     amax, amin = torch.stack([sizes.amax(), smallest]).view(torch.float32).tolist()
     largest = torch.where(values.isfinite(), values, -amax).amax().item()
     nans = int((bits > _INF_BITS).sum())
-    return Magnitudes(amax, amin, largest, nans, {i - 127: n for i, n in enumerate(counts) if n})
+    exponents = Counter({i - 127: n for i, n in enumerate(counts) if n})
+    return Magnitudes(amax, amin, largest, nans, exponents)

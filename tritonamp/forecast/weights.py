@@ -10,7 +10,7 @@ from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.model_dtypes import wanted_dtypes
 from tritonamp.casts.norm_layers import is_norm
 from tritonamp.forecast.findings import Finding, keep
-from tritonamp.forecast.unrounded import magnitudes, rounds_to_inf
+from tritonamp.forecast.unrounded import magnitudes, rounds_to_inf, vanishing
 from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, Policy
 
@@ -36,7 +36,7 @@ def parameters(model: nn.Module, policy: Policy) -> Iterator[Finding]:
                 f"{short(dtype)}"
             )
             yield Finding("overflow", name, why, keep(owner), weight=ratio, modules=(owner,))
-        elif sizes.amax and sizes.vanishing(dtype) > 0.99:
+        elif sizes.amax and vanishing(sizes.exponents, dtype) > 0.99:
             why = f"its largest value is {sizes.amax:.2g}, which is zero in {short(dtype)}"
             yield Finding("vanishing", name, why, keep(owner), modules=(owner,))
 

@@ -1,6 +1,5 @@
 """``python -m tritonamp doctor --selftest``: tests of results and speed on this machine."""
 
-import json
 import platform
 import textwrap
 from collections.abc import Callable, Collection, Iterable
@@ -139,7 +138,3 @@ def verdict(found: dict[str, Any]) -> str:
 def is_wrong(found: dict[str, Any]) -> bool:
     """Return whether a check failed or was cut off."""
     return any(check["status"] in (FAILED, CUT_OFF) for check in found["checks"])
-
-
-def as_json(found: dict[str, Any]) -> str:
-    return json.dumps(found, indent=1)

@@ -69,11 +69,11 @@ class Workers:
     def _follow(self, command: list[str]) -> int | None:
         """Run one process. Return the number of the next check for a new process, or None."""
         current: Outcome | None = None  # the line of the running check
-        number, began, last = -1, time.monotonic(), {}
+        number, last = -1, {}
         with tempfile.TemporaryFile("w+") as errors, self._started(command, errors) as process:
             if process is None:
                 return None
-            watch = _Watch(process, self._limit)
+            began, limit = time.monotonic(), self._kill_later(process)
             assert process.stdout is not None
             for line in process.stdout:
                 if not line.startswith("{"):  # output of a tool around the process
@@ -81,18 +81,20 @@ class Workers:
                     continue
                 found = json.loads(line)
                 if "starts" in found:
-                    number, current, began = found.pop("starts"), found, time.monotonic()
-                    watch.restart()
+                    number, current = found.pop("starts"), found
+                    limit.cancel()
+                    began, limit = time.monotonic(), self._kill_later(process)
                 else:
                     current, last = None, found
                     self._report(found)
-            watch.cancel()
+            limit.cancel()
             status = process.wait()
             if current is None and (status == 0 or number >= 0):
                 # after a signal between two checks, the other checks must still run
                 return number + 1 if "spoiled" in last or status < 0 else None
             seconds = round(time.monotonic() - began, 3)
-            why = f"no answer within {self._limit:g} s" if watch.barked else _end_of(status, errors)
+            is_late = seconds >= self._limit
+            why = f"no answer within {self._limit:g} s" if is_late else _end_of(status, errors)
         where = current or {"group": "selftest", "name": "a process"}
         # Ctrl-C goes to all processes, and may end this one before ``_stop`` does
         stopped = self._is_stopped or status == -signal.SIGINT
@@ -120,32 +122,16 @@ class Workers:
                     self._running.discard(process)
                 process.kill()
 
+    def _kill_later(self, process: "subprocess.Popen[str]") -> threading.Timer:
+        """Kill the process at the limit, unless the returned timer is cancelled before."""
+        timer = threading.Timer(self._limit, process.kill)
+        timer.daemon = True
+        timer.start()
+        return timer
+
     def _report(self, outcome: Outcome) -> None:
         with self._one_at_a_time:
             self._tell(outcome)
-
-
-class _Watch:
-    """Kills a process that starts no new check within the limit."""
-
-    def __init__(self, process: "subprocess.Popen[str]", seconds: float) -> None:
-        self._process, self._seconds, self.barked = process, seconds, False
-        self._timer: threading.Timer | None = None
-        self.restart()
-
-    def restart(self) -> None:
-        self.cancel()
-        self._timer = threading.Timer(self._seconds, self._bark)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _bark(self) -> None:
-        self.barked = True
-        self._process.kill()
 
 
 def _end_of(status: int, errors: IO[str]) -> str:
