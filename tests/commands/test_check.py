@@ -1,6 +1,7 @@
 """``python -m tritonamp check``: what it prints, writes and returns."""
 
 import textwrap
+from collections import Counter
 
 import pytest
 import torch
@@ -121,10 +122,10 @@ def test_the_bars_of_the_picture():
 
     from tritonamp.commands import ranges
 
-    shares = ranges._exponents([{-30: 1, 0: 2}, {0: 1, 17: 4}])
+    shares = ranges._exponents([Counter({-30: 1, 0: 2}), Counter({0: 1, 17: 4})])
     assert shares == {-30: 12.5, 0: 37.5, 17: 50.0}
     axes: Axes = Figure().subplots()
-    ranges._draw(axes, "values", shares, ranges.VALUES, [-25, -14, 16])
+    ranges._draw(axes, "values", shares, ranges.VALUES, [-40, -25, -14, 16, 30])
     assert [bar.get_height() for bar in axes.patches[-3:]] == [12.5, 37.5, 50.0]
     assert axes.get_title(loc="right") == "become zero 12.5 %   lose bits 0 %   overflow 50.0 %"
 

@@ -121,15 +121,9 @@ def _made(factory: str) -> tuple[Any, ...]:
         made = getattr(module, name)()
     except Exception as error:
         raise ValueError(f"{factory} raised {type(error).__name__}: {error}") from error
-    if (
-        not isinstance(made, tuple)
-        or len(made) not in (2, 3, 4)
-        or not isinstance(made[0], torch.nn.Module)
-    ):
-        got = (
-            f"a tuple of {', '.join(type(m).__name__ for m in made)}"
-            if isinstance(made, tuple)
-            else type(made).__name__
-        )
+    parts = made if isinstance(made, tuple) else ()
+    if len(parts) not in (2, 3, 4) or not isinstance(parts[0], torch.nn.Module):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        got = f"a tuple of {kinds}" if parts else type(made).__name__
         raise ValueError(f"{factory}: expected {RETURNS}, got {got}")
-    return (made[0], None, made[1]) if len(made) == 2 else made
+    return (parts[0], None, parts[1]) if len(parts) == 2 else parts

@@ -184,17 +184,13 @@ def _backend(device: torch.device) -> str:
 
 def _trial(level: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str, str]:
     shown_dtype = "float32" if level == "O0" else str(dtype).removeprefix("torch.")
+    run = SmallTraining(device)
     try:
-        return level, shown_dtype, _train_one_step(level, dtype, device)
+        with tritonamp.enable(run.model, run.optimizer, level=level, dtype=dtype) as run.amp:
+            run.step()
+            stats = run.amp.stats()
     except Exception as error:  # the error is the answer
         return level, shown_dtype, f"no: {error}"
-
-
-def _train_one_step(level: str, dtype: torch.dtype, device: torch.device) -> str:
-    run = SmallTraining(device)
-    with tritonamp.enable(run.model, run.optimizer, level=level, dtype=dtype) as run.amp:
-        run.step()
-        stats = run.amp.stats()
     if stats["skipped"]:
-        return f"no: the step was skipped, {stats['last_skip_reason']}"
-    return f"works, loss scale {stats['scale']:g}"
+        return level, shown_dtype, f"no: the step was skipped, {stats['last_skip_reason']}"
+    return level, shown_dtype, f"works, loss scale {stats['scale']:g}"

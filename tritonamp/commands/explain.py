@@ -41,15 +41,12 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     if not found:
         print(f"No section is about this text. {_ALL}")
         return 1
-    print(_shown(found[0]))
-    if found[1:]:
-        print(f"\nThe text holds others, too:\n\n{_listed(found[1:])}")
+    first, *others = found
+    print(first.title, "=" * len(first.title), "", first.body, sep="\n")
+    if others:
+        print(f"\nThe text holds others, too:\n\n{_listed(others)}")
     return 0
 
 
 def _listed(pages: Sequence[Section]) -> str:
     return "\n".join(f"  {page.title}" for page in pages)
-
-
-def _shown(page: Section) -> str:
-    return f"{page.title}\n{'=' * len(page.title)}\n\n{page.body}"

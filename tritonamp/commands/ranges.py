@@ -16,7 +16,14 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator
 import tritonamp
 
 VALUES, GRADIENTS, SCALED = "tab:blue", "tab:orange", "tab:green"
-LOST, POOR = "#d62728", "#f2c14e"
+LOST, POOR, FULL = "#d62728", "#f2c14e", "white"
+# name, what its values do, and color of each part of the axis, from left to right
+PARTS = [
+    ("zero", "become zero", LOST),
+    ("fewer bits", "lose bits", POOR),
+    ("full precision", "", FULL),
+    ("inf", "overflow", LOST),
+]
 
 
 def save_picture(forecast: tritonamp.Forecast, path: Path) -> None:
@@ -42,12 +49,13 @@ def save_picture(forecast: tritonamp.Forecast, path: Path) -> None:
     ]
     everything = [exponent for _, shares, _ in rows for exponent in shares]
     limits = min([edges[0] - 8, *everything]) - 1, max([edges[2] + 6, *everything]) + 2
+    bounds = [limits[0], *edges, limits[1]]
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     axes = figure.subplots(3, 1, sharex=True)
     for ax, (label, shares, color) in zip(axes, rows, strict=True):
-        _draw(ax, label, shares, color, edges)
-    _name_ranges(axes[0], limits, edges)
+        _draw(ax, label, shares, color, bounds)
+    _name_parts(axes[0], bounds)
     axes[-1].set(xlabel="magnitude", xlim=limits)
     axes[-1].xaxis.set_major_locator(MultipleLocator(8 if limits[1] - limits[0] < 100 else 32))
     axes[-1].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"$2^{{{x:.0f}}}$"))
@@ -59,22 +67,22 @@ def save_picture(forecast: tritonamp.Forecast, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _exponents(counts: Iterable[dict[int, int]]) -> Counter[int]:
+def _exponents(counts: Iterable[Counter[int]]) -> Counter[int]:
     """Return the share of each exponent in all nonzero values, in percent."""
-    total: Counter[int] = Counter()
-    for one in counts:
-        total.update(one)
+    total = sum(counts, Counter())
     size = total.total()
     return Counter({exponent: 100 * n / size for exponent, n in total.items()})
 
 
-def _draw(axes: Axes, label: str, shares: Counter[int], color: str, edges: list[int]) -> None:
-    smallest, normal, top = edges
-    axes.axvspan(-400, smallest, color=LOST, alpha=0.14, lw=0)
-    axes.axvspan(smallest, normal, color=POOR, alpha=0.22, lw=0)
-    axes.axvspan(top, 400, color=LOST, alpha=0.14, lw=0)
+def _draw(axes: Axes, label: str, shares: Counter[int], color: str, bounds: list[int]) -> None:
+    fates = []
+    for (_, fate, shade), left, right in zip(PARTS, bounds, bounds[1:], strict=False):
+        axes.axvspan(left, right, color=shade, alpha=0.16, lw=0)
+        share = sum(share for e, share in shares.items() if left <= e < right)
+        if fate:
+            fates.append(f"{fate} {_percent(share)}")
     height = 1.3 * max([1.0, *shares.values()])
-    inside = [smallest <= e < top for e in shares]
+    inside = [bounds[1] <= e < bounds[3] for e in shares]
     # even a few values that overflow matter
     heights = [
         share if fits else max(share, height / 50)
@@ -89,31 +97,19 @@ def _draw(axes: Axes, label: str, shares: Counter[int], color: str, edges: list[
     axes.set_title(label, loc="left", fontsize=11, color=color, weight="bold")
     axes.set(ylabel="% of values", ylim=(0, height))
     axes.spines[["top", "right"]].set_visible(False)
-    zero = sum(share for e, share in shares.items() if e < smallest)
-    poor = sum(share for e, share in shares.items() if smallest <= e < normal)
-    over = sum(share for e, share in shares.items() if e >= top)
-    text = f"become zero {_percent(zero)}   lose bits {_percent(poor)}   overflow {_percent(over)}"
-    axes.set_title(
-        text if shares else "none are stored in half", loc="right", fontsize=9.5, color="0.25"
-    )
+    text = "   ".join(fates) if shares else "none are stored in half"
+    axes.set_title(text, loc="right", fontsize=9.5, color="0.25")
 
 
-def _name_ranges(axes: Axes, limits: tuple[int, int], edges: list[int]) -> None:
-    smallest, normal, top = edges
-    bounds = [
-        ("zero", limits[0], smallest),
-        ("fewer bits", smallest, normal),
-        ("full precision", normal, top),
-    ]
-    for name, left, right in [*bounds, ("inf", top, limits[1])]:
-        color = "0.35" if name in ("fewer bits", "full precision") else LOST
+def _name_parts(axes: Axes, bounds: list[int]) -> None:
+    for (name, _, shade), left, right in zip(PARTS, bounds, bounds[1:], strict=False):
         axes.text(
             (left + right) / 2,
             0.97,
             name,
             ha="center",
             va="top",
-            color=color,
+            color=LOST if shade == LOST else "0.35",
             transform=axes.get_xaxis_transform(),
         )
 

@@ -69,12 +69,8 @@ def _require_extras() -> None:
 
 
 def _refuse_what_stories_ignore(args: argparse.Namespace) -> None:
-    options = {
-        "--level": args.level is not None,
-        "--dtype": args.dtype != DTYPE,
-        "--output": args.output != OUTPUT,
-    }
-    given = [option for option, differs in options.items() if differs]
+    ignored = {"level": None, "dtype": DTYPE, "output": OUTPUT}
+    given = [f"--{name}" for name, default in ignored.items() if getattr(args, name) != default]
     if given:
         raise SystemExit(
             f"--story has levels of its own, float16 and no picture: drop {', '.join(given)}"

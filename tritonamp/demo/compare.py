@@ -2,8 +2,6 @@
 
 import argparse
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import torch
 
@@ -16,27 +14,21 @@ from tritonamp.demo.models import CharTransformer, DigitNet
 from tritonamp.demo.picture import save_picture
 from tritonamp.demo.train import criterion
 
-SMALL = "bf16", "8bit"
-WARM_UP_STEPS = 2  # compile kernels and start thread pools before the clock runs
-
 
 def compare(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     setting = Setting(chosen_device(args.device), args.seed, args.steps)
     print(f"training in {args.dtype} on {describe(setting.device)}, seed {args.seed}")
     dtype = getattr(torch, args.dtype)
-    runs = list(_train_levels(setting, args.level or LEVELS, dtype))
+    runs = [
+        measured(task, setting, level=level, dtype=dtype)
+        for task in tasks()
+        for level in args.level or LEVELS
+    ]
 
     rows = [_row(run) for run in runs]
     print(table([*rows[0]], [[*row.values()] for row in rows]))
-    print("seconds: the training loop alone.")
-    small = ", ".join(f"{_bytes('O2', state):.3g} with state={state!r}" for state in SMALL)
-    print(f"B/param: bytes of a parameter, its gradient, master and moments; for O2 {small}.")
-    if setting.device.type == "cpu":
-        print(
-            "A CPU computes half in FP32 and rounds it. Read the results; the seconds say nothing "
-            "about a GPU."
-        )
+    print("B/param: bytes of a parameter, its gradient, master and moments.")
     for run in runs:
         if run.stats["skipped"]:
             print(f"{run.task.name} {run.name}: {run.explanation}")
@@ -69,27 +61,14 @@ def tasks() -> list[Task]:
     return [digits, chars]
 
 
-def _train_levels(setting: Setting, levels: Iterable[str], dtype: torch.dtype) -> Iterator[Run]:
-    for task in tasks():
-        for level in levels:
-            measured(task, replace(setting, steps=WARM_UP_STEPS), level=level, dtype=dtype)
-            yield measured(task, setting, level=level, dtype=dtype)
-
-
 def _row(run: Run) -> dict[str, str]:
     return {
         "model": run.task.name,
         "level": run.name,
         "result": run.shown_score,
-        "seconds": f"{run.seconds:.1f}",
-        "B/param": f"{_bytes(run.name):.3g}",
+        "B/param": f"{getattr(tritonamp, run.name).bytes_per_parameter():.3g}",
         "steps": str(run.stats["steps"]),
         "skipped": str(run.stats["skipped"]),
         "final scale": f"{run.stats['scale']:g}",
         "backend": run.stats["backend"],
     }
-
-
-def _bytes(level: str, state: str = "fp32") -> float:
-    policy: tritonamp.Policy = getattr(tritonamp, level)
-    return policy.bytes_per_parameter(state)

@@ -1,6 +1,5 @@
 """A training run of one model, in the loop of ``train.py`` or in that of torch.amp."""
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +75,6 @@ class Run:
     """The results of one training run.
 
     Attributes:
-        seconds: time of the training loop alone.
         scales: (step, loss scale) for some of the steps.
         stats: ``amp.stats()`` after the last step; for torch.amp only "skipped" and "scale".
         explanation: text of ``amp.explain()``; empty for torch.amp.
@@ -85,7 +83,6 @@ class Run:
     task: Task
     name: str
     score: float
-    seconds: float
     losses: list[float]
     scales: list[tuple[int, float]]
     stats: dict[str, Any]
@@ -111,15 +108,13 @@ def measured(
     model, optimizer = task.start(setting)
     scales: list[tuple[int, float]] = []
     with tritonamp.enable(model, optimizer, level=level, **policy) as amp:
-        start = time.perf_counter()
         batches = task.batches(
             setting, f"{task.name} {level}", lambda: amp.stats()["scale"], scales
         )
-        losses = train(model, optimizer, amp, batches).tolist()  # waits for the last step
-        seconds = time.perf_counter() - start
+        losses = train(model, optimizer, amp, batches).tolist()
         stats, explanation = amp.stats(), explain(amp)
         score = evaluate(model, task, setting.device)
-    return Run(task, level, score, seconds, losses, scales, stats, explanation)
+    return Run(task, level, score, losses, scales, stats, explanation)
 
 
 def measured_torch(task: Task, setting: Setting) -> Run:
@@ -132,7 +127,6 @@ def measured_torch(task: Task, setting: Setting) -> Run:
     taken: list[int] = []
     optimizer.register_step_post_hook(lambda *_: taken.append(1))
 
-    start = time.perf_counter()
     for x, y in task.batches(setting, f"{task.name} torch.amp", scaler.get_scale, scales):
         with torch.autocast(device, torch.float16):
             loss = criterion(model(x), y)
@@ -143,12 +137,11 @@ def measured_torch(task: Task, setting: Setting) -> Run:
         scaler.update()
         optimizer.zero_grad()
         losses.append(loss.item())
-    seconds = time.perf_counter() - start
 
     with torch.autocast(device, torch.float16):
         score = evaluate(model, task, setting.device)
     stats = {"skipped": len(losses) - len(taken), "scale": scaler.get_scale()}
-    return Run(task, "torch.amp", score, seconds, losses, scales, stats)
+    return Run(task, "torch.amp", score, losses, scales, stats)
 
 
 def evaluate(model: nn.Module, task: Task, device: torch.device) -> float:

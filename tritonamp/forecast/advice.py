@@ -10,11 +10,10 @@ from torch.optim import Optimizer
 from tritonamp.casts.loaded import check_half_dtypes, half_parameters
 from tritonamp.checks import check_optimizers
 from tritonamp.forecast.findings import Finding, bce, early_gradients
-from tritonamp.forecast.unrounded import rounds_to_zero
 from tritonamp.forecast.weights import averages, buffers, fp32_parameters, loaded_half, parameters
 from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, Policy
-from tritonamp.step.rules import keeps_fp32_state
+from tritonamp.step.rules import keeps_fp32_state, zero_eps
 
 _EARLY = {  # Liger-Kernel's losses, and our functions
     "LigerCrossEntropyLoss": "cross_entropy",
@@ -82,10 +81,10 @@ def _optimizers(
         )
         advice = 'use level "O2", or tritonamp.optim.AdamW'
         yield Finding("no masters", name, why, advice, weight=1e10)
-        every_eps = (group.get("eps") for _, group in half)
-        eps = min((e for e in every_eps if isinstance(e, float)), default=1.0)
         dtype = first.dtype if first.dtype in HALF_DTYPES else policy.dtype
-        if 0 < eps <= rounds_to_zero(dtype):
+        found = (zero_eps(optimizer, group, dtype) for _, group in half)
+        eps = next((eps for eps in found if eps is not None), None)
+        if eps is not None:
             why = (
                 f"{kind} has eps={eps:g} on half parameters: it is zero in {short(dtype)}, so the "
                 "step divides by zero"

@@ -161,18 +161,12 @@ def loss_scale(records: Sequence[TensorRecord], policy: Policy) -> Iterator[Find
             if policy.dtype is torch.float16 and seen.scale < LOW_SCALE and not seen.overflows:
                 yield _low_scale(seen, policy)
             return
-        why = "the gradient overflows at every loss scale"
-        if seen.max_scale >= MIN_SCALE:
-            why = (
-                f"at 2^{math.log2(seen.max_scale):.0f}, the largest loss scale at which it does "
-                f"not overflow, the gradient of {seen.lost[0]} is zero"
-            )
         limit = rounds_to_inf(policy.dtype) / (seen.max_scale * MARGIN)
         cures = tuple(
             sorted({r.module for r in records if r.half and r.scaled and r.sizes.amax >= limit})
         )
         advice = f"keep {seen.limited_by!r} in FP32, or use bfloat16"
-        yield Finding("loss scale", seen.limited_by, why, advice, True, 1.2, cures)
+        yield Finding("loss scale", seen.limited_by, seen.which_scale, advice, True, 1.2, cures)
         return
     fixed = float(policy.loss_scale)
     lost = _lost(records, policy.dtype, fixed)

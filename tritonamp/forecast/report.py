@@ -28,7 +28,7 @@ from tritonamp.forecast.results import Side
 from tritonamp.forecast.running import Batch
 from tritonamp.forecast.streams import fp32_streams
 from tritonamp.names import short
-from tritonamp.policy import HALF_DTYPES, LEVELS, STATES, Policy, resolve
+from tritonamp.policy import HALF_DTYPES, LEVELS, Policy, resolve
 from tritonamp.runtime import scaler_for
 from tritonamp.scaler import GradScaler
 
@@ -216,7 +216,6 @@ def _report(forecast: Forecast) -> Iterator[str]:
     for name, seen in forecast.formats.items():
         yield from _wrapped(f"{name}: {seen}", "    ")
     yield from _wrapped(_policy_line(forecast), "    ")
-    yield from _wrapped(_memory_line(forecast.policy), "    ")
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
@@ -241,18 +240,6 @@ def _policy_line(forecast: Forecast) -> str:
         if getattr(policy, field.name) != getattr(asked, field.name)
     ]
     return f"policy: {', '.join(changed)}. {takes_it}" if changed else "policy: as asked for"
-
-
-def _memory_line(policy: Policy) -> str:
-    others = [
-        f"{policy.bytes_per_parameter(state):.3g} with state={state!r}"
-        for state in STATES
-        if state != policy.state and (policy.trains_fp32_values or state != "8bit")
-    ]
-    offloaded = dataclasses.replace(policy, offload="state").bytes_per_parameter()
-    others.append(f"{offloaded:.3g} with offload='state'")
-    own = f"{policy.bytes_per_parameter():.3g} bytes a parameter with Adam"
-    return f"memory: {own}, state={policy.state!r}; {', '.join(others)}"
 
 
 def _value(policy: Policy, name: str) -> str:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import IO, Any
 
@@ -38,7 +38,7 @@ class Workers:
     ) -> None:
         self._tell, self._worker, self._limit = tell, worker, limit
         self._one_at_a_time = threading.Lock()
-        self._running: set[subprocess.Popen[str]] = set()
+        self._started: list[subprocess.Popen[str]] = []
         self._is_stopped = False
 
     def run(self, groups: Sequence[str], count: int) -> None:
@@ -57,7 +57,7 @@ class Workers:
     def _stop(self) -> None:
         with self._one_at_a_time:
             self._is_stopped = True
-            for process in self._running:
+            for process in self._started:
                 process.kill()
 
     def _run_part(self, groups: Sequence[str], part: int, count: int) -> None:
@@ -70,9 +70,13 @@ class Workers:
         """Run one process. Return the number of the next check for a new process, or None."""
         current: Outcome | None = None  # the line of the running check
         number, last = -1, {}
-        with tempfile.TemporaryFile("w+") as errors, self._started(command, errors) as process:
+        with contextlib.ExitStack() as stack:
+            errors = stack.enter_context(tempfile.TemporaryFile("w+"))
+            process = self._start(command, errors)
             if process is None:
                 return None
+            stack.enter_context(process)  # waits for its end, and closes stdout
+            stack.callback(process.kill)
             began, limit = time.monotonic(), self._kill_later(process)
             assert process.stdout is not None
             for line in process.stdout:
@@ -103,24 +107,14 @@ class Workers:
         self._report(where | fate | {"seconds": seconds})
         return None if stopped or current is None else number + 1
 
-    @contextlib.contextmanager
-    def _started(
-        self, command: list[str], errors: IO[str]
-    ) -> Iterator["subprocess.Popen[str] | None"]:
+    def _start(self, command: list[str], errors: IO[str]) -> "subprocess.Popen[str] | None":
         """Start a process; None after ``_stop``."""
         with self._one_at_a_time:
             if self._is_stopped:
-                yield None
-                return
+                return None
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-            self._running.add(process)
-        with process:  # closes stdout at the end
-            try:
-                yield process
-            finally:
-                with self._one_at_a_time:
-                    self._running.discard(process)
-                process.kill()
+            self._started.append(process)
+            return process
 
     def _kill_later(self, process: "subprocess.Popen[str]") -> threading.Timer:
         """Kill the process at the limit, unless the returned timer is cancelled before."""

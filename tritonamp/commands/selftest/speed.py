@@ -41,14 +41,12 @@ def _time(operation: Implementations, device: torch.device, bandwidth: list[floa
         seconds = _seconds(lambda: operation.triton_function(*args))
     except torch.OutOfMemoryError as error:
         raise NotHereError("too little memory is free") from error
-    rate = call.moves / seconds
     if not bandwidth:  # a process that ended has measured it
         _copy(device, bandwidth)
-    numbers = {"us": seconds * 1e6, "gb_per_s": rate / 1e9}
-    detail = f"{call.what}: {numbers['us']:.0f} us, {numbers['gb_per_s']:.0f} GB/s"
-    numbers["fraction_of_copy"] = rate / bandwidth[0]
-    detail += f", {numbers['fraction_of_copy']:.2f} of copy"
-    return Found(detail, numbers)
+    us, rate = seconds * 1e6, call.moves / seconds
+    share = rate / bandwidth[0]
+    detail = f"{call.what}: {us:.0f} us, {rate / 1e9:.0f} GB/s, {share:.2f} of copy"
+    return Found(detail, {"us": us, "gb_per_s": rate / 1e9, "fraction_of_copy": share})
 
 
 def _seconds(call: Callable[[], Any]) -> float:
