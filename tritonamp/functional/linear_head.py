@@ -16,7 +16,7 @@ from tritonamp.policy import HALF_DTYPES
 MIN_ROWS = 2048  # of a chunk
 
 
-class LinearHead(NamedTuple):
+class LinearHead:
     """A linear layer whose products take half operands and have FP32 sums.
 
     On CUDA operands have ``dtype``. On a CPU half operands are widened because half products
@@ -28,21 +28,19 @@ class LinearHead(NamedTuple):
         operand: dtype of the products' operands.
         weight: weight of the layer as an operand, [v, d].
         bias: bias of the layer as an operand, [v], or None.
+
+    Args:
+        dtype: dtype of the logits.
+        weight: weight of the layer in any dtype, [v, d].
+        bias: bias of the layer in any dtype, [v], or None.
     """
 
-    dtype: torch.dtype
-    wide: torch.dtype
-    operand: torch.dtype
-    weight: Tensor
-    bias: Tensor | None
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> "LinearHead":
-        """Return the layer of a weight and a bias of any dtypes, with logits in ``dtype``."""
-        wide = torch.promote_types(dtype, torch.float32)
-        operand = dtype if weight.is_cuda else wide
-        rounded = (None if t is None else t.to(dtype).to(operand) for t in (weight, bias))
-        return cls(dtype, wide, operand, *rounded)  # type: ignore[arg-type]
+    def __init__(self, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> None:
+        self.dtype = dtype
+        self.wide = torch.promote_types(dtype, torch.float32)
+        self.operand = dtype if weight.is_cuda else self.wide
+        self.weight = self.rows(weight)
+        self.bias = None if bias is None else self.rows(bias)
 
     @staticmethod
     def chunk_rows(features: int) -> int:
@@ -60,22 +58,8 @@ class LinearHead(NamedTuple):
         """Return the logits [..., v] of an operand [..., d], rounded to ``dtype``."""
         return torch.nn.functional.linear(rows, self.weight, self.bias).to(self.dtype)
 
-    def gradients(self, dlogits: Tensor, rows: Tensor, needed: tuple[bool, ...]) -> Tensors:
-        """Return the gradients of rows, weight and bias in ``wide``, None where not needed.
-
-        Args:
-            dlogits: gradients of the logits, [r, v].
-            rows: the operand of the logits, [r, d].
-            needed: needs_input_grad of rows, weight and bias.
-        """
-        dlogits = dlogits.to(self.operand)
-        return (
-            self._product(dlogits, self.weight) if needed[0] else None,
-            self._product(dlogits.t(), rows) if needed[1] else None,
-            dlogits.sum(0, dtype=self.wide) if needed[2] else None,
-        )
-
-    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the product of two operands in ``wide``."""
         if self.operand is self.wide:
             return a @ b
         return torch.mm(a, b, out_dtype=self.wide)  # only CUDA has that
@@ -85,25 +69,31 @@ class GradientSums:
     """The needed gradients of input, weight and bias, while chunks of rows are added.
 
     Sums of weight and bias stay in FP32 because half would lose small chunks.
+
+    Args:
+        head: the layer.
+        input: inputs of the layer, [r, d].
+        dtype: dtype of the input's gradient.
+        needed: ``needs_input_grad`` of input, weight and bias.
     """
 
     def __init__(
         self, head: LinearHead, input: Tensor, dtype: torch.dtype, needed: tuple[bool, ...]
     ) -> None:
-        self.head, self.needed = head, needed
+        self._head, self._needed = head, needed
         self.input = torch.empty_like(input, dtype=dtype) if needed[0] else None
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
     def add(self, at: slice, rows: Tensor, dlogits: Tensor) -> None:
-        """Add the gradients of the rows ``at``."""
-        of_rows, of_weight, of_bias = self.head.gradients(dlogits, rows, self.needed)
-        if self.input is not None and of_rows is not None:
-            self.input[at] = of_rows
-        if of_weight is not None:
-            self.weight = of_weight if self.weight is None else self.weight.add_(of_weight)
-        if of_bias is not None:
-            self.bias = of_bias if self.bias is None else self.bias.add_(of_bias)
+        """Add the gradients of the rows ``at``, given as an operand and their logits' gradients."""
+        head, dlogits = self._head, dlogits.to(self._head.operand)
+        if self.input is not None:
+            self.input[at] = head.product(dlogits, head.weight)
+        if self._needed[1]:
+            self.weight = _added(self.weight, head.product(dlogits.t(), rows))
+        if self._needed[2]:
+            self.bias = _added(self.bias, dlogits.sum(0, dtype=head.wide))
 
     def rounded(self, weight: Tensor, bias: Tensor | None) -> Tensors:
         """Return the gradients of input, weight and bias in the dtypes of these tensors."""
@@ -112,6 +102,10 @@ class GradientSums:
             None if self.weight is None else self.weight.to(weight.dtype),
             None if self.bias is None or bias is None else self.bias.to(bias.dtype),
         )
+
+
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    return part if total is None else total.add_(part)
 
 
 class RowsOfLayer(NamedTuple):
@@ -158,7 +152,8 @@ class RowsOfLayer(NamedTuple):
     def results(self) -> Results:
         """Return the results of the losses, each [r]."""
         if self.take_all_logits:
-            return all_at_once(*self[:-1])
+            head = LinearHead(self.dtype, self.weight, self.bias)
+            return self.losses.by_torch(head.logits(head.rows(self.input)), self.targets)
         results: Results = LossOfLinear.apply(*self)
         return results
 
@@ -178,7 +173,7 @@ class LossOfLinear(torch.autograd.Function):
         chunk_rows: int,
     ) -> Results:
         with torch.autocast(input.device.type, enabled=False):
-            head, found, stats = LinearHead.of(dtype, weight, bias), [], []
+            head, found, stats = LinearHead(dtype, weight, bias), [], []
             for at in chunks(len(targets), chunk_rows):
                 # The logits get no name because it would keep them while the next ones are made.
                 results, stat = losses.of(head.logits(head.rows(input[at])), targets[at])
@@ -194,30 +189,17 @@ class LossOfLinear(torch.autograd.Function):
         needed = ctx.needs_input_grad[:3]
         dtype, losses, chunk_rows = ctx.args
         with torch.autocast(input.device.type, enabled=False):
+            head = LinearHead(dtype, weight, bias)
             if torch.is_grad_enabled():  # for a gradient of the gradient
-                results = all_at_once(input, weight, bias, targets, dtype, losses)
+                results = losses.by_torch(head.logits(head.rows(input)), targets)
                 found = differentiable(results, (input, weight, bias), needed, grads)
                 return *found, *(None,) * 4
-            head = LinearHead.of(dtype, weight, bias)
             sums = GradientSums(head, input, input.dtype, needed)
             for at, stat in zip(chunks(len(targets), chunk_rows), stats, strict=True):
                 rows = head.rows(input[at])
                 of_chunk = [grad[at] for grad in grads]
                 sums.add(at, rows, losses.gradient(head.logits(rows), targets[at], of_chunk, stat))
         return *sums.rounded(weight, bias), *(None,) * 4
-
-
-def all_at_once(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    dtype: torch.dtype,
-    losses: LineLosses,
-) -> Results:
-    """Return the results of ``losses`` by torch's operations on all logits."""
-    head = LinearHead.of(dtype, weight, bias)
-    return losses.by_torch(head.logits(head.rows(input)), targets)
 
 
 def dtype_of_logits(input: Tensor, weight: Tensor) -> torch.dtype:

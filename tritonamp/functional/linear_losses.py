@@ -22,7 +22,6 @@ from tritonamp.functional.linear_head import (
     GradientSums,
     LinearHead,
     RowsOfLayer,
-    all_at_once,
     check_layer,
     chunks,
 )
@@ -55,7 +54,7 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         lift = LIFT if dtype is torch.float16 else 1.0
         with torch.autocast(input.device.type, enabled=False):
-            head, losses = LinearHead.of(dtype, weight, bias), []
+            head, losses = LinearHead(dtype, weight, bias), []
             sums = GradientSums(head, input, head.wide, ctx.needs_input_grad[:3])
             for at in chunks(len(target), chunk_rows):
                 rows = head.rows(input[at])
@@ -73,8 +72,7 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
             input, weight, bias, target, loss.new_ones(()) / (lift * count),
             sums.input, sums.weight, sums.bias,
         )  # fmt: skip
-        ctx.args = dtype, rule
-        ctx.reduction = reduction
+        ctx.args = dtype, rule, reduction
         return loss
 
     @staticmethod
@@ -83,8 +81,10 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
         inputs = input, weight, bias
         with torch.autocast(target.device.type, enabled=False):
             if torch.is_grad_enabled():  # for a gradient of the gradient
-                (losses,) = all_at_once(input, weight, bias, target, *ctx.args)
-                loss = reduced(losses, target, ctx.args[1].ignore_index, ctx.reduction)
+                dtype, rule, reduction = ctx.args
+                head = LinearHead(dtype, weight, bias)
+                (losses,) = rule.by_torch(head.logits(head.rows(input)), target)
+                loss = reduced(losses, target, rule.ignore_index, reduction)
                 found = differentiable([loss], inputs, ctx.needs_input_grad[:3], grads)
             else:
                 factor = grads[0] * share

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from tritonamp import functional
+from tritonamp.functional.linear_head import GradientSums, LinearHead, dtype_of_logits
 from tritonamp.policy import HALF_DTYPES
 
 
@@ -24,7 +24,7 @@ class LayerCall(NamedTuple):
     def logits(self) -> Tensor:
         """Return [..., v] in ``dtype``."""
         with torch.autocast(self.rows.device.type, enabled=False):
-            head = functional.LinearHead.of(self.dtype, self.weight, self.bias)
+            head = LinearHead(self.dtype, self.weight, self.bias)
             return head.logits(head.rows(self.rows))
 
 
@@ -109,18 +109,13 @@ class _Unread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[0] is None:  # nothing has read them: DDP passes all outputs through one function
             return None, None, None, None, None
-        given = ctx.saved_tensors
-        rows, weight, bias = given
+        rows, weight, bias = ctx.saved_tensors
         with torch.autocast(rows.device.type, enabled=False):
-            head = functional.LinearHead.of(ctx.half, weight, bias)
-            dlogits = grads[0].flatten(0, -2).to(ctx.half)
-            lines = head.rows(rows).flatten(0, -2)
-            found = head.gradients(dlogits, lines, ctx.needs_input_grad[:3])
-        of_given = (
-            None if g is None else g.view(t.shape).to(t.dtype)
-            for g, t in zip(found, given, strict=True)
-        )
-        return *of_given, None, None
+            head, lines = LinearHead(ctx.half, weight, bias), rows.flatten(0, -2)
+            sums = GradientSums(head, lines, rows.dtype, ctx.needs_input_grad[:3])
+            sums.add(slice(None), head.rows(lines), grads[0].flatten(0, -2).to(ctx.half))
+        of_rows, *others = sums.rounded(weight, bias)
+        return None if of_rows is None else of_rows.view(rows.shape), *others, None, None
 
 
 @contextlib.contextmanager
@@ -141,11 +136,9 @@ def leaves_logits_unread(layer: nn.Linear) -> Iterator[None]:
 
 
 def _forward_unread(layer: nn.Linear, input: Tensor) -> Tensor:
-    kind = input.device.type
-    casts = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if casts else input.dtype
+    dtype = dtype_of_logits(input, layer.weight)
     features = input.shape[-1]
-    many = input.numel() > functional.LinearHead.chunk_rows(features) * features
+    many = input.numel() > LinearHead.chunk_rows(features) * features
     trains = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     if many and dtype in HALF_DTYPES and trains:
         return UnreadLogits.of(LayerCall(input, layer.weight, layer.bias, dtype), dtype)
