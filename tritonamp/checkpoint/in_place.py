@@ -31,7 +31,7 @@ def load_into(content: Mapping[str, Any], objects: Mapping[str, Any], call: str)
         ValueError: names, keys or shapes differ; lists them. Nothing was changed.
         RuntimeError: an object's ``load_state_dict`` failed; names the objects loaded before.
     """
-    stateful = [name for name, state in content.items() if _holds(state, dict)]
+    stateful = [name for name, state in content.items() if _has_state(state)]
     check_names(content, stateful, objects, f"{call}: ", "have it returned as it is")
     pairs: list[_Pair] = []
     faults: list[str] = []
@@ -72,10 +72,10 @@ def loading_turn(owner: Any) -> int:
     return 4 if isinstance(owner, RNGState) else 3
 
 
-def _holds(tree: Any, kind: type) -> bool:
-    """Return whether ``tree`` is of that kind, or a list or tuple that holds one."""
-    return isinstance(tree, kind) or (
-        isinstance(tree, (list, tuple)) and any(_holds(item, kind) for item in tree)
+def _has_state(tree: Any) -> bool:
+    """Return whether ``tree`` is a dict, or a list or tuple that holds one."""
+    return isinstance(tree, dict) or (
+        isinstance(tree, (list, tuple)) and any(map(_has_state, tree))
     )
 
 
@@ -85,23 +85,25 @@ def _pairs(name: str, value: Any, state: Any) -> Iterator[_Pair | str]:
         return
     if callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
         yield _Pair(name, value, state)
-    elif isinstance(value, (list, tuple)):
-        if not isinstance(state, (list, tuple)) or len(state) != len(value):
+    elif isinstance(value, (list, tuple, dict)):
+        items, states = _by_key(value), _by_key(state)
+        if items.keys() != states.keys():
             yield f"{name}: expected {_described(state)} as saved, got {_described(value)}"
             return
-        for i, item in enumerate(value):
-            yield from _pairs(f"{name}[{i}]", item, state[i])
-    elif isinstance(value, dict):
-        if not isinstance(state, dict) or state.keys() != value.keys():
-            yield f"{name}: expected {_described(state)} as saved, got {_described(value)}"
-            return
-        for key, item in value.items():
-            yield from _pairs(f"{name}[{key!r}]", item, state[key])
+        for key, item in items.items():
+            yield from _pairs(f"{name}[{key!r}]", item, states[key])
     else:
         yield (
             f"{name}: expected an object with load_state_dict(), or None to have the value "
             f"returned, got {type(value).__name__}"
         )
+
+
+def _by_key(tree: Any) -> dict[Any, Any]:
+    """Return the items of a dict by key, those of a list or tuple by number, and none of others."""
+    if isinstance(tree, dict):
+        return tree
+    return dict(enumerate(tree)) if isinstance(tree, (list, tuple)) else {}
 
 
 def _described(value: Any) -> str:

@@ -95,7 +95,7 @@ class Ranks:
         if self._before_forward:
             self._refuse_late_sharding()
         work = pipeline_work()
-        self.ran_as_stage |= work in (Work.STAGE, Work.SHAPES)
+        self.ran_as_stage |= work is not None
         # private (torch 2.11 to 2.15): a DDP may be built around the model at any time, and nothing
         # public knows whose forward is running
         wrapper = DistributedDataParallel._active_ddp_module

@@ -6,6 +6,7 @@ inputs on a GPU, because a kernel gains nothing there.
 """
 
 from tritonamp.functional.group_norms import group_norm
+from tritonamp.functional.linear_head import LinearHead
 from tritonamp.functional.linear_losses import linear_cross_entropy
 from tritonamp.functional.losses import cross_entropy
 from tritonamp.functional.mixed_norms import mixed_layer_norm, mixed_rms_norm
@@ -14,6 +15,7 @@ from tritonamp.functional.rows import log_softmax, softmax, sum
 from tritonamp.functional.token_losses import linear_token_log_probs, token_log_probs
 
 __all__ = [
+    "LinearHead",
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy",

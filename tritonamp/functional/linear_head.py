@@ -58,8 +58,22 @@ class LinearHead:
         """Return the logits [..., v] of an operand [..., d], rounded to ``dtype``."""
         return torch.nn.functional.linear(rows, self.weight, self.bias).to(self.dtype)
 
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the product of two operands in ``wide``."""
+    def gradients(self, dlogits: Tensor, rows: Tensor, needed: tuple[bool, ...]) -> Tensors:
+        """Return the gradients of rows, weight and bias in ``wide``, None where not needed.
+
+        Args:
+            dlogits: gradients of the logits, [r, v].
+            rows: the operand of the logits, [r, d].
+            needed: needs_input_grad of rows, weight and bias.
+        """
+        dlogits = dlogits.to(self.operand)
+        return (
+            self._product(dlogits, self.weight) if needed[0] else None,
+            self._product(dlogits.t(), rows) if needed[1] else None,
+            dlogits.sum(0, dtype=self.wide) if needed[2] else None,
+        )
+
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
         if self.operand is self.wide:
             return a @ b
         return torch.mm(a, b, out_dtype=self.wide)  # only CUDA has that
@@ -69,31 +83,25 @@ class GradientSums:
     """The needed gradients of input, weight and bias, while chunks of rows are added.
 
     Sums of weight and bias stay in FP32 because half would lose small chunks.
-
-    Args:
-        head: the layer.
-        input: inputs of the layer, [r, d].
-        dtype: dtype of the input's gradient.
-        needed: ``needs_input_grad`` of input, weight and bias.
     """
 
     def __init__(
         self, head: LinearHead, input: Tensor, dtype: torch.dtype, needed: tuple[bool, ...]
     ) -> None:
-        self._head, self._needed = head, needed
+        self.head, self.needed = head, needed
         self.input = torch.empty_like(input, dtype=dtype) if needed[0] else None
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
     def add(self, at: slice, rows: Tensor, dlogits: Tensor) -> None:
-        """Add the gradients of the rows ``at``, given as an operand and their logits' gradients."""
-        head, dlogits = self._head, dlogits.to(self._head.operand)
-        if self.input is not None:
-            self.input[at] = head.product(dlogits, head.weight)
-        if self._needed[1]:
-            self.weight = _added(self.weight, head.product(dlogits.t(), rows))
-        if self._needed[2]:
-            self.bias = _added(self.bias, dlogits.sum(0, dtype=head.wide))
+        """Add the gradients of the rows ``at``."""
+        of_rows, of_weight, of_bias = self.head.gradients(dlogits, rows, self.needed)
+        if self.input is not None and of_rows is not None:
+            self.input[at] = of_rows
+        if of_weight is not None:
+            self.weight = of_weight if self.weight is None else self.weight.add_(of_weight)
+        if of_bias is not None:
+            self.bias = of_bias if self.bias is None else self.bias.add_(of_bias)
 
     def rounded(self, weight: Tensor, bias: Tensor | None) -> Tensors:
         """Return the gradients of input, weight and bias in the dtypes of these tensors."""
@@ -102,10 +110,6 @@ class GradientSums:
             None if self.weight is None else self.weight.to(weight.dtype),
             None if self.bias is None or bias is None else self.bias.to(bias.dtype),
         )
-
-
-def _added(total: Tensor | None, part: Tensor) -> Tensor:
-    return part if total is None else total.add_(part)
 
 
 class RowsOfLayer(NamedTuple):

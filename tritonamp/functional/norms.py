@@ -17,8 +17,6 @@ from tritonamp.policy import HALF_DTYPES
 STORED = (*HALF_DTYPES, torch.float32)  # dtypes of weights and results that the kernels take
 RMS_EPS = torch.finfo(torch.float32).eps  # as in torch, which computes half input in FP32
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-
 
 class Norm(torch.autograd.Function):
     """layer_norm or rms_norm that saves its half input and one or two FP32 numbers per line."""
@@ -34,8 +32,7 @@ class Norm(torch.autograd.Function):
     ) -> Tensor:
         y, stats = compute(x, weight, bias) if compute else _norm.norm(x, weight, bias, *args)
         ctx.save_for_backward(x, weight, bias, stats)
-        n, eps, center, _, backend = args
-        ctx.args = n, eps, center, backend
+        ctx.args = args
         return y
 
     @staticmethod
@@ -73,7 +70,7 @@ class AddNorm(torch.autograd.Function):
 
 def _gradients(
     ctx: Any, grad: Tensor, added: Tensor | None, dweight: bool, dbias: bool
-) -> Gradients:
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of a norm's input, weight and bias.
 
     Args:
@@ -84,7 +81,7 @@ def _gradients(
         dbias: whether the bias's gradient is needed.
     """
     x, weight, bias, stats = ctx.saved_tensors
-    n, eps, center, backend = ctx.args
+    n, eps, center, *_, backend = ctx.args  # of Norm with the result's dtype in between
     if torch.is_grad_enabled():
         # A gradient of the gradient needs statistics that are functions of x.
         stats = _norm.norm_torch(x, None, None, n, eps, center, x.dtype)[1]
