@@ -116,50 +116,44 @@ class RowsOfLayer(NamedTuple):
     """Losses of a linear layer's outputs, of which one chunk of rows exists at a time.
 
     Attributes:
-        input: inputs of the layer, [r, d].
+        input: inputs of the layer, [..., d].
         weight: weight of the layer, [v, d].
         bias: bias of the layer, [v], or None.
-        targets: int64 classes, [r].
-        dtype: dtype of the logits.
+        targets: int64 classes, [...].
         losses: the losses to compute.
-        chunk_rows: rows per chunk.
+        chunk_rows: rows per chunk, or None.
     """
 
     input: Tensor
     weight: Tensor
     bias: Tensor | None
     targets: Tensor
-    dtype: torch.dtype
     losses: LineLosses
-    chunk_rows: int
-
-    @classmethod
-    def of(
-        cls,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        losses: LineLosses,
-        chunk_rows: int | None,
-    ) -> "RowsOfLayer":
-        """Return the rows of inputs [..., d] and targets [...], with defaults filled in."""
-        rows, classes = input.reshape(-1, input.shape[-1]), targets.reshape(-1)
-        chunk_rows = chunk_rows or LinearHead.chunk_rows(input.shape[-1])
-        return cls(rows, weight, bias, classes, dtype_of_logits(input, weight), losses, chunk_rows)
+    chunk_rows: int | None
 
     @property
     def take_all_logits(self) -> bool:
         """Whether torch computes the loss: under transforms, on the meta device, of no rows."""
-        return is_under_transforms() or self.input.is_meta or not len(self.targets)
+        return is_under_transforms() or self.input.is_meta or not self.targets.numel()
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the arguments of ``LossOfLinear``: rows [r, d], targets [r], defaults."""
+        features = self.input.shape[-1]
+        rows, targets = self.input.reshape(-1, features), self.targets.reshape(-1)
+        dtype = dtype_of_logits(self.input, self.weight)
+        chunk_rows = self.chunk_rows or LinearHead.chunk_rows(features)
+        return rows, self.weight, self.bias, targets, dtype, self.losses, chunk_rows
 
     def results(self) -> Results:
-        """Return the results of the losses, each [r]."""
+        """Return the results of the losses, each [...]."""
+        arguments = self.arguments()
         if self.take_all_logits:
-            head = LinearHead(self.dtype, self.weight, self.bias)
-            return self.losses.by_torch(head.logits(head.rows(self.input)), self.targets)
-        results: Results = LossOfLinear.apply(*self)
-        return results
+            rows, weight, bias, targets, dtype, losses, _ = arguments
+            head = LinearHead(dtype, weight, bias)
+            found = losses.by_torch(head.logits(head.rows(rows)), targets)
+        else:
+            found = LossOfLinear.apply(*arguments)
+        return tuple(result.view(self.targets.shape) for result in found)
 
 
 class LossOfLinear(torch.autograd.Function):

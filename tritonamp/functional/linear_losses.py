@@ -146,11 +146,11 @@ def linear_cross_entropy(
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing: expected 0 to 1, got {label_smoothing}")
     losses = LineLosses(ignore_index=ignore_index, smoothing=float(label_smoothing))
-    rows = RowsOfLayer.of(input, weight, bias, target, losses, chunk_rows)
+    rows = RowsOfLayer(input, weight, bias, target, losses, chunk_rows)
     trains = any(t is not None and t.requires_grad for t in (input, weight, bias))
     makes_gradients = reduction != "none" and trains and torch.is_grad_enabled()
     if makes_gradients and not rows.take_all_logits:
-        loss: Tensor = ReducedLinearCrossEntropy.apply(*rows, reduction)
+        loss: Tensor = ReducedLinearCrossEntropy.apply(*rows.arguments(), reduction)
         return loss
     (found,) = rows.results()
-    return reduced(found.view(target.shape), target, ignore_index, reduction)
+    return reduced(found, target, ignore_index, reduction)
