@@ -33,15 +33,8 @@ def load_into(content: Mapping[str, Any], objects: Mapping[str, Any], call: str)
     """
     stateful = [name for name, state in content.items() if _has_state(state)]
     check_names(content, stateful, objects, f"{call}: ", "have it returned as it is")
-    pairs: list[_Pair] = []
-    faults: list[str] = []
-    for name, value in objects.items():
-        for found in _pairs(name, value, content[name]):
-            fault = found if isinstance(found, str) else _fault(found)
-            if fault:
-                faults.append(fault)
-            elif isinstance(found, _Pair):
-                pairs.append(found)
+    pairs = [p for name, value in objects.items() for p in _pairs(name, value, content[name])]
+    faults = [fault for pair in pairs if (fault := _fault(pair))]
     if faults:
         raise ValueError(f"{call}: {'; '.join(faults)}. Nothing was changed")
     pairs.sort(key=lambda pair: loading_turn(pair.owner))
@@ -79,24 +72,22 @@ def _has_state(tree: Any) -> bool:
     )
 
 
-def _pairs(name: str, value: Any, state: Any) -> Iterator[_Pair | str]:
-    """Yield the objects in ``value`` with their states, and errors as text."""
-    if value is None:
-        return
-    if callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
-        yield _Pair(name, value, state)
-    elif isinstance(value, (list, tuple, dict)):
-        items, states = _by_key(value), _by_key(state)
-        if items.keys() != states.keys():
-            yield f"{name}: expected {_described(state)} as saved, got {_described(value)}"
-            return
+def _pairs(name: str, value: Any, state: Any) -> Iterator[_Pair]:
+    """Yield the objects in ``value`` with their states; a container of another form as it is."""
+    items, states = _by_key(value), _by_key(state)
+    if _is_container(value) and items.keys() == states.keys():
         for key, item in items.items():
             yield from _pairs(f"{name}[{key!r}]", item, states[key])
-    else:
-        yield (
-            f"{name}: expected an object with load_state_dict(), or None to have the value "
-            f"returned, got {type(value).__name__}"
-        )
+    elif value is not None:
+        yield _Pair(name, value, state)
+
+
+def _loads(value: Any) -> bool:
+    return callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (list, tuple, dict)) and not _loads(value)
 
 
 def _by_key(tree: Any) -> dict[Any, Any]:
@@ -117,6 +108,13 @@ def _described(value: Any) -> str:
 def _fault(pair: _Pair) -> str | None:
     """Return the error that the object would raise for the state; None if none is foreseeable."""
     name, owner, state = pair
+    if _is_container(owner):
+        return f"{name}: expected {_described(state)} as saved, got {_described(owner)}"
+    if not _loads(owner):
+        return (
+            f"{name}: expected an object with load_state_dict(), or None to have the value "
+            f"returned, got {type(owner).__name__}"
+        )
     if not isinstance(state, dict):
         return f"{name}: expected the state of a {type(owner).__name__}, got {_described(state)}"
     try:

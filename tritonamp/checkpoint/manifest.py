@@ -144,7 +144,10 @@ def _open(path: str) -> Checkpoint:
         found = Checkpoint(files, _read_manifest(files), read_metadata(files))
         _check_metadata(found)
         for name in sorted(found.manifest.files)[rank() :: world_size()]:
-            _verify(files, name, found.manifest.files[name])
+            with files.open(name) as file:
+                size = os.fstat(file.fileno()).st_size
+                if (size, durable.sha256_of(file)) != found.manifest.files[name]:
+                    raise ValueError(f"{name} is not as it was written")
     except Exception as error:  # a damaged file can make the unpickler raise anything
         fault = str(error)
     ranks = gather((fault, found and found.manifest.files))
@@ -156,12 +159,6 @@ def _open(path: str) -> Checkpoint:
     if files is not None:
         files.close()
     raise (ValueError if os.path.exists(path) else FileNotFoundError)(faults[0])
-
-
-def _verify(files: Folder, name: str, written: tuple[int, str]) -> None:
-    with files.open(name) as file:
-        if (os.fstat(file.fileno()).st_size, durable.sha256_of(file)) != written:
-            raise ValueError(f"{name} is not as it was written")
 
 
 def _read_manifest(files: Folder) -> Manifest:

@@ -10,7 +10,6 @@ power loss at any instant:
 """
 
 import os
-from contextlib import suppress
 from typing import Any
 
 from tritonamp.checkpoint import durable
@@ -144,6 +143,5 @@ def _commit(target: str, content: dict[str, Any]) -> None:
             os.replace(kept, target + ".prev")
     finally:
         for path in (fresh, kept):
-            with suppress(OSError):
-                os.unlink(path)
+            durable.remove(path)
     durable.sync_folder(folder)
