@@ -97,10 +97,8 @@ class MixedPrecision(Precision):
         """
         if self._module is None or not self._came_in_half or "state_dict" not in checkpoint:
             return  # ModelParallelStrategy has loaded an enabled model
-        for module in self._module.modules():
-            if isinstance(module, LightningModule):
-                module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
-                return
+        module = next(m for m in self._module.modules() if isinstance(m, LightningModule))
+        module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
 
     def _current_amp(self) -> tritonamp.Amp:
         if self.amp is None:
