@@ -117,7 +117,7 @@ def test_who_reads_them_gets_them_and_their_gradients(
 
 def test_nothing_is_computed_to_ask_what_they_are() -> None:
     call = LayerCall(torch.randn(SIZE, WIDTH), torch.randn(WORDS, WIDTH), None, FP16)
-    unread = UnreadLogits.of(call, FP16)
+    unread = UnreadLogits.of(call)
     wide = unread.float()
     assert isinstance(wide, UnreadLogits) and wide.dtype is FP32 and wide.float() is wide
     assert (wide.size(-1), wide.dim(), wide.device) == (WORDS, 2, call.rows.device)
@@ -145,7 +145,7 @@ def test_a_function_of_all_outputs_computes_nothing() -> None:
         torch.randn(ROWS, WIDTH), torch.randn(WORDS, WIDTH).requires_grad_(), None, FP16
     )
     with Largest() as largest:
-        loss, unread = Cloned.apply(call.weight.sum(), UnreadLogits.of(call, FP32))
+        loss, unread = Cloned.apply(call.weight.sum(), UnreadLogits.of(call).float())
         loss.backward()
     assert isinstance(unread, UnreadLogits) and unread.computed is None
     assert torch.equal(call.weight.grad, torch.ones(WORDS, WIDTH)) and largest.rows == 0

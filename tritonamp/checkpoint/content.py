@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,15 +28,25 @@ def collect(objects: dict[str, Any], sharded: bool = False) -> dict[str, Any]:
     Raises:
         ValueError: the key path of a value that could not be loaded.
     """
-    content, errors = {}, []
-    for name, value in objects.items():
+    return for_each(
+        objects, lambda name, value: _plain(value, name, stateful=True, sharded=sharded)
+    )
+
+
+def for_each(values: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return the results of ``function(name, value)`` by name.
+
+    An error is raised at the end, because later values may wait for other ranks, as RNGState does.
+    """
+    results, errors = {}, []
+    for name, value in values.items():
         try:
-            content[name] = _plain(value, name, stateful=True, sharded=sharded)
-        except Exception as error:  # later ones may wait for other ranks, as RNGState does
+            results[name] = function(name, value)
+        except Exception as error:
             errors.append(error)
     if errors:
         raise errors[0]
-    return content
+    return results
 
 
 def _plain(value: Any, where: str, stateful: bool = False, sharded: bool = False) -> Any:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from tritonamp.checkpoint.durable import errors_of_writes
 from tritonamp.kernels.device import is_distributed, rank
 
 METADATA = ".metadata"  # where torch.distributed.checkpoint says which tensor is in which file
@@ -141,15 +142,11 @@ class _Stream(io.BufferedWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "x"))
-        self.sha256, self.error = hashlib.sha256(), OSError()
+        self.sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> int:
         self.sha256.update(data)
-        try:
-            return super().write(data)
-        except OSError as error:  # over which torch.save raises one of its own
-            self.error = error
-            raise
+        return super().write(data)
 
     def close(self) -> None:
         try:
@@ -166,11 +163,8 @@ class _WrittenFiles(filesystem.FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with _Stream(path) as stream:
-            try:
-                yield stream
-            except RuntimeError as error:
-                raise (stream.error if stream.error.args else error) from None
+        with _Stream(path) as stream, errors_of_writes():
+            yield stream
         self.written[path.name] = (os.stat(path).st_size, stream.sha256.hexdigest())
 
     def rename(self, path: Any, new_path: Any) -> None:

@@ -12,10 +12,14 @@ import secrets
 import shutil
 import sys
 import time
-from contextlib import suppress
-from typing import Any, BinaryIO
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, BinaryIO, TypeVar
 
 import torch
+
+Content = TypeVar("Content")
 
 
 def fresh_name(target: str) -> str:
@@ -63,19 +67,59 @@ def sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
+def newest(paths: Sequence[str], read: Callable[[str], Content]) -> Content:
+    """Return the content of the first usable one of ``paths``, and warn of unusable ones before.
+
+    Call it in a function that the user's call calls, because the warning names the user's line.
+
+    Args:
+        paths: path of the checkpoint, then those of older ones.
+        read: returns the content of a path, or raises.
+
+    Raises:
+        FileNotFoundError: no path exists.
+        RuntimeError: all are unusable; names the fault of each, and has the first one as its cause.
+    """
+    faults: dict[str, Exception] = {}
+    for path in paths:
+        try:
+            content = read(path)
+        except Exception as error:  # a damaged file can make the unpickler raise anything
+            faults[path] = error
+            continue
+        if faults:
+            unusable = "; ".join(f"{name} is unusable ({fault})" for name, fault in faults.items())
+            warnings.warn(f"{unusable}; loaded the older {path}", RuntimeWarning, stacklevel=4)
+        return content
+    if all(isinstance(fault, FileNotFoundError) for fault in faults.values()):
+        raise FileNotFoundError(
+            f"no checkpoint: neither {paths[0]} nor {paths[1]} exists; check the path"
+        )
+    found = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
+    raise RuntimeError(
+        f"no usable checkpoint ({found}); restore one from a copy or start afresh"
+    ) from faults[paths[0]]
+
+
 class WrittenByTorchError(ValueError):
     """Raised for a complete file of ``torch.save``, which has no checksum."""
 
 
+@contextmanager
+def errors_of_writes() -> Iterator[None]:
+    """Raise the error of a failed write instead of the one that ``torch.save`` raises over it."""
+    outer = sys.exc_info()[1]  # of a caller that saves in its except block
+    try:
+        yield
+    except RuntimeError as error:
+        raise error if error.__context__ in (None, outer) else error.__context__ from None
+
+
 def write(path: str, content: dict[str, Any]) -> None:
     """Write a new file, and sync it to the disk."""
-    outer = sys.exc_info()[1]  # of a caller that saves in its except block
     with open(path, "x+b") as file:
-        try:
+        with errors_of_writes():
             torch.save(content, file)
-        except RuntimeError as error:
-            # over the error of a failed write torch raises one of its own
-            raise error if error.__context__ in (None, outer) else error.__context__ from None
         file.write(_comment(file, file.seek(-2, os.SEEK_END)))
         file.flush()
         os.fsync(file.fileno())

@@ -31,17 +31,10 @@ def load_into(content: Mapping[str, Any], objects: Mapping[str, Any], call: str)
         ValueError: names, keys or shapes differ; lists them. Nothing was changed.
         RuntimeError: an object's ``load_state_dict`` failed; names the objects loaded before.
     """
-    stateful = [name for name, state in content.items() if _holds(state, dict)]
+    stateful = [name for name, state in content.items() if _has_state(state)]
     check_names(content, stateful, objects, f"{call}: ", "have it returned as it is")
-    pairs: list[_Pair] = []
-    faults: list[str] = []
-    for name, value in objects.items():
-        for found in _pairs(name, value, content[name]):
-            fault = found if isinstance(found, str) else _fault(found)
-            if fault:
-                faults.append(fault)
-            elif isinstance(found, _Pair):
-                pairs.append(found)
+    pairs = [p for name, value in objects.items() for p in _pairs(name, value, content[name])]
+    faults = [fault for pair in pairs if (fault := _fault(pair))]
     if faults:
         raise ValueError(f"{call}: {'; '.join(faults)}. Nothing was changed")
     pairs.sort(key=lambda pair: loading_turn(pair.owner))
@@ -72,36 +65,36 @@ def loading_turn(owner: Any) -> int:
     return 4 if isinstance(owner, RNGState) else 3
 
 
-def _holds(tree: Any, kind: type) -> bool:
-    """Return whether ``tree`` is of that kind, or a list or tuple that holds one."""
-    return isinstance(tree, kind) or (
-        isinstance(tree, (list, tuple)) and any(_holds(item, kind) for item in tree)
+def _has_state(tree: Any) -> bool:
+    """Return whether ``tree`` is a dict, or a list or tuple that holds one."""
+    return isinstance(tree, dict) or (
+        isinstance(tree, (list, tuple)) and any(map(_has_state, tree))
     )
 
 
-def _pairs(name: str, value: Any, state: Any) -> Iterator[_Pair | str]:
-    """Yield the objects in ``value`` with their states, and errors as text."""
-    if value is None:
-        return
-    if callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
+def _pairs(name: str, value: Any, state: Any) -> Iterator[_Pair]:
+    """Yield the objects in ``value`` with their states; a container of another form as it is."""
+    items, states = _by_key(value), _by_key(state)
+    if _is_container(value) and items.keys() == states.keys():
+        for key, item in items.items():
+            yield from _pairs(f"{name}[{key!r}]", item, states[key])
+    elif value is not None:
         yield _Pair(name, value, state)
-    elif isinstance(value, (list, tuple)):
-        if not isinstance(state, (list, tuple)) or len(state) != len(value):
-            yield f"{name}: expected {_described(state)} as saved, got {_described(value)}"
-            return
-        for i, item in enumerate(value):
-            yield from _pairs(f"{name}[{i}]", item, state[i])
-    elif isinstance(value, dict):
-        if not isinstance(state, dict) or state.keys() != value.keys():
-            yield f"{name}: expected {_described(state)} as saved, got {_described(value)}"
-            return
-        for key, item in value.items():
-            yield from _pairs(f"{name}[{key!r}]", item, state[key])
-    else:
-        yield (
-            f"{name}: expected an object with load_state_dict(), or None to have the value "
-            f"returned, got {type(value).__name__}"
-        )
+
+
+def _loads(value: Any) -> bool:
+    return callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (list, tuple, dict)) and not _loads(value)
+
+
+def _by_key(tree: Any) -> dict[Any, Any]:
+    """Return the items of a dict by key, those of a list or tuple by number, and none of others."""
+    if isinstance(tree, dict):
+        return tree
+    return dict(enumerate(tree)) if isinstance(tree, (list, tuple)) else {}
 
 
 def _described(value: Any) -> str:
@@ -115,6 +108,13 @@ def _described(value: Any) -> str:
 def _fault(pair: _Pair) -> str | None:
     """Return the error that the object would raise for the state; None if none is foreseeable."""
     name, owner, state = pair
+    if _is_container(owner):
+        return f"{name}: expected {_described(state)} as saved, got {_described(owner)}"
+    if not _loads(owner):
+        return (
+            f"{name}: expected an object with load_state_dict(), or None to have the value "
+            f"returned, got {type(owner).__name__}"
+        )
     if not isinstance(state, dict):
         return f"{name}: expected the state of a {type(owner).__name__}, got {_described(state)}"
     try:

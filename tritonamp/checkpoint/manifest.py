@@ -17,7 +17,6 @@ the old or the new checkpoint loads after a kill at any instant:
 import errno
 import glob
 import os
-import warnings
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -127,31 +126,17 @@ def choose(target: str) -> Checkpoint:
         FileNotFoundError: there is no checkpoint.
         RuntimeError: all are damaged; names the damage of each.
     """
-    faults: dict[str, str] = {}
     # by savers that were killed
     put_aside = glob.glob(f"{glob.escape(target)}.saving-{'[0-9a-f]' * 16}.old")
-    for path in gather([target, target + ".prev", *put_aside])[0]:
-        found = _open(path)
-        if isinstance(found, Checkpoint):
-            if faults:
-                unusable = "; ".join(
-                    f"{name} is unusable ({fault})" for name, fault in faults.items()
-                )
-                warnings.warn(f"{unusable}; loaded the older {path}", RuntimeWarning, stacklevel=3)
-            return found
-        faults[path] = found
-    if not os.path.exists(target) and not os.path.exists(target + ".prev"):
-        raise FileNotFoundError(
-            f"no checkpoint: neither {target} nor {target}.prev exists; check the path"
-        )
-    wrong = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
-    raise RuntimeError(f"no usable checkpoint ({wrong}); restore one from a copy or start afresh")
+    return durable.newest(gather([target, target + ".prev", *put_aside])[0], _open)
 
 
-def _open(path: str) -> Checkpoint | str:
-    """Return the checkpoint at `path`, or the text of its damage, the same on all ranks.
+def _open(path: str) -> Checkpoint:
+    """Return the checkpoint at `path`. Each rank verifies its share of the files.
 
-    Each rank verifies its share of the files.
+    Raises:
+        FileNotFoundError: `path` does not exist.
+        ValueError: the text of its damage, the same on all ranks.
     """
     files, found, fault = None, None, None
     try:
@@ -159,7 +144,10 @@ def _open(path: str) -> Checkpoint | str:
         found = Checkpoint(files, _read_manifest(files), read_metadata(files))
         _check_metadata(found)
         for name in sorted(found.manifest.files)[rank() :: world_size()]:
-            _verify(files, name, found.manifest.files[name])
+            with files.open(name) as file:
+                size = os.fstat(file.fileno()).st_size
+                if (size, durable.sha256_of(file)) != found.manifest.files[name]:
+                    raise ValueError(f"{name} is not as it was written")
     except Exception as error:  # a damaged file can make the unpickler raise anything
         fault = str(error)
     ranks = gather((fault, found and found.manifest.files))
@@ -170,13 +158,7 @@ def _open(path: str) -> Checkpoint | str:
         return found
     if files is not None:
         files.close()
-    return faults[0]
-
-
-def _verify(files: Folder, name: str, written: tuple[int, str]) -> None:
-    with files.open(name) as file:
-        if (os.fstat(file.fileno()).st_size, durable.sha256_of(file)) != written:
-            raise ValueError(f"{name} is not as it was written")
+    raise (ValueError if os.path.exists(path) else FileNotFoundError)(faults[0])
 
 
 def _read_manifest(files: Folder) -> Manifest:

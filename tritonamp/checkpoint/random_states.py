@@ -45,7 +45,15 @@ class RNGState:
                 f"those of {len(saved)}: no choice of them would give the same numbers; leave them "
                 "out and seed each rank anew"
             )
-        _set_states(saved[rank()])
+        states, devices = saved[rank()], torch.cuda.device_count()
+        if states["cuda"] and len(states["cuda"]) != devices:
+            raise ValueError(
+                f"RNGState.load_state_dict: expected the random states of {devices} CUDA "
+                f"device(s), got those of {len(states['cuda'])}: show this process as many "
+                "(CUDA_VISIBLE_DEVICES), or leave them out and seed anew"
+            )
+        cuda = {torch.device("cuda", i): state for i, state in enumerate(states["cuda"])}
+        Generators(states["python"], states["numpy"], states["torch"], cuda).restore()
 
 
 def _states() -> dict[str, Any]:
@@ -58,17 +66,6 @@ def _states() -> dict[str, Any]:
         "torch": generators.cpu,
         "cuda": [state.cpu() for state in generators.cuda.values()],
     }
-
-
-def _set_states(states: dict[str, Any]) -> None:
-    if states["cuda"] and len(states["cuda"]) != torch.cuda.device_count():
-        raise ValueError(
-            f"RNGState.load_state_dict: expected the random states of {torch.cuda.device_count()} "
-            f"CUDA device(s), got those of {len(states['cuda'])}: show this process as many "
-            "(CUDA_VISIBLE_DEVICES), or leave them out and seed anew"
-        )
-    cuda = {torch.device("cuda", i): state for i, state in enumerate(states["cuda"])}
-    Generators(states["python"], states["numpy"], states["torch"], cuda).restore()
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tritonamp.checkpoint.content import Path, replace_tensors, tensor_at
+from tritonamp.checkpoint.content import Path, for_each, replace_tensors, tensor_at
 
 
 def targets(
@@ -30,18 +30,9 @@ def targets(
     """
     check_names(content, saved, objects, "", "leave it out")
     _check_objects(objects)
-    states, errors = {}, []
-    for name, tree in content.items():
-        value = objects.get(name)
-        if name in objects and value is None:
-            continue
-        try:
-            states[name] = _state(name, tree, value)
-        except Exception as error:  # later ones may wait for other ranks, as RNGState does
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return states
+    left_out = [name for name, value in objects.items() if value is None]
+    wanted = {name: tree for name, tree in content.items() if name not in left_out}
+    return for_each(wanted, lambda name, tree: _state(name, tree, objects.get(name)))
 
 
 def check_names(
@@ -92,20 +83,15 @@ def _state(name: str, tree: Any, value: Any) -> Any:
     if isinstance(value, nn.Module):
         check_module(name, tree, own)
         return replace_tensors(tree, lambda path, tensor: _in_place(tensor, tensor_at(own, path)))
-    if isinstance(value, Optimizer):
-        params = check_optimizer(name, tree, value)
+    params = check_optimizer(name, tree, value) if isinstance(value, Optimizer) else {}
 
-        def like(path: Path, tensor: Tensor) -> Tensor:
-            param = (
-                params.get(path[1])
-                if path[0] == "state" and len(path) == 3 and tensor.dim()
-                else None
-            )
-            shaped = param is not None and param.shape == tensor.shape
-            return _fresh(tensor, param if shaped else tensor_at(own, path))
+    def like(path: Path, tensor: Tensor) -> Tensor:
+        of_param = len(path) == 3 and path[0] == "state" and tensor.dim()
+        param = params.get(path[1]) if of_param else None
+        shaped = param is not None and param.shape == tensor.shape
+        return _fresh(tensor, param if shaped else tensor_at(own, path))
 
-        return replace_tensors(tree, like)
-    return replace_tensors(tree, lambda path, tensor: _fresh(tensor, tensor_at(own, path)))
+    return replace_tensors(tree, like)
 
 
 def _fresh(saved: Tensor, like: Tensor | None) -> Tensor:

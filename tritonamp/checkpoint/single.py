@@ -10,8 +10,6 @@ power loss at any instant:
 """
 
 import os
-import warnings
-from contextlib import suppress
 from typing import Any
 
 from tritonamp.checkpoint import durable
@@ -95,39 +93,22 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
 def _read_newest(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the content of the file, or of <path>.prev, with a warning, if it is unusable."""
     current = os.path.realpath(path)
-    previous = current + ".prev"
     if os.path.isdir(current):
         raise IsADirectoryError(
             f"cannot load {current}: it is a folder; those are for load_sharded, name a file"
         )
     try:
-        return _read(current)
-    except Exception as error:  # a damaged file can make the unpickler raise anything
-        fault = error
-    try:
-        content = _read(previous)
-    except Exception as error:
-        if isinstance(fault, FileNotFoundError) and isinstance(error, FileNotFoundError):
-            raise FileNotFoundError(
-                f"no checkpoint: neither {current} nor {previous} exists; check the path"
-            ) from None
-        if isinstance(fault, durable.WrittenByTorchError):
-            raise RuntimeError(
-                f"cannot load {current}: it was {fault}, so there is no checksum, and no order in "
-                "which to load: saved = torch.load(path, weights_only=True), then, after "
-                "tritonamp.enable, model.load_state_dict(...) before optimizer.load_state_dict(...)"
-                "; tritonamp.save(path, model=model, optimizer=optimizer, amp=amp) from then on"
-            ) from fault
-        found = f"{current}: {fault}; {previous}: {error}"
+        return durable.newest([current, current + ".prev"], _read)
+    except RuntimeError as error:
+        fault = error.__cause__
+        if not isinstance(fault, durable.WrittenByTorchError):
+            raise
         raise RuntimeError(
-            f"no usable checkpoint ({found}); restore one from a copy or start afresh"
+            f"cannot load {current}: it was {fault}, so there is no checksum, and no order in "
+            "which to load: saved = torch.load(path, weights_only=True), then, after "
+            "tritonamp.enable, model.load_state_dict(...) before optimizer.load_state_dict(...)"
+            "; tritonamp.save(path, model=model, optimizer=optimizer, amp=amp) from then on"
         ) from fault
-    warnings.warn(
-        f"{current} is unusable ({fault}); loaded the older {previous}",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-    return content
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -162,6 +143,5 @@ def _commit(target: str, content: dict[str, Any]) -> None:
             os.replace(kept, target + ".prev")
     finally:
         for path in (fresh, kept):
-            with suppress(OSError):
-                os.unlink(path)
+            durable.remove(path)
     durable.sync_folder(folder)

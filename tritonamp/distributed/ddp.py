@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,25 +13,18 @@ from tritonamp.class_swap import Swapped
 from tritonamp.policy import HALF_DTYPES
 
 
-class CatchesUp(Protocol):
-    """The interface of ``Ranks`` that a DDP uses."""
-
-    def catch_up(self, wrapper: DistributedDataParallel) -> None:
-        """Copy the state of the rank that took the last step, at the end of ``join``."""
-
-
 class EnabledDDP(Swapped):
     """A DDP around an enabled model. Its ``join`` also makes FP32 values and loss scales equal."""
 
     _belongings = ("_tritonamp_ranks",)
     _set_aside = ("_sync_final_model", "_tritonamp_sync")
     _kept_by_copies = False
-    _tritonamp_ranks: CatchesUp
+    _tritonamp_ranks: Any  # the ``Ranks`` that the model belongs to
 
     # private: DDP of torch 2.11 to 2.15 calls it on every rank when all have left ``join``
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         super()._sync_final_model(is_last_joiner)  # type: ignore[misc]
-        self._tritonamp_ranks.catch_up(self)  # type: ignore[arg-type]
+        self._tritonamp_ranks.catch_up(self)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -65,17 +58,13 @@ def check_buckets(wrapper: DistributedDataParallel) -> None:
     Raises:
         ValueError: it has ``find_unused_parameters`` or ``static_graph``.
     """
-    built = {
-        "find_unused_parameters": wrapper.find_unused_parameters,
-        "static_graph": wrapper.static_graph,
-    }
-    fixed = [name for name, given in built.items() if given]
-    if fixed:
-        raise ValueError(
-            f"grad_dtype=torch.float32: expected a DDP without {fixed[0]}=True, which keeps its "
-            f"buckets in the parameters' half dtype: build it without {fixed[0]}, or drop "
-            "grad_dtype and register a communication hook that sums in FP32"
-        )
+    for name in ("find_unused_parameters", "static_graph"):
+        if getattr(wrapper, name):
+            raise ValueError(
+                f"grad_dtype=torch.float32: expected a DDP without {name}=True, which keeps its "
+                f"buckets in the parameters' half dtype: build it without {name}, or drop "
+                "grad_dtype and register a communication hook that sums in FP32"
+            )
 
 
 def rebuild_buckets(wrapper: DistributedDataParallel) -> None:

@@ -9,11 +9,11 @@ import dataclasses
 import logging
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tritonamp.policy import HALF_DTYPES, Policy
 
@@ -77,28 +77,21 @@ def assumed_policies(
     )
     # as gradients of FP32 parameters are under DDP, where the model is not cast
     reduce_dtype = policy.grad_dtype if policy.cast_model else torch.float32
-    assumed = {
-        module: dataclasses.replace(
-            mp_policy(module),
-            param_dtype=policy.dtype,
-            reduce_dtype=reduce_dtype,
-            cast_forward_inputs=False,  # the enabled forward casts its inputs
-        )
-        for module in sharded
-        if mp_policy(module).param_dtype is None and module not in kept
-        if any(all_half or p.dtype in HALF_DTYPES for p in _trained(module))
-    }
-    unrounded = {
-        module: dataclasses.replace(mp_policy(module), cast_forward_inputs=False)
-        for module in sharded
-        if policy.op_policy and mp_policy(module).param_dtype in HALF_DTYPES
-        if mp_policy(module).cast_forward_inputs
-    }
-    return assumed | unrounded
-
-
-def _trained(module: Any) -> Iterator[Tensor]:
-    return (p for p in gathered_params(module) if p.requires_grad)
+    found = {}
+    for module in sharded:
+        given = mp_policy(module)
+        trained = [p for p in gathered_params(module) if p.requires_grad]
+        gathers_half = any(all_half or p.dtype in HALF_DTYPES for p in trained)
+        if given.param_dtype is None and module not in kept and gathers_half:
+            found[module] = dataclasses.replace(
+                given,
+                param_dtype=policy.dtype,
+                reduce_dtype=reduce_dtype,
+                cast_forward_inputs=False,  # the enabled forward casts its inputs
+            )
+        elif policy.op_policy and given.param_dtype in HALF_DTYPES and given.cast_forward_inputs:
+            found[module] = dataclasses.replace(given, cast_forward_inputs=False)
+    return found
 
 
 class ShardedModules:

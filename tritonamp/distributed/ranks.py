@@ -95,7 +95,7 @@ class Ranks:
         if self._before_forward:
             self._refuse_late_sharding()
         work = pipeline_work()
-        self.ran_as_stage |= work in (Work.STAGE, Work.SHAPES)
+        self.ran_as_stage |= work is not None
         # private (torch 2.11 to 2.15): a DDP may be built around the model at any time, and nothing
         # public knows whose forward is running
         wrapper = DistributedDataParallel._active_ddp_module
@@ -113,7 +113,7 @@ class Ranks:
             if model is None or self.gathered:
                 continue
             late = "fully_shard" if fsdp2_modules(model) else "parallelize_module"
-            sharded = not self.sharded and any(map(is_sharded, model.parameters()))
+            sharded = self.sharding is None and any(map(is_sharded, model.parameters()))
             if sharded or late == "fully_shard":
                 raise RuntimeError(
                     f"{late} was called on an enabled model, whose optimizer now holds "
@@ -181,16 +181,6 @@ class Ranks:
                 f"got ranks {got}, without {missing}, whose gradients are reduced with this "
                 "rank's: give the group of all stages and all their replicas"
             )
-
-    @property
-    def sharded(self) -> bool:
-        """Whether each rank has only a part of each parameter and gradient."""
-        return self.sharding is not None
-
-    @property
-    def apart(self) -> bool:
-        """Whether ranks have different gradients, because of sharding or stages."""
-        return self.sharded or self.staged
 
     @property
     def gathered(self) -> bool:
@@ -265,12 +255,14 @@ class Ranks:
         table = sent.new_empty(dist.get_world_size(self._group) * len(row))
         _all_gather(table, sent, group=self._group)
         ignored = any(wrapper.parameters_to_ignore for wrapper in self.wrappers)
-        self._parted.check_table(table, self._group, one_norm=not (self.apart or ignored))
+        # of shards or stages, ranks have different gradients
+        apart = self.sharding is not None or self.staged
+        self._parted.check_table(table, self._group, one_norm=not (apart or ignored))
         fault, earlier, largest, square_sum, *_, losses = table.view(-1, len(row)).unbind(1)
-        total = square_sum.sum().reshape(1) if self.apart else mine.square_sum
+        total = square_sum.sum().reshape(1) if apart else mine.square_sum
         # behind the magnitudes by parameter stands one for each rank; after a fault inf shows whose
         by_rank = torch.where(fault.amax() > 0, torch.where(fault > 0, math.inf, zero), largest)
-        alike = total if self.apart else square_sum.amax().reshape(1)
+        alike = total if apart else square_sum.amax().reshape(1)
         evidence = Evidence(torch.cat([mine.amax, by_rank]), total, fault.amax(), earlier.amax())
         # earlier stages know no loss
         return evidence, losses.nanmean() if self.staged else losses.mean(), alike
@@ -281,7 +273,7 @@ class Ranks:
         DDP's replicas of a stage have the same gradients, so each counts a part of their squares.
         Squares of sharded gradients are shares already.
         """
-        if not self.staged or self.sharded:
+        if not self.staged or self.sharding is not None:
             return squares
         replicas = max((dist.get_world_size(w.process_group) for w in self.wrappers), default=1)
         return squares if replicas == 1 else squares / replicas

@@ -10,7 +10,6 @@ from tritonamp.functional.inputs import Compute, is_half, min_numel
 from tritonamp.functional.norms import fit, of_weights
 from tritonamp.kernels import group_norm as _group_norm
 from tritonamp.kernels import group_norm_backward as _group_norm_backward
-from tritonamp.kernels._implementations import MIN_NUMEL
 
 
 class GroupNorm(torch.autograd.Function):
@@ -67,9 +66,7 @@ def group_norm(
     return GroupNorm.apply(input, weight, bias, (num_groups, eps, "auto"))
 
 
-def is_ours(
-    input: Tensor, num_groups: int, *weights: Tensor | None, least: int = MIN_NUMEL
-) -> bool:
+def is_ours(input: Tensor, num_groups: int, *weights: Tensor | None, least: int) -> bool:
     """Return whether this package computes the norm; if not, torch computes or refuses it.
 
     On a GPU ``least`` is the least number of elements, except with weights in another dtype than
@@ -81,5 +78,4 @@ def is_ours(
         return False
     if 0 in input.shape[1:] or input.numel() == num_groups:  # one value is no statistic
         return False
-    given = [w for w in weights if w is not None]
-    return fit(input, (input.shape[1],), given, least)
+    return fit(input, (input.shape[1],), weights, least)

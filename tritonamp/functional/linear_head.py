@@ -16,7 +16,7 @@ from tritonamp.policy import HALF_DTYPES
 MIN_ROWS = 2048  # of a chunk
 
 
-class LinearHead(NamedTuple):
+class LinearHead:
     """A linear layer whose products take half operands and have FP32 sums.
 
     On CUDA operands have ``dtype``. On a CPU half operands are widened because half products
@@ -28,21 +28,19 @@ class LinearHead(NamedTuple):
         operand: dtype of the products' operands.
         weight: weight of the layer as an operand, [v, d].
         bias: bias of the layer as an operand, [v], or None.
+
+    Args:
+        dtype: dtype of the logits.
+        weight: weight of the layer in any dtype, [v, d].
+        bias: bias of the layer in any dtype, [v], or None.
     """
 
-    dtype: torch.dtype
-    wide: torch.dtype
-    operand: torch.dtype
-    weight: Tensor
-    bias: Tensor | None
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> "LinearHead":
-        """Return the layer of a weight and a bias of any dtypes, with logits in ``dtype``."""
-        wide = torch.promote_types(dtype, torch.float32)
-        operand = dtype if weight.is_cuda else wide
-        rounded = (None if t is None else t.to(dtype).to(operand) for t in (weight, bias))
-        return cls(dtype, wide, operand, *rounded)  # type: ignore[arg-type]
+    def __init__(self, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> None:
+        self.dtype = dtype
+        self.wide = torch.promote_types(dtype, torch.float32)
+        self.operand = dtype if weight.is_cuda else self.wide
+        self.weight = self.rows(weight)
+        self.bias = None if bias is None else self.rows(bias)
 
     @staticmethod
     def chunk_rows(features: int) -> int:
@@ -118,49 +116,44 @@ class RowsOfLayer(NamedTuple):
     """Losses of a linear layer's outputs, of which one chunk of rows exists at a time.
 
     Attributes:
-        input: inputs of the layer, [r, d].
+        input: inputs of the layer, [..., d].
         weight: weight of the layer, [v, d].
         bias: bias of the layer, [v], or None.
-        targets: int64 classes, [r].
-        dtype: dtype of the logits.
+        targets: int64 classes, [...].
         losses: the losses to compute.
-        chunk_rows: rows per chunk.
+        chunk_rows: rows per chunk, or None.
     """
 
     input: Tensor
     weight: Tensor
     bias: Tensor | None
     targets: Tensor
-    dtype: torch.dtype
     losses: LineLosses
-    chunk_rows: int
-
-    @classmethod
-    def of(
-        cls,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        losses: LineLosses,
-        chunk_rows: int | None,
-    ) -> "RowsOfLayer":
-        """Return the rows of inputs [..., d] and targets [...], with defaults filled in."""
-        rows, classes = input.reshape(-1, input.shape[-1]), targets.reshape(-1)
-        chunk_rows = chunk_rows or LinearHead.chunk_rows(input.shape[-1])
-        return cls(rows, weight, bias, classes, dtype_of_logits(input, weight), losses, chunk_rows)
+    chunk_rows: int | None
 
     @property
     def take_all_logits(self) -> bool:
         """Whether torch computes the loss: under transforms, on the meta device, of no rows."""
-        return is_under_transforms() or self.input.is_meta or not len(self.targets)
+        return is_under_transforms() or self.input.is_meta or not self.targets.numel()
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the arguments of ``LossOfLinear``: rows [r, d], targets [r], defaults."""
+        features = self.input.shape[-1]
+        rows, targets = self.input.reshape(-1, features), self.targets.reshape(-1)
+        dtype = dtype_of_logits(self.input, self.weight)
+        chunk_rows = self.chunk_rows or LinearHead.chunk_rows(features)
+        return rows, self.weight, self.bias, targets, dtype, self.losses, chunk_rows
 
     def results(self) -> Results:
-        """Return the results of the losses, each [r]."""
+        """Return the results of the losses, each [...]."""
+        arguments = self.arguments()
         if self.take_all_logits:
-            return all_at_once(*self[:-1])
-        results: Results = LossOfLinear.apply(*self)
-        return results
+            rows, weight, bias, targets, dtype, losses, _ = arguments
+            head = LinearHead(dtype, weight, bias)
+            found = losses.by_torch(head.logits(head.rows(rows)), targets)
+        else:
+            found = LossOfLinear.apply(*arguments)
+        return tuple(result.view(self.targets.shape) for result in found)
 
 
 class LossOfLinear(torch.autograd.Function):
@@ -178,7 +171,7 @@ class LossOfLinear(torch.autograd.Function):
         chunk_rows: int,
     ) -> Results:
         with torch.autocast(input.device.type, enabled=False):
-            head, found, stats = LinearHead.of(dtype, weight, bias), [], []
+            head, found, stats = LinearHead(dtype, weight, bias), [], []
             for at in chunks(len(targets), chunk_rows):
                 # The logits get no name because it would keep them while the next ones are made.
                 results, stat = losses.of(head.logits(head.rows(input[at])), targets[at])
@@ -194,30 +187,17 @@ class LossOfLinear(torch.autograd.Function):
         needed = ctx.needs_input_grad[:3]
         dtype, losses, chunk_rows = ctx.args
         with torch.autocast(input.device.type, enabled=False):
+            head = LinearHead(dtype, weight, bias)
             if torch.is_grad_enabled():  # for a gradient of the gradient
-                results = all_at_once(input, weight, bias, targets, dtype, losses)
+                results = losses.by_torch(head.logits(head.rows(input)), targets)
                 found = differentiable(results, (input, weight, bias), needed, grads)
                 return *found, *(None,) * 4
-            head = LinearHead.of(dtype, weight, bias)
             sums = GradientSums(head, input, input.dtype, needed)
             for at, stat in zip(chunks(len(targets), chunk_rows), stats, strict=True):
                 rows = head.rows(input[at])
                 of_chunk = [grad[at] for grad in grads]
                 sums.add(at, rows, losses.gradient(head.logits(rows), targets[at], of_chunk, stat))
         return *sums.rounded(weight, bias), *(None,) * 4
-
-
-def all_at_once(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    dtype: torch.dtype,
-    losses: LineLosses,
-) -> Results:
-    """Return the results of ``losses`` by torch's operations on all logits."""
-    head = LinearHead.of(dtype, weight, bias)
-    return losses.by_torch(head.logits(head.rows(input)), targets)
 
 
 def dtype_of_logits(input: Tensor, weight: Tensor) -> torch.dtype:

@@ -22,7 +22,6 @@ from tritonamp.functional.linear_head import (
     GradientSums,
     LinearHead,
     RowsOfLayer,
-    all_at_once,
     check_layer,
     chunks,
 )
@@ -55,7 +54,7 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         lift = LIFT if dtype is torch.float16 else 1.0
         with torch.autocast(input.device.type, enabled=False):
-            head, losses = LinearHead.of(dtype, weight, bias), []
+            head, losses = LinearHead(dtype, weight, bias), []
             sums = GradientSums(head, input, head.wide, ctx.needs_input_grad[:3])
             for at in chunks(len(target), chunk_rows):
                 rows = head.rows(input[at])
@@ -73,8 +72,7 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
             input, weight, bias, target, loss.new_ones(()) / (lift * count),
             sums.input, sums.weight, sums.bias,
         )  # fmt: skip
-        ctx.args = dtype, rule
-        ctx.reduction = reduction
+        ctx.args = dtype, rule, reduction
         return loss
 
     @staticmethod
@@ -83,8 +81,10 @@ class ReducedLinearCrossEntropy(torch.autograd.Function):
         inputs = input, weight, bias
         with torch.autocast(target.device.type, enabled=False):
             if torch.is_grad_enabled():  # for a gradient of the gradient
-                (losses,) = all_at_once(input, weight, bias, target, *ctx.args)
-                loss = reduced(losses, target, ctx.args[1].ignore_index, ctx.reduction)
+                dtype, rule, reduction = ctx.args
+                head = LinearHead(dtype, weight, bias)
+                (losses,) = rule.by_torch(head.logits(head.rows(input)), target)
+                loss = reduced(losses, target, rule.ignore_index, reduction)
                 found = differentiable([loss], inputs, ctx.needs_input_grad[:3], grads)
             else:
                 factor = grads[0] * share
@@ -146,11 +146,11 @@ def linear_cross_entropy(
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing: expected 0 to 1, got {label_smoothing}")
     losses = LineLosses(ignore_index=ignore_index, smoothing=float(label_smoothing))
-    rows = RowsOfLayer.of(input, weight, bias, target, losses, chunk_rows)
+    rows = RowsOfLayer(input, weight, bias, target, losses, chunk_rows)
     trains = any(t is not None and t.requires_grad for t in (input, weight, bias))
     makes_gradients = reduction != "none" and trains and torch.is_grad_enabled()
     if makes_gradients and not rows.take_all_logits:
-        loss: Tensor = ReducedLinearCrossEntropy.apply(*rows, reduction)
+        loss: Tensor = ReducedLinearCrossEntropy.apply(*rows.arguments(), reduction)
         return loss
     (found,) = rows.results()
-    return reduced(found.view(target.shape), target, ignore_index, reduction)
+    return reduced(found, target, ignore_index, reduction)

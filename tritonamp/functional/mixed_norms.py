@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.functional.inputs import min_numel
-from tritonamp.functional.norms import is_ours, norm
-from tritonamp.policy import HALF_DTYPES
-
-STORED = (*HALF_DTYPES, torch.float32)  # dtypes that the kernels write
+from tritonamp.functional.norms import STORED, is_ours, norm
 
 
 def mixed_layer_norm(

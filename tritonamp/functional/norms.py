@@ -1,7 +1,7 @@
 """Differentiable norms of half inputs and of sums: FP32 arithmetic, weights half or FP32."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,10 @@ from tritonamp.functional.inputs import Compute, is_half, min_numel
 from tritonamp.kernels import add_norm as _add_norm
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import norm_backward as _norm_backward
-from tritonamp.kernels._implementations import MIN_NUMEL
 from tritonamp.policy import HALF_DTYPES
 
+STORED = (*HALF_DTYPES, torch.float32)  # dtypes of weights and results that the kernels take
 RMS_EPS = torch.finfo(torch.float32).eps  # as in torch, which computes half input in FP32
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Norm(torch.autograd.Function):
@@ -34,8 +32,7 @@ class Norm(torch.autograd.Function):
     ) -> Tensor:
         y, stats = compute(x, weight, bias) if compute else _norm.norm(x, weight, bias, *args)
         ctx.save_for_backward(x, weight, bias, stats)
-        n, eps, center, _, backend = args
-        ctx.args = n, eps, center, backend
+        ctx.args = args
         return y
 
     @staticmethod
@@ -73,7 +70,7 @@ class AddNorm(torch.autograd.Function):
 
 def _gradients(
     ctx: Any, grad: Tensor, added: Tensor | None, dweight: bool, dbias: bool
-) -> Gradients:
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of a norm's input, weight and bias.
 
     Args:
@@ -84,7 +81,7 @@ def _gradients(
         dbias: whether the bias's gradient is needed.
     """
     x, weight, bias, stats = ctx.saved_tensors
-    n, eps, center, backend = ctx.args
+    n, eps, center, *_, backend = ctx.args  # of Norm with the result's dtype in between
     if torch.is_grad_enabled():
         # A gradient of the gradient needs statistics that are functions of x.
         stats = _norm.norm_torch(x, None, None, n, eps, center, x.dtype)[1]
@@ -228,7 +225,7 @@ def _is_our_sum(
 
 
 def is_ours(
-    input: Tensor, normalized_shape: Sequence[int], *weights: Tensor | None, least: int = MIN_NUMEL
+    input: Tensor, normalized_shape: Sequence[int], *weights: Tensor | None, least: int
 ) -> bool:
     """Return whether this package computes the norm; if not, torch computes or refuses it.
 
@@ -239,24 +236,27 @@ def is_ours(
         return False
     if not isinstance(normalized_shape, Sequence):
         return False
-    shape, given = tuple(normalized_shape), [w for w in weights if w is not None]
+    shape = tuple(normalized_shape)
     if not shape or 0 in shape or tuple(input.shape[-len(shape) :]) != shape:
         return False
-    return fit(input, shape, given, least)
+    return fit(input, shape, weights, least)
 
 
-def fit(input: Tensor, shape: tuple[int, ...], weights: list[Tensor], least: int) -> bool:
+def fit(
+    input: Tensor, shape: tuple[int, ...], weights: Iterable[Tensor | None], least: int
+) -> bool:
     """Return whether weights and the input's size fit a kernel.
 
     Args:
         input: the input.
         shape: expected shape of the weights.
-        weights: the weights that are not None.
+        weights: the weights; None for a weight that the norm lacks.
         least: least number of elements on a GPU, if all dtypes are the same.
     """
-    if any(tuple(w.shape) != shape or w.device != input.device for w in weights):
+    given = [w for w in weights if w is not None]
+    if any(tuple(w.shape) != shape or w.device != input.device for w in given):
         return False
-    if any(w.dtype not in (*HALF_DTYPES, torch.float32) for w in weights):
+    if any(w.dtype not in STORED for w in given):
         return False
-    mixed = any(w.dtype is not input.dtype for w in weights)
+    mixed = any(w.dtype is not input.dtype for w in given)
     return mixed or not input.is_cuda or input.numel() >= least

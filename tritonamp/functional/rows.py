@@ -10,7 +10,6 @@ from tritonamp.functional.inputs import Compute, is_half, min_numel
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
 from tritonamp.kernels import softmax_backward as _softmax_backward
-from tritonamp.kernels._implementations import MIN_NUMEL
 from tritonamp.policy import HALF_DTYPES
 
 
@@ -128,7 +127,7 @@ def sum(
     return Sum.apply(input, (dims, keepdim, dtype or input.dtype, "auto"))
 
 
-def is_ours(input: Tensor, dtype: torch.dtype | None, min_numel: int = MIN_NUMEL) -> bool:
+def is_ours(input: Tensor, dtype: torch.dtype | None, min_numel: int) -> bool:
     """Return whether this package computes the result, and not torch.
 
     Args:

@@ -75,8 +75,8 @@ def linear_token_log_probs(
     check_layer(input, weight, bias, chunk_rows)
     check_targets("targets", targets, tuple(input.shape[:-1]))
     losses = _losses(temperature, return_entropy)
-    rows = RowsOfLayer.of(input, weight, bias, targets, losses, chunk_rows)
-    return _log_probs(tuple(result.view(targets.shape) for result in rows.results()))
+    rows = RowsOfLayer(input, weight, bias, targets, losses, chunk_rows)
+    return _log_probs(rows.results())
 
 
 def _losses(temperature: float, entropy: bool) -> LineLosses:

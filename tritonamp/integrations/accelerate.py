@@ -3,9 +3,7 @@
 The loop stays as it is.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import accelerate
@@ -166,11 +164,10 @@ class _EnabledAccelerator(Swapped, accelerate.Accelerator):
         numbers = {} if self.amp is None else self.amp.metrics()
         super().log({**numbers, **values}, *args, **kwargs)
 
-    @contextlib.contextmanager
-    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        own = self.amp is not None and autocast_handler is None
-        with self.amp.autocast() if own else super().autocast(autocast_handler):  # type: ignore[union-attr]
-            yield
+    def autocast(self, autocast_handler: Any = None) -> Any:
+        if self.amp is None or autocast_handler is not None:
+            return super().autocast(autocast_handler)
+        return self.amp.autocast()
 
 
 class _EnabledOptimizer(Swapped, AcceleratedOptimizer):

@@ -27,14 +27,18 @@ class _StaysHalf(torch.Tensor):
     def float(self, memory_format: Any = torch.preserve_format) -> Tensor:
         return self
 
+    def cross_entropy(self, target: Tensor, **kwargs: Any) -> Tensor:
+        """Return ``torch.nn.functional.cross_entropy`` of these logits."""
+        return functional.cross_entropy(self.as_subclass(torch.Tensor), target, **kwargs)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is not torch.nn.functional.cross_entropy:
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return super().__torch_function__(func, types, args, kwargs)
         logits, *others = args
-        return functional.cross_entropy(logits.as_subclass(torch.Tensor), *others, **(kwargs or {}))
+        return logits.cross_entropy(*others, **(kwargs or {}))
 
 
 class _Rows(_StaysHalf):
@@ -56,15 +60,14 @@ class _Rows(_StaysHalf):
             return self.call.logits().as_subclass(_StaysHalf).view(*size)
         return _Rows.of(self.call._replace(rows=rows.reshape(-1, rows.shape[-1])))
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is not torch.nn.functional.cross_entropy:
-            return super().__torch_function__(func, types, args, kwargs)
-        target, call = args[1], args[0].call
-        given = {name: kwargs[name] for name in ("ignore_index", "reduction") if name in kwargs}
-        return functional.linear_cross_entropy(call.rows, call.weight, target, call.bias, **given)
+    def cross_entropy(
+        self, target: Tensor, *, ignore_index: int, reduction: str, **unused: Any
+    ) -> Tensor:
+        """Return the loss of the logits, of which one chunk exists at a time."""
+        rows, weight, bias, _ = self.call
+        return functional.linear_cross_entropy(
+            rows, weight, target, bias, ignore_index=ignore_index, reduction=reduction
+        )
 
 
 class FusedLoss:

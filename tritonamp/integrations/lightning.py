@@ -43,7 +43,7 @@ class MixedPrecision(Precision):
         self.amp: tritonamp.Amp | None = None
         self._settings = settings
         self._module: nn.Module | None = None  # the enabled model
-        self._optimizers: list[Optimizer] = []
+        self._has_one_optimizer = False
         self._unscaled: set[Optimizer] = set()  # since the last backward
         self._came_in_half = False
         self._logged = -1  # the last batch whose metrics loggers have
@@ -54,7 +54,7 @@ class MixedPrecision(Precision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Enable the model and the optimizers after the strategy has placed and wrapped them."""
-        self._optimizers = optimizers
+        self._has_one_optimizer = len(optimizers) == 1
         self._came_in_half = any(p.dtype in HALF_DTYPES for p in model.parameters())
         self.amp = tritonamp.enable(model, optimizers or None, **self._settings)
         self._module, self._logged = model, -1
@@ -65,18 +65,17 @@ class MixedPrecision(Precision):
         """Disable model and optimizers. The strategy has already moved the model to the CPU."""
         if self._module is None:
             return
-        assert self.amp is not None
         for module in self._module.modules():
             if isinstance(module, LightningModule):
                 # a distributed strategy may have left the enabled one there
                 vars(module).pop("forward", None)
-        device = next((p.device for p in self.amp.master_params()), None)
+        amp = self._current_amp()
+        device = next((p.device for p in amp.master_params()), None)
         if device is not None:
             self._module.to(device)  # where the masters are
-        self.amp.disable()
+        amp.disable()
         self._module.cpu()
         self._module = None
-        self._optimizers = []
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Return the context for a step: the op policy."""
@@ -98,10 +97,8 @@ class MixedPrecision(Precision):
         """
         if self._module is None or not self._came_in_half or "state_dict" not in checkpoint:
             return  # ModelParallelStrategy has loaded an enabled model
-        for module in self._module.modules():
-            if isinstance(module, LightningModule):
-                module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
-                return
+        module = next(m for m in self._module.modules() if isinstance(m, LightningModule))
+        module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
 
     def _current_amp(self) -> tritonamp.Amp:
         if self.amp is None:
@@ -177,13 +174,12 @@ class MixedPrecision(Precision):
     ) -> None:
         """Clip the true gradients; by norm, and with one optimizer, inside of its step."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
-        if (
-            clip_val > 0
-            and gradient_clip_algorithm == GradClipAlgorithmType.NORM
-            and len(self._optimizers) == 1
-        ):
+        by_norm = gradient_clip_algorithm == GradClipAlgorithmType.NORM
+        if clip_val <= 0:
+            return
+        if by_norm and self._has_one_optimizer:
             self._current_amp().clip_grad_norm_(clip_val)
-        elif clip_val > 0:
+        else:
             self._unscale(optimizer)
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 

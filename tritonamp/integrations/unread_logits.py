@@ -24,7 +24,7 @@ class LayerCall(NamedTuple):
     def logits(self) -> Tensor:
         """Return [..., v] in ``dtype``."""
         with torch.autocast(self.rows.device.type, enabled=False):
-            head = functional.LinearHead.of(self.dtype, self.weight, self.bias)
+            head = functional.LinearHead(self.dtype, self.weight, self.bias)
             return head.logits(head.rows(self.rows))
 
 
@@ -42,9 +42,9 @@ class UnreadLogits(Tensor):
     computed: Tensor | None
 
     @classmethod
-    def of(cls, call: LayerCall, dtype: torch.dtype) -> "UnreadLogits":
-        """Return the logits of ``call``, in ``dtype``."""
-        unread: UnreadLogits = _Unread.apply(*call, dtype)
+    def of(cls, call: LayerCall) -> "UnreadLogits":
+        """Return the logits of ``call``."""
+        unread: UnreadLogits = _Unread.apply(*call)
         unread.call = call
         return unread
 
@@ -57,30 +57,20 @@ class UnreadLogits(Tensor):
         unread.call, unread.computed = call, None
         return unread
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.float and len(args) == 1 and not kwargs:
-            func, args = Tensor.to, (*args, torch.float32)
-        if func is Tensor.to and len(args) == 2 and args[1] is torch.float32 and not kwargs:
-            unread = args[0]
-            if unread.computed is None and unread.dtype is not torch.float32:
-                return cls.of(unread.call, torch.float32)
-        # private: the operation itself, which comes by ``__torch_dispatch__`` (torch 2.11 to 2.15)
-        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+    # private: operations come by ``__torch_dispatch__`` alone (torch 2.11 to 2.15)
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.clone.default and args[0].computed is None:
-            return cls.without_graph(
-                args[0].call, args[0].dtype
-            )  # DDP does it to all that a model returns
+        kwargs = kwargs or {}
+        clones = func is torch.ops.aten.clone.default  # DDP does it to all that a model returns
+        widens = func is torch.ops.aten._to_copy.default and kwargs == {"dtype": torch.float32}
+        if (clones or widens) and args[0].computed is None:
+            return cls.without_graph(args[0].call, kwargs.get("dtype", args[0].dtype))
         read = functools.partial(tree_map_only, cls, cls._compute)
-        return func(*read(args), **read(kwargs or {}))
+        return func(*read(args), **read(kwargs))
 
     def _compute(self) -> Tensor:
         if self.computed is None:
@@ -93,34 +83,28 @@ class _Unread(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        half: torch.dtype,
-        dtype: torch.dtype,
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, bias)
         ctx.set_materialize_grads(False)
-        ctx.half = half
-        return UnreadLogits.without_graph(LayerCall(rows, weight, bias, half), dtype)
+        ctx.dtype = dtype
+        return UnreadLogits.without_graph(LayerCall(rows, weight, bias, dtype), dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[0] is None:  # nothing has read them: DDP passes all outputs through one function
-            return None, None, None, None, None
+            return None, None, None, None
         given = ctx.saved_tensors
         rows, weight, bias = given
         with torch.autocast(rows.device.type, enabled=False):
-            head = functional.LinearHead.of(ctx.half, weight, bias)
-            dlogits = grads[0].flatten(0, -2).to(ctx.half)
+            head = functional.LinearHead(ctx.dtype, weight, bias)
             lines = head.rows(rows).flatten(0, -2)
-            found = head.gradients(dlogits, lines, ctx.needs_input_grad[:3])
+            found = head.gradients(grads[0].flatten(0, -2), lines, ctx.needs_input_grad[:3])
         of_given = (
             None if g is None else g.view(t.shape).to(t.dtype)
             for g, t in zip(found, given, strict=True)
         )
-        return *of_given, None, None
+        return *of_given, None
 
 
 @contextlib.contextmanager
@@ -148,5 +132,5 @@ def _forward_unread(layer: nn.Linear, input: Tensor) -> Tensor:
     many = input.numel() > functional.LinearHead.chunk_rows(features) * features
     trains = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     if many and dtype in HALF_DTYPES and trains:
-        return UnreadLogits.of(LayerCall(input, layer.weight, layer.bias, dtype), dtype)
+        return UnreadLogits.of(LayerCall(input, layer.weight, layer.bias, dtype))
     return type(layer).forward(layer, input)
