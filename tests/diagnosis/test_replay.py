@@ -577,9 +577,3 @@ def test_loss_of_minus_inf_by_a_constant(net: Around, device: torch.device) -> N
     fault = find_fault(net, lambda: net(x).masked_fill(banned, float("-inf")).mean())
     assert fault is not None
     assert (fault.kind, fault.op) == ("infinite_constant", "masked_fill")
-
-
-def test_backward_needs_a_loss(net: Around, device: torch.device) -> None:
-    x = torch.randn(SAMPLES, WIDTH, device=device)
-    with pytest.raises(ValueError, match=r"expected a run that returns one scalar .*, got neither"):
-        find_fault(net, lambda: net(x), backward=True)

@@ -142,7 +142,7 @@ def test_steps_and_skips_are_kept_one_by_one() -> None:
     one, two = noted.log.history.records
     assert one == (1, None, 4.0, 3.0, (), "", None)
     assert two == (2, "scale overflow", 8.0, None, ("p",), noted.last, None)
-    assert noted.log.last_scale == 8.0
+    assert noted.log.last.skip.scale == 8.0
     assert noted.log.last_good() == (3.0, 2.0)
     assert noted.log.stats() == {
         "steps": 1,

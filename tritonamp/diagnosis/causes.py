@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from tritonamp.diagnosis.divergence import Growth
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.skips import NO_STEPS, Cause, Explanation, Skip, Steps, Writer
 from tritonamp.kernels.decide import FAULT, HUGE, OUTLIER, VETO
@@ -57,7 +56,7 @@ def find_cause(
         return fault._replace(reason=fault.reason + _buffers(parameters))
     names = tuple(name for name, amax in skip.amax.items() if not skip.is_good(amax))
     cause = _of_overflow(skip, names)
-    found = None if cause.scale_moves else _in_steps(skip, parameters, steps)
+    found = None if cause is Cause.SCALE else _in_steps(skip, parameters, steps)
     return found or Explanation(skip, cause, _why_overflow(skip, names, cause), names)
 
 
@@ -99,7 +98,7 @@ def _in_steps(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Exp
 
 
 def _in_growth(skip: Skip, steps: Steps) -> Explanation | None:
-    growth = Growth() if steps.growth is None else steps.growth()
+    growth = steps.growth()
     if not growth.is_suspect:
         return None
     in_fp32 = None if steps.in_fp32 is None else steps.in_fp32()

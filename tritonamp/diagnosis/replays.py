@@ -15,8 +15,9 @@ from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.divergence import Fp32Run
 from tritonamp.diagnosis.joint import Finding, Ranks, finding_of_all
 from tritonamp.diagnosis.log import StepLog
-from tritonamp.diagnosis.remedies import TrialBlocks, remedy_of
+from tritonamp.diagnosis.remedies import Healing, remedy_of
 from tritonamp.diagnosis.replay import BatchGoneError, FaultReport, Remedy, Snapshot
+from tritonamp.diagnosis.skips import Cause
 from tritonamp.kernels.device import rank
 from tritonamp.names import prefixes
 from tritonamp.policy import Policy
@@ -54,22 +55,15 @@ class Replays:
     _policy: Policy
     _log: StepLog
     _forwards: Forwards
-    _trials: TrialBlocks
+    _healing: Healing
     _ranks: Ranks
-    # tried remedies, by kind of fault and module
-    _remedies: dict[tuple[str, str | None], Remedy | None] = dataclasses.field(default_factory=dict)
-    # names of modules that were healed because of a fault
-    healed: list[str] = dataclasses.field(default_factory=list)
+    # tried remedies, by kind of fault, module and healed modules
+    _remedies: dict[tuple[str | None, ...], Remedy | None] = dataclasses.field(default_factory=dict)
 
     def model_of(self, module: str) -> str:
         """Return the name of the enabled model that contains a module; "" for an only model."""
         front = next((p for p in prefixes(self._models) if f"{module}.".startswith(p)), "")
         return front.rstrip(".")
-
-    def note_healed(self, names: Sequence[str]) -> None:
-        """Note that modules compute in FP32 because of a fault. Remedies are then tried again."""
-        self.healed += names
-        self._remedies.clear()
 
     def run_in_fp32(self, replay: bool | Callable[[], Any] = True) -> Fp32Run | None:
         """Return the result of the forwards of the last skip, or of a function, in FP32.
@@ -80,7 +74,7 @@ class Replays:
         if not runs:
             return None
         try:
-            in_fp32 = self._trials.in_fp32
+            in_fp32 = self._healing.in_fp32
             found = [replaying.result_of(self._models, run, in_fp32()) for run in runs]
             results = [t for of_one in found for t in of_one]
             loss = sum(map(float, results)) if all(t.numel() == 1 for t in results) else None
@@ -119,7 +113,7 @@ class Replays:
                 self._models,
                 function,
                 dtype=self._policy.dtype,
-                scale=self._log.last_scale,
+                scale=1.0 if self._log.last is None else self._log.last.skip.scale,
                 **facts,
             )
             try:
@@ -145,7 +139,7 @@ class Replays:
         """Return the report with the difference from FP32's result, where FP32 can run."""
         try:
             half = replaying.result_of(self._models, run, contextlib.nullcontext())
-            full = replaying.result_of(self._models, run, self._trials.in_fp32())
+            full = replaying.result_of(self._models, run, self._healing.in_fp32())
             pairs = [(a.double(), b.double()) for a, b in zip(half, full, strict=True)]
             by = max(amax(torch.where(a == b, 0, a - b)) for a, b in pairs)
             return dataclasses.replace(fault, difference=(by, max(amax(b) for _, b in pairs)))
@@ -153,12 +147,12 @@ class Replays:
             return fault
 
     def _remedy(self, fault: FaultReport, find_again: Callable[..., Any]) -> Remedy | None:
-        """Return the remedy for a fault. It is tried once for each kind of fault and module."""
-        key = fault.kind, fault.module
+        """Return the remedy for a fault. It is tried once until modules are healed."""
+        key = fault.kind, fault.module, *self._healing.names
         if key not in self._remedies:
             try:
                 self._remedies[key] = remedy_of(
-                    fault, lambda around: find_again(around=around), self._trials
+                    fault, lambda around: find_again(around=around), self._healing
                 )
             except Exception:  # the user's code raised, or there is no memory: nothing is promised
                 return None
@@ -173,11 +167,12 @@ class Replays:
             only = "the backward runs only for a function that computes the loss"
             return f"{nothing} ({only}: {BY_FUNCTION})."
         ran_forward_only = all(facts.get("grad_outputs", ()) is None for _, facts in runs)
-        if last.cause.scale_moves and ran_forward_only:
+        if last.cause is Cause.SCALE and ran_forward_only:
             return _SCALE.format(scale=last.skip.scale, call=BY_FUNCTION)
         if any(facts.get("backward") is False for _, facts in runs):
             return _IN_THE_LOSS
-        healed = f" Healed since: {', '.join(map(repr, self.healed))}." if self.healed else ""
+        names = ", ".join(map(repr, self._healing.names))
+        healed = f" Healed modules: {names}." if names else ""
         elsewhere = "If the loss is computed outside of the model, look there."
         return f"{replaying.NOT_REPRODUCED}.{healed} {elsewhere}"
 

@@ -1,7 +1,7 @@
 """Run a failing batch again, and find the op where inf or NaN begins. Leaves no trace."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,7 +23,7 @@ from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels.device import world_size
 from tritonamp.watched.collectives import NoCollectives
 from tritonamp.watched.frames import Role, plays
-from tritonamp.watched.ops import floats, is_finite, storage_id
+from tritonamp.watched.ops import floats, is_finite
 from tritonamp.watched.places import Place
 
 NOT_REPRODUCED = "not reproduced: run again, forward and backward are finite"
@@ -36,7 +36,7 @@ def find_fault(
     *,
     dtype: torch.dtype = torch.float16,
     scale: float = 1.0,
-    backward: bool | None = None,
+    backward: bool = True,
     harmless: bool = False,
     grad_outputs: Sequence[Tensor | None] | None = None,
     expected: Sequence[Tensor] | None = None,
@@ -53,7 +53,7 @@ def find_fault(
         run: function that computes the loss (a scalar), or the model's output.
         dtype: half format.
         scale: loss scale of the backward.
-        backward: whether to run the backward; None: if the loss requires a gradient, or
+        backward: whether to run the backward, if the result is a loss that requires a gradient, or
             ``grad_outputs`` is given.
         harmless: whether to report an overflow that vanished, where nothing else is wrong.
         grad_outputs: gradients of the tensors that ``run`` returns, with the scale in them, for a
@@ -62,17 +62,15 @@ def find_fault(
         around: block around the run.
 
     Raises:
-        ValueError: ``backward=True``, without a scalar that requires a gradient and without
-            ``grad_outputs``.
         CollectiveError: the run communicates with other ranks.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     with around or contextlib.nullcontext():  # it may put other tensors into the models
         replay = _Replay(models, dtype, scale)
-        with _untouched(models, replay.watch):
+        with _untouched(models, replay.watch.writes):
             output = replay.forward(run, expected)
             fault = replay.fault_of_forward(output)
-            if fault is None and replay.wants_backward(output, backward, grad_outputs):
+            if fault is None and backward and replay.has_backward(output, grad_outputs):
                 fault = replay.fault_of_backward(output, grad_outputs)
             if fault is None and harmless:
                 fault = replay.vanished()
@@ -83,13 +81,18 @@ def result_of(
     models: list[nn.Module], run: Callable[[], Any], around: AbstractContextManager[None]
 ) -> list[Tensor]:
     """Return the floating tensors that ``run`` gives inside ``around``. Leaves no trace."""
-    with around, _untouched(models):
+    with around, _untouched(models, {}):
         return [t.detach() for t in floats(run())]
 
 
 @contextlib.contextmanager
-def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[None]:
-    """Run the block in eager torch, and restore all that a forward and backward change."""
+def _untouched(
+    models: list[nn.Module], writes: Mapping[str, tuple[Tensor, Tensor]]
+) -> Iterator[None]:
+    """Run the block in eager torch, and restore all that a forward and backward change.
+
+    ``writes`` are those of a ``Watch``, which fills them inside the block.
+    """
     for fp32_values in _fp32_values(models):
         fp32_values.push()  # as the next forward would, before anything is recorded
     modules = list(dict.fromkeys(module for m in models for module in m.modules()))
@@ -118,8 +121,7 @@ def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[
                 for module, own in buffers:
                     module._buffers.update(own)
                 with torch.no_grad():
-                    writes = [] if watch is None else watch.writes.values()
-                    for tensor, value in [*values, *writes]:
+                    for tensor, value in [*values, *writes.values()]:
                         if not _same_bits(tensor, value):
                             tensor.copy_(value)
     finally:
@@ -205,20 +207,11 @@ class _Replay:
 
     # backward
 
-    def wants_backward(
-        self, output: Any, asked: bool | None, grad_outputs: Sequence[Tensor | None] | None
-    ) -> bool:
-        """Return whether a backward can run from the output, and was not declined."""
+    def has_backward(self, output: Any, grad_outputs: Sequence[Tensor | None] | None) -> bool:
+        """Return whether a backward to the parameters can run from the output."""
         losses = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        possible = bool(losses) and (
-            grad_outputs is not None or (len(losses) == 1 and losses[0].numel() == 1)
-        )
-        if asked and not possible:
-            raise ValueError(
-                "backward=True: expected a run that returns one scalar that requires a gradient, "
-                "or grad_outputs, got neither"
-            )
-        return possible and asked is not False and bool(self.params)
+        is_loss = len(losses) == 1 and losses[0].numel() == 1
+        return bool(losses and self.params) and (is_loss or grad_outputs is not None)
 
     def fault_of_backward(
         self, output: Any, grad_outputs: Sequence[Tensor | None] | None
@@ -232,7 +225,7 @@ class _Replay:
         with self.watch:
             for i, seed in enumerate(backward.seeds):
                 if seed is not None:
-                    self.watch.inputs[storage_id(seed)] = f"gradient of output {i}"
+                    self.watch.memories.of(seed).label = f"gradient of output {i}"
             grads = backward.gradients(self.scale)
         bad = {name: g for name, g in grads.items() if not is_finite(g)}
         if not bad:
