@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tritonamp
-from tritonamp.diagnosis.replay import find_fault
 from tritonamp.diagnosis.replay.faults import FaultReport
+from tritonamp.diagnosis.replay.search import find_fault
 from tritonamp.kernels.device import INTERPRETED
 
 WIDTH, SAMPLES = 16, 6
@@ -286,7 +286,7 @@ def test_planted_fault(case: Case, dtype: torch.dtype, level: str, device: torch
     fault = find_fault(model, lambda: model(x).square().mean(), dtype=dtype)
     amp.disable()
     assert fault is not None
-    found = (fault.kind, fault.module, fault.phase, fault.silent)
+    found = (fault.kind, fault.module, fault.event.phase, fault.silent)
     assert found == (case.kind, case.module, case.phase, case.silent)
     if device.type == "cpu":  # CUDA's own autocast leaves no trace of the op that a cast was for
         assert fault.op == case.op
@@ -390,7 +390,7 @@ def test_gradient_that_arrives_broken(net: Around, device: torch.device) -> None
     grad = torch.full((SAMPLES, 4), float("nan"), device=device)
     fault = find_fault(net, lambda: net(x), grad_outputs=[grad])
     assert fault is not None
-    assert (fault.kind, fault.phase) == ("propagated", "backward")
+    assert (fault.kind, fault.event.phase) == ("propagated", "backward")
 
 
 def test_masked_loss_in_half_outside_the_model(net: Around, device: torch.device) -> None:
@@ -442,7 +442,7 @@ def test_own_backward_names_its_line(device: torch.device) -> None:
     x = torch.randn(SAMPLES, WIDTH, device=device)
     fault = find_fault(model, lambda: model(x).mean())
     assert fault is not None
-    assert (fault.kind, fault.module, fault.phase) == ("backward_nan", "block", "backward")
+    assert (fault.kind, fault.module, fault.event.phase) == ("backward_nan", "block", "backward")
     assert "return grads[0] / (grads[0] * 0)" in str(fault)
 
 

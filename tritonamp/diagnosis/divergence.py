@@ -167,13 +167,14 @@ def growth_of(
         weights: measured sizes of the weights.
     """
     steps = list(good)
-    losses = [(n, abs(x)) for n, x, _ in steps if x is not None]
+    losses = [(n, x) for n, x, _ in steps if x is not None]
+    sizes = [abs(x) for _, x in losses]
     norms = [norm for _, _, norm in steps if norm is not None]
-    usual = _usual([x for _, x in losses])
-    times, largest = weights.growth(taken, _calm(losses))
-    latest = [*[x for _, x in losses[-2:]], *([] if loss is None else [abs(loss)])]
-    calm = [(n, x) for n, x, _ in steps if x is not None and abs(x) <= _LOSS_GREW * usual]
-    after, before = calm[-1] if calm else (steps[-1][0] if steps else 0, None)
+    usual, calm = _usual(sizes), _calm(losses)
+    times, largest = weights.growth(taken, calm)
+    latest = [*sizes[-2:], *([] if loss is None else [abs(loss)])]
+    last = steps[-1][0] if steps else 0
+    after, before = list(calm.items())[-1] if calm else (last, None)
     return Growth(
         _times(latest, usual),
         _times(norms[-2:], _usual(norms)),
@@ -185,14 +186,14 @@ def growth_of(
     )
 
 
-def _calm(losses: Sequence[tuple[int, float]]) -> set[int]:
-    """Return the numbers of the steps whose loss was not far above earlier losses."""
+def _calm(losses: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Return the losses that were not far above earlier losses, by number of the step."""
     usual = math.inf
-    found = set()
+    found = {}
     for number, loss in losses:
-        if loss <= _LOSS_GREW * usual:
-            found.add(number)
-            usual = min(usual, loss)
+        if abs(loss) <= _LOSS_GREW * usual:
+            found[number] = loss
+            usual = min(usual, abs(loss))
     return found
 
 

@@ -4,19 +4,20 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tritonamp.diagnosis import replay as replaying
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.divergence import Fp32Run
 from tritonamp.diagnosis.joint import Finding, Ranks, finding_of_all
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.remedies import Healing, remedy_of
 from tritonamp.diagnosis.replay import BatchGoneError, FaultReport, Remedy, Snapshot
+from tritonamp.diagnosis.replay.faults import NOT_REPRODUCED
 from tritonamp.diagnosis.skips import Cause
 from tritonamp.kernels.device import rank
 from tritonamp.names import prefixes
@@ -75,8 +76,7 @@ class Replays:
             return None
         try:
             in_fp32 = self._healing.in_fp32
-            found = [replaying.result_of(self._models, run, in_fp32()) for run in runs]
-            results = [t for of_one in found for t in of_one]
+            results = [t for run in runs for t in self._result_of(run, in_fp32())]
             loss = sum(map(float, results)) if all(t.numel() == 1 for t in results) else None
             return Fp32Run(all(map(is_finite, results)), loss)
         except Exception:  # the user's code raised: growth alone decides
@@ -104,12 +104,14 @@ class Replays:
         return finding_of_all(self._ranks.gather(mine))
 
     def _find(self, runs: Sequence[Rerun]) -> Finding:
+        from tritonamp.diagnosis.replay.search import find_fault  # here, because few runs replay
+
         if not runs:
             return Finding(_NOTHING_TO_RUN)
         vanished = ""
         for function, facts in runs:
             find_again = functools.partial(
-                replaying.find_fault,
+                find_fault,
                 self._models,
                 function,
                 dtype=self._policy.dtype,
@@ -138,13 +140,20 @@ class Replays:
     def _compared(self, fault: FaultReport, run: Callable[[], Any]) -> FaultReport:
         """Return the report with the difference from FP32's result, where FP32 can run."""
         try:
-            half = replaying.result_of(self._models, run, contextlib.nullcontext())
-            full = replaying.result_of(self._models, run, self._healing.in_fp32())
+            half = self._result_of(run, contextlib.nullcontext())
+            full = self._result_of(run, self._healing.in_fp32())
             pairs = [(a.double(), b.double()) for a, b in zip(half, full, strict=True)]
             by = max(amax(torch.where(a == b, 0, a - b)) for a, b in pairs)
             return dataclasses.replace(fault, difference=(by, max(amax(b) for _, b in pairs)))
         except Exception:  # the user's code raised, or there is no memory: nothing is said of it
             return fault
+
+    def _result_of(
+        self, run: Callable[[], Any], around: AbstractContextManager[None]
+    ) -> list[Tensor]:
+        from tritonamp.diagnosis.replay.search import result_of
+
+        return result_of(self._models, run, around)
 
     def _remedy(self, fault: FaultReport, find_again: Callable[..., Any]) -> Remedy | None:
         """Return the remedy for a fault. It is tried once until modules are healed."""
@@ -174,7 +183,7 @@ class Replays:
         names = ", ".join(map(repr, self._healing.names))
         healed = f" Healed modules: {names}." if names else ""
         elsewhere = "If the loss is computed outside of the model, look there."
-        return f"{replaying.NOT_REPRODUCED}.{healed} {elsewhere}"
+        return f"{NOT_REPRODUCED}.{healed} {elsewhere}"
 
     def write_bundle(self, folder: str | Path) -> Path:
         """Write a folder from which the failing batch of the last skip can run again elsewhere.
@@ -185,6 +194,8 @@ class Replays:
         Raises:
             RuntimeError: there is no such batch, or another rank could not write.
         """
+        from tritonamp.diagnosis.replay.bundles import write_bundle
+
         self._log.collect(wait=True)
         batches = self._log.batches
         number = self._models.index(batches[-1].model) if batches else None
@@ -201,7 +212,7 @@ class Replays:
         error = None
         if rank() == writer:
             try:
-                replaying.write_bundle(folder, fault, batches[-1], self._policy, state=state)
+                write_bundle(folder, fault, batches[-1], self._policy, state)
             except Exception as raised:  # the others wait to be told
                 error = raised
         told = self._ranks.gather(None if error is None else str(error))[writer]

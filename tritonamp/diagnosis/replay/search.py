@@ -26,8 +26,6 @@ from tritonamp.watched.frames import Role, plays
 from tritonamp.watched.ops import floats, is_finite
 from tritonamp.watched.places import Place
 
-NOT_REPRODUCED = "not reproduced: run again, forward and backward are finite"
-
 
 @plays(Role.RUN)
 def find_fault(

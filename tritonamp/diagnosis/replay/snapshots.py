@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonamp.ambient import AmbientState, Generators
+from tritonamp.ambient import AmbientState
 from tritonamp.nested import leaves, map_leaves
 
 # while a storage lives, all its views have one Python object for it (torch 2.11 to 2.15)
@@ -37,6 +37,7 @@ class Snapshot:
     ::
 
         snapshot = Snapshot(model, args, kwargs)   # before the forward
+        snapshot.ambient = AmbientState.now(Generators.now(snapshot.gpus))
         output = snapshot.follow(model(*args, **kwargs))
         ...
         find_fault(model, snapshot.run, expected=snapshot.outputs,
@@ -45,7 +46,7 @@ class Snapshot:
     Arguments are kept without the graphs that they come from.
     """
 
-    ambient: AmbientState  # generators, grad mode and autocast of the forward
+    ambient: AmbientState  # generators, grad mode and autocast of the forward; the owner sets it
 
     _outputs: Sequence[weakref.ref[Tensor]] = ()
     _grads: Mapping[int, Tensor] = {}
@@ -58,7 +59,6 @@ class Snapshot:
         *,
         method: str = "__call__",  # of the model, called instead of its forward
         outputs: Sequence[Storage] = (),  # of earlier outputs of models, while they live
-        alone: bool = True,  # records the ambient state; else the caller sets it
     ) -> None:
         self.model = model
         self.method = method
@@ -70,8 +70,6 @@ class Snapshot:
         note = self._noted
         given = [note(v) if type(v) is Tensor else map_leaves(note, v) for v in args]
         self._given = tuple(given), kwargs and map_leaves(note, kwargs)
-        if alone:
-            self.ambient = AmbientState.now(Generators.now(self.gpus)._replace(numpy=None))
 
     def weakened(self) -> "Snapshot":
         """Return the same forward, with weak references to the tensors of its batch."""
@@ -121,14 +119,13 @@ class Snapshot:
         They were part of a graph, or are outputs of a forward, detached or not. They do not count
         as data.
         """
-        outputs = [storage() for storage in self._earlier]
-        found = {id(storage) for storage in outputs if storage is not None}
+        outputs = {storage() for storage in self._earlier}
         returned = [
             i
             for i, value in enumerate(leaves(self.arguments()))
             if isinstance(value, Tensor)
             and value.layout is torch.strided
-            and id(value.untyped_storage()) in found
+            and value.untyped_storage() in outputs
         ]
         return {*self._computed, *returned}
 
