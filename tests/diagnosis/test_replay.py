@@ -109,10 +109,6 @@ def row_masked_by_log(x: Tensor, big: float) -> Tensor:
     return attention(x @ x.T + (eye(x) * 0).log(), x)
 
 
-def refused_constant(x: Tensor, big: float) -> Tensor:
-    return attention(F.threshold(x @ x.T, 0.0, -1e9), x)
-
-
 def added_constant(x: Tensor, big: float) -> Tensor:
     return attention(x @ x.T + (eye(x) * 0 + 1) * -1e9, x)
 
@@ -214,7 +210,6 @@ CASES = {
     "residuals": function(
         lambda x, big: (x * 0 + 4e4) + (x * 0 + 4e4), "overflow", "add", dtypes=FP16
     ),
-    "refused constant": function(refused_constant, "constant_overflow", "threshold", dtypes=FP16),
     "added constant": function(added_constant, "constant_overflow", "mul", dtypes=FP16),
     "masked row": function(masked_row, "masked_row", "softmax"),
     "row masked by log": function(row_masked_by_log, "masked_row", "softmax"),
@@ -283,7 +278,7 @@ def enabled(
 def test_planted_fault(case: Case, dtype: torch.dtype, level: str, device: torch.device) -> None:
     model, x = Around(case.block, dtype), torch.randn(SAMPLES, WIDTH, device=device)
     amp = enabled(model, level, dtype, device)
-    fault = find_fault(model, lambda: model(x).square().mean(), dtype=dtype)
+    fault = find_fault(model, lambda: model(x).square().mean())
     amp.disable()
     assert fault is not None
     found = (fault.kind, fault.module, fault.event.phase, fault.silent)

@@ -1,9 +1,9 @@
 """Remedies for a fault. Each is tried on the batch that showed the fault before it is advised."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import Protocol
 
+from tritonamp.casts.healing import Healing
 from tritonamp.diagnosis.replay import FaultReport, Remedy
 
 MOST_MODULES = 4  # in FP32 together
@@ -12,21 +12,6 @@ CURED_BY_FP32 = frozenset(
     cast_overflow weight_overflow vanished_eps zero_by_zero division_by_zero
     gradient_overflow""".split()
 )
-
-
-class Healing(Protocol):
-    """Makes modules compute in another precision: for good after a fault, or as a trial."""
-
-    names: list[str]  # names of the healed modules
-
-    def heal(self, name: str) -> None:
-        """Make the module of that name compute in FP32 from now on."""
-
-    def in_fp32(self, names: Sequence[str] | None = None) -> AbstractContextManager[None]:
-        """Compute modules in FP32 inside the block; None: everything."""
-
-    def in_bfloat16(self) -> AbstractContextManager[None]:
-        """Compute everything in bfloat16 inside the block."""
 
 
 def find_remedy(

@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tritonamp.casts.healing import Healing
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.divergence import Fp32Run
-from tritonamp.diagnosis.joint import Finding, Ranks, finding_of_all
+from tritonamp.diagnosis.joint import Finding, finding_of_all
 from tritonamp.diagnosis.log import StepLog
-from tritonamp.diagnosis.remedies import Healing, remedy_of
+from tritonamp.diagnosis.remedies import remedy_of
 from tritonamp.diagnosis.replay import BatchGoneError, FaultReport, Remedy, Snapshot
 from tritonamp.diagnosis.replay.faults import NOT_REPRODUCED
 from tritonamp.diagnosis.skips import Cause
+from tritonamp.distributed.replay_ranks import ReplayRanks
 from tritonamp.kernels.device import rank
 from tritonamp.names import prefixes
 from tritonamp.policy import Policy
@@ -57,7 +59,7 @@ class Replays:
     _log: StepLog
     _forwards: Forwards
     _healing: Healing
-    _ranks: Ranks
+    _ranks: ReplayRanks
     # tried remedies, by kind of fault, module and healed modules
     _remedies: dict[tuple[str | None, ...], Remedy | None] = dataclasses.field(default_factory=dict)
 
@@ -114,7 +116,6 @@ class Replays:
                 find_fault,
                 self._models,
                 function,
-                dtype=self._policy.dtype,
                 scale=1.0 if self._log.last is None else self._log.last.skip.scale,
                 **facts,
             )

@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tritonamp.casts.healing import Healing
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.fault_counts import HEAL_AFTER, FaultCounts, is_power_of_two
-from tritonamp.diagnosis.joint import Finding, Ranks, explanation_of_all
+from tritonamp.diagnosis.joint import Finding, explanation_of_all
 from tritonamp.diagnosis.log import NonFiniteError, StepLog
-from tritonamp.diagnosis.remedies import CURED_BY_FP32, Healing
+from tritonamp.diagnosis.remedies import CURED_BY_FP32
 from tritonamp.diagnosis.replay import FaultReport, Remedy
 from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.skips import Cause, Explanation
+from tritonamp.distributed.replay_ranks import ReplayRanks
 from tritonamp.policy import Policy
 
 logger = logging.getLogger("tritonamp")
@@ -33,7 +35,7 @@ class Response:
     _healing: Healing
     _forwards: Forwards
     _replays: Replays
-    _ranks: Ranks
+    _ranks: ReplayRanks
     counts: FaultCounts = field(default_factory=FaultCounts)  # of the faults so far
     _reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
     _vanished: str = ""  # report about a good batch

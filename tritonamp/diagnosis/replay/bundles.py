@@ -50,7 +50,7 @@ if __name__ == "__main__":
     policy = tritonamp.Policy.from_json((FOLDER / "policy.json").read_text())
     tritonamp.enable(model, policy=policy)
     snapshot = load_bundle(FOLDER, model)
-    fault = find_fault(model, lambda: loss(snapshot.run()), dtype=policy.dtype, scale=SCALE)
+    fault = find_fault(model, lambda: loss(snapshot.run()), scale=SCALE)
     print(NOT_REPRODUCED if fault is None else fault)
 '''
 

@@ -14,7 +14,6 @@ from tritonamp.ambient import preserve
 from tritonamp.diagnosis.range_hooks import silenced
 from tritonamp.diagnosis.replay.backward import Backward
 from tritonamp.diagnosis.replay.faults import FaultReport
-from tritonamp.diagnosis.replay.known_ops import DOES_NOT_FIT
 from tritonamp.diagnosis.replay.model_names import ModelNames
 from tritonamp.diagnosis.replay.snapshots import training_preserved
 from tritonamp.diagnosis.replay.verdicts import Event, judge
@@ -32,7 +31,6 @@ def find_fault(
     model: nn.Module | Iterable[nn.Module],
     run: Callable[[], Any],
     *,
-    dtype: torch.dtype = torch.float16,
     scale: float = 1.0,
     backward: bool = True,
     harmless: bool = False,
@@ -49,7 +47,6 @@ def find_fault(
     Args:
         model: model or models, enabled by tritonamp or not.
         run: function that computes the loss (a scalar), or the model's output.
-        dtype: half format.
         scale: loss scale of the backward.
         backward: whether to run the backward, if the result is a loss that requires a gradient, or
             ``grad_outputs`` is given.
@@ -64,7 +61,7 @@ def find_fault(
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     with around or contextlib.nullcontext():  # it may put other tensors into the models
-        replay = _Replay(models, dtype, scale)
+        replay = _Replay(models, scale)
         with _untouched(models, replay.watch.writes):
             output = replay.forward(run, expected)
             fault = replay.fault_of_forward(output)
@@ -130,45 +127,26 @@ def _untouched(
 class _Replay:
     """One forward, perhaps with its backward, under a ``Watch``."""
 
-    def __init__(self, models: list[nn.Module], dtype: torch.dtype, scale: float) -> None:
+    def __init__(self, models: list[nn.Module], scale: float) -> None:
         self.names = ModelNames(models)
         self.watch = Watch(self.names)
-        self.dtype = dtype
         self.scale = scale
         self.replayed = "not checked"
         self.models = models
         self.params = {name: t for name, t in self.names.weights() if t.is_leaf and t.requires_grad}
 
     def forward(self, run: Callable[[], Any], expected: Sequence[Tensor] | None) -> Any:
-        """Return the result of ``run``, watched.
-
-        Where torch refuses a constant that the format cannot hold, the result is a report of that.
-        """
+        """Return the result of ``run``, watched."""
         with self.watch:
-            try:
-                output = run()
-            except RuntimeError as error:
-                if DOES_NOT_FIT not in str(error):
-                    raise
-                return self._refused(error)
+            output = run()
         if expected is not None:
             again = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
             same = len(again) == len(expected) and all(map(_same_bits, again, expected))
             self.replayed = f"{'' if same else 'not '}bit-identical to the first"
         return output
 
-    def _refused(self, error: RuntimeError) -> FaultReport:
-        event = self.watch.refused
-        if event is None:
-            event = Event(self.watch.place_of_failure(error), "forward", self.dtype)
-        return FaultReport(
-            "constant_overflow", event, outcome=f"torch raises: {error}", replayed=self.replayed
-        )
-
     def fault_of_forward(self, output: Any) -> FaultReport | None:
         """Report the cause of a non-finite output, else of a wrong one."""
-        if isinstance(output, FaultReport):
-            return output
         results = floats(output)
         bad = [t for t in results if not is_finite(t)]
         is_loss = len(results) == 1 and results[0].numel() == 1

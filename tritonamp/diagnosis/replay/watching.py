@@ -48,8 +48,6 @@ class Watch(PlacedOps):
         self.model_names = names
         self.phase = "forward"  # the owner sets "backward" when the backward begins
         self.events: list[Event] = []  # in the order in which they happened
-        # the last op that torch refused, because a constant does not fit
-        self.refused: Event | None = None
         # name of a parameter or buffer that was written to, to the tensor and its value before
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
         self.memories = Memories()
@@ -81,13 +79,7 @@ class Watch(PlacedOps):
         asked, place = self._asked(call)
         before = self._with_copies(call)
         ran = _Ran(before, before if asked is call else asked, place)
-        try:
-            result = call.run()
-        except RuntimeError as error:
-            if known_ops.DOES_NOT_FIT in str(error):
-                dtype = next((t.dtype for t in call.inputs()), torch.float16)
-                self.refused = Event(place, "forward", dtype, str(func), scalars=call.scalars())
-            raise
+        result = call.run()
         results = floats([result, call.written_arguments()])
         # private (torch 2.11 to 2.15): for all device types at once, and without a change of what
         # ops see of autocast
