@@ -277,7 +277,7 @@ def test_metrics_are_the_latest_numbers() -> None:
 
 def test_metrics_count_skips_that_were_not_read_and_those_before_a_resume() -> None:
     noted = Noted()
-    noted.log.load_counts({"clean": 5, "scale_overflows": 2, "forward_faults": 1})
+    noted.log.load_counts({"clean": 5, "scale_overflows": 2, "forward_faults": 1}, (0.0, 0.0))
     noted.decide(OVERFLOW, OVERFLOW, CLEAN)
     found = metrics(noted.log)
     assert found["amp/skipped"] == 5.0

@@ -132,21 +132,21 @@ class ClippedGradients:
             return
         zeros = self._zeros[key] = 0 if any(g.norm for g in found) else self._zeros.get(key, 0) + 1
         if zeros == _IN_A_ROW:
-            self._looks.end()
+            self._looks.has_ended = True
             logger.warning(_ALL_ZERO, zeros)
         if scale == 1:  # nothing to unscale, so clipping is right
             return
         seen = dict(zip(params, found, strict=True))
-        what, clipped = _mark(seen, scale * _FAR_BELOW) or self._mark_of_total(key, seen, scale)
-        if what:
-            self._looks.end()
+        mark = _mark(seen, scale * _FAR_BELOW) or self._mark_of_total(key, seen, scale)
+        if mark is not None:
+            self._looks.has_ended = True
             if self._scaled.is_news():
-                self._warn(what, clipped, scale)
+                self._warn(*mark, scale)
 
     def _mark_of_total(
         self, key: Hashable, found: Mapping[Tensor, _Gradient], scale: float
-    ) -> tuple[str, list[Tensor]]:
-        """Return the mark of clipping by the norm of all gradients, and the parameters; else "".
+    ) -> tuple[str, list[Tensor]] | None:
+        """Return the mark of clipping by the norm of all gradients, as ``_mark`` does.
 
         An equal norm in one look after another is a mark if the norm is a round number, or if the
         gradients changed otherwise.
@@ -159,10 +159,10 @@ class ClippedGradients:
         norms, sizes = zip(*totals, strict=True)
         same = _common(norms, 1e-3, at_least=2)
         if same is None or not _TINY <= same <= scale * _FAR_BELOW:
-            return "", []
+            return None
         changes = len(sizes) == 3 and max(sizes) > 1.01 * min(sizes)
         if not (changes or _is_round(same)):
-            return "", []
+            return None
         return f"have the norm {same:.3g} in each step", list(found)
 
     def _warn(self, what: str, params: Sequence[Tensor], scale: float) -> None:

@@ -90,8 +90,7 @@ class StepLog:
         """
         self._rule = rule
         counts = self._device_record.counts
-        if counts is None:
-            return
+        assert counts is not None  # ``record`` came first
         self._device_record.note_loss(loss)
         if self.after_decision is not None:
             self.after_decision(counts)
@@ -254,9 +253,7 @@ class StepLog:
         values = self._device_record.values()
         return values[decide.NORM], values[decide.AMAX]
 
-    def load_counts(
-        self, counts: Mapping[str, int], last_good: Sequence[float] = (0.0, 0.0)
-    ) -> None:
+    def load_counts(self, counts: Mapping[str, int], last_good: Sequence[float]) -> None:
         """Continue from results of ``counts`` and ``last_good``."""
         self.collect(wait=True)
         by_outcome = [float(counts.get(name, 0)) for name in COUNTS]

@@ -39,14 +39,14 @@ class Backward:
             (t, g) for t, g in pairs if t.requires_grad and (grad_outputs is None or g is not None)
         ]
         self.outputs = [t for t, _ in kept]
-        self.seeds = [g for _, g in kept]
+        self.seeds = [g for _, g in kept if g is not None]
         self.scale = scale
         self.params = params
 
     def gradients(self, scale: float) -> dict[str, Tensor]:
         """Return the gradients at a loss scale by name, without parameters that get none."""
         outputs, params = self.outputs, list(self.params.values())
-        seeds = [g * (scale / self.scale) for g in self.seeds if g is not None] or None
+        seeds = [g * (scale / self.scale) for g in self.seeds] or None
         if seeds is None:
             outputs = [t.float() * scale for t in outputs]
         try:

@@ -117,7 +117,7 @@ def _untouched(
                     module._buffers.update(own)
                 with torch.no_grad():
                     for tensor, value in [*values, *writes.values()]:
-                        if not _same_bits(tensor, value):
+                        if not _same_bits(tensor, value):  # a view that was expanded takes no copy
                             tensor.copy_(value)
     finally:
         for p, grad in zip(params, grads, strict=True):
@@ -200,8 +200,7 @@ class _Replay:
         self.watch.phase = "backward"
         with self.watch:
             for i, seed in enumerate(backward.seeds):
-                if seed is not None:
-                    self.watch.memories.of(seed).label = f"gradient of output {i}"
+                self.watch.memories.of(seed).label = f"gradient of output {i}"
             grads = backward.gradients(self.scale)
         bad = {name: g for name, g in grads.items() if not is_finite(g)}
         if not bad:
