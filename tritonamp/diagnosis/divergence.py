@@ -32,7 +32,7 @@ class Growth(NamedTuple):
     weights: float = 1.0  # the same for the weights, beyond growth at an even pace
     usual_loss: float = 0.0  # magnitude in good steps, 0 where it is not known
     after: int = 0  # the last step whose loss was usual
-    losses: tuple[float | None, float | None] = (None, None)  # there, and now; None: not known
+    losses: tuple[float | None, float] = (None, math.inf)  # there, and now; None: not known
     largest: tuple[float, float] = (0.0, 0.0)  # the largest weight before it grew, and now
 
     @property
@@ -71,11 +71,10 @@ class Growth(NamedTuple):
     def words(self, in_fp32: Fp32Run | None) -> str:
         """Return the growth in words, with the fact that FP32 does not help."""
         before, now = self.losses
-        known = math.nan if in_fp32 is None or in_fp32.loss is None else in_fp32.loss
-        if math.isfinite(known) and (now is None or not math.isfinite(now)):
-            now = known
+        if not math.isfinite(now) and in_fp32 is not None and in_fp32.loss is not None:
+            now = in_fp32.loss
         parts = []
-        if before is not None and now is not None:
+        if before is not None:
             became = f"{now:.3g}" if math.isfinite(now) else "inf or NaN"
             parts.append(f"loss {before:.3g} -> {became} after step {self.after}")
         then, largest = self.largest

@@ -83,9 +83,8 @@ def write_bundle(
     folder.mkdir(parents=True, exist_ok=True)
     generators = snapshot.ambient.generators
     assert generators is not None
-    arguments = tree_map(_plain, snapshot.arguments())
     batch = {
-        "arguments": arguments,
+        "arguments": tree_map(_plain, snapshot.arguments()),
         "cpu": generators.cpu,
         "cuda": {str(device): state for device, state in generators.cuda.items()},
         "python": generators.python,

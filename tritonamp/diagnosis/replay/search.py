@@ -15,7 +15,6 @@ from tritonamp.diagnosis.range_hooks import silenced
 from tritonamp.diagnosis.replay.backward import Backward
 from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.model_names import ModelNames
-from tritonamp.diagnosis.replay.snapshots import training_preserved
 from tritonamp.diagnosis.replay.verdicts import Event, judge
 from tritonamp.diagnosis.replay.watching import Watch
 from tritonamp.fp32_values import Fp32Values
@@ -91,6 +90,7 @@ def _untouched(
     for fp32_values in _fp32_values(models):
         fp32_values.push()  # as the next forward would, before anything is recorded
     modules = list(dict.fromkeys(module for m in models for module in m.modules()))
+    flags = [module.training for module in modules]
     buffers = [(module, dict(module._buffers)) for module in modules]
     values = [(b, b.detach().clone()) for _, own in buffers for b in own.values() if b is not None]
     written = [b for b, _ in values]
@@ -104,7 +104,6 @@ def _untouched(
         with (
             preserve({t.device for t in (*params, *written)}),
             preserve_versions((*params, *written)),
-            training_preserved(modules),
             torch.compiler.set_stance("force_eager"),
             silenced(modules),
             # others run other batches, or none: to wait for them may be to wait for ever
@@ -120,6 +119,8 @@ def _untouched(
                         if not _same_bits(tensor, value):  # a view that was expanded takes no copy
                             tensor.copy_(value)
     finally:
+        for module, flag in zip(modules, flags, strict=True):
+            module.training = flag
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad
 

@@ -1,9 +1,8 @@
 """Record the state of a forward, in addition to the weights, so that it can run again."""
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,17 +19,6 @@ class BatchGoneError(RuntimeError):
     """The batch of a snapshot no longer exists, or has changed."""
 
 
-@contextlib.contextmanager
-def training_preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the training flags of modules at the end of the block."""
-    flags = [(module, module.training) for module in modules]
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
-
-
 class Snapshot:
     """One forward of a model that is about to run: its arguments, and all else it depends on.
 
@@ -38,7 +26,8 @@ class Snapshot:
 
         snapshot = Snapshot(model, args, kwargs)   # before the forward
         snapshot.ambient = AmbientState.now(Generators.now(snapshot.gpus))
-        output = snapshot.follow(model(*args, **kwargs))
+        output = model(*args, **kwargs)
+        snapshot.follow(output)
         ...
         find_fault(model, snapshot.run, expected=snapshot.outputs,
                    grad_outputs=snapshot.grad_outputs, scale=scale)
@@ -133,31 +122,27 @@ class Snapshot:
         """Run the forward again on its ``arguments``, under the state of its first run.
 
         The state is generators, grad mode, autocast and training flag. A loss that runs afterwards
-        draws the random numbers that follow.
+        draws the random numbers that follow. The training flags stay, until ``find_fault`` restores
+        them.
         """
         args, kwargs = self.arguments()
         before = AmbientState.now()
-        with training_preserved(self.model.modules()):
-            if self.model.training is not self.training:
-                self.model.train(self.training)
-            self.ambient.restore()
-            try:
-                return getattr(self.model, self.method)(*args, **kwargs)
-            finally:
-                before.restore()
+        if self.model.training is not self.training:
+            self.model.train(self.training)
+        self.ambient.restore()
+        try:
+            return getattr(self.model, self.method)(*args, **kwargs)
+        finally:
+            before.restore()
 
-    def follow(self, output: Any) -> Any:
-        """Remember the output while it lives, and the gradients that arrive at it.
-
-        Returns ``output``.
-        """
+    def follow(self, output: Any) -> None:
+        """Remember the output while it lives, and the gradients that arrive at it."""
         tensors = [t for t in leaves(output) if isinstance(t, Tensor)]
         self._outputs = [weakref.ref(t) for t in tensors]
         self._grads = grads = dict[int, Tensor]()
         for i, t in enumerate(tensors):
             if t.requires_grad:
                 t.register_hook(functools.partial(grads.__setitem__, i))
-        return output
 
     @property
     def outputs(self) -> list[Tensor] | None:
