@@ -16,11 +16,6 @@ class Finding(NamedTuple):
     report: str  # text
     faults: Sequence[FaultReport] = ()  # the fault to blame first; one for each faulty rank
 
-    @property
-    def fault(self) -> FaultReport | None:
-        """The fault to blame."""
-        return self.faults[0] if self.faults else None
-
 
 def explanation_of_all(found: Mapping[int, Explanation]) -> Explanation:
     """Return one explanation of a skip for all ranks, from the one that each rank alone would give.

@@ -206,7 +206,7 @@ class Replays:
                 "write_bundle: expected a failing batch, got none: no step was skipped whose "
                 "forward could run again"
             )
-        fault, last = self.replay().fault, self._log.last
+        fault, last = next(iter(self.replay().faults), None), self._log.last
         to_blame = [fault.rank] if fault is not None else last.skip.at_fault if last else []
         writer = next((r for r in to_blame if r in failed), next(iter(failed)))
         state = self._ranks.full_state(self._models[failed[writer]], keep=rank() == writer)

@@ -64,8 +64,9 @@ def find_fault(
         with _untouched(models, replay.watch.writes):
             output = replay.forward(run, expected)
             fault = replay.fault_of_forward(output)
-            if fault is None and backward and replay.has_backward(output, grad_outputs):
-                fault = replay.fault_of_backward(output, grad_outputs)
+            if fault is None and backward:
+                found = Backward(output, grad_outputs, scale, replay.params)
+                fault = replay.fault_of_backward(found)
             if fault is None and harmless:
                 fault = replay.vanished()
     return fault
@@ -184,19 +185,9 @@ class _Replay:
 
     # backward
 
-    def has_backward(self, output: Any, grad_outputs: Sequence[Tensor | None] | None) -> bool:
-        """Return whether a backward to the parameters can run from the output."""
-        losses = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        is_loss = len(losses) == 1 and losses[0].numel() == 1
-        return bool(losses and self.params) and (is_loss or grad_outputs is not None)
-
-    def fault_of_backward(
-        self, output: Any, grad_outputs: Sequence[Tensor | None] | None
-    ) -> FaultReport | None:
-        """Report the cause of non-finite gradients."""
-        backward = Backward(output, grad_outputs, self.scale, self.params)
-        grads = backward.gradients(self.scale)
-        if all(map(is_finite, grads.values())):
+    def fault_of_backward(self, backward: Backward) -> FaultReport | None:
+        """Report the cause of non-finite gradients, if the backward can run."""
+        if not backward.is_possible or backward.fits(self.scale):
             return None
         self.watch.phase = "backward"
         with self.watch:
