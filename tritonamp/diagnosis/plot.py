@@ -1,5 +1,6 @@
 """A picture of a run's steps: loss scale, gradient norm, skips by cause."""
 
+import importlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,13 +37,13 @@ def picture(history: Sequence[StepRecord]) -> Any:
     It does not use pyplot, so it needs no display and leaves no global state.
     """
     try:
-        from matplotlib.figure import Figure
+        figure_class = importlib.import_module("matplotlib.figure").Figure
     except ImportError as error:
         raise ImportError(
             "amp.plot() draws with matplotlib, which is not installed: "
             'pip install "tritonamp[demo]"'
         ) from error
-    figure = Figure(figsize=(8, 7), layout="constrained")
+    figure = figure_class(figsize=(8, 7), layout="constrained")
     scale, norm, skips = figure.subplots(3, sharex=True, height_ratios=[2, 2, 1])
     steps = [record.step for record in history]
     scale.plot(steps, [record.scale for record in history], drawstyle="steps-mid")
