@@ -29,7 +29,8 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "tritonamp", "kernels", "
 TIERS = [
     "asleep kernels policy",
     "ambient class_swap fp32_values functional names nested readback scaler watched",
-    "casts checkpoint diagnosis distributed",
+    "casts checkpoint distributed",
+    "diagnosis",
     "step",
     "amp_state checks optim",
     "runtime",

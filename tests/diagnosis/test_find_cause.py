@@ -125,7 +125,6 @@ def test_who_needs_help_and_what_tells_more(cause: Cause) -> None:
     assert found.needs_help is (cause not in (Cause.SCALE, Cause.OUTLIER, Cause.VETO))
     replayable = {Cause.FORWARD, Cause.BACKWARD, Cause.EXHAUSTED}
     assert ("amp.explain(replay=True)" in found.hint) is (cause in replayable)
-    assert cause.lasting is (cause is Cause.PARAMETERS)
     assert cause.advice
 
 

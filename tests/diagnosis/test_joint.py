@@ -62,7 +62,7 @@ def test_the_first_fault_is_reported_and_the_others_named() -> None:
     joint = finding_of_all(found)
     place = "forward: attention, op matmul at train.py:11"
     assert [f.rank for f in joint.faults] == [2, 3, 1]
-    assert joint.fault == fault(2)
+    assert joint.faults[0] == fault(2)
     assert joint.report.splitlines() == [
         *found[2].report.splitlines(),
         f"  also:    matmul overflow, {place}, on rank 3",
@@ -75,7 +75,7 @@ def test_what_several_ranks_say_is_said_once() -> None:
     assert finding_of_all({0: nothing, 1: nothing}) == nothing
     joint = finding_of_all({0: nothing, 1: gone, 2: nothing})
     assert joint == Finding("ranks 0, 2: nothing\nrank 1: gone")
-    assert joint.fault is None
+    assert not joint.faults
 
 
 def test_a_report_without_other_ranks_names_none() -> None:

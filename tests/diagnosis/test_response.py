@@ -16,6 +16,9 @@ from runs import Training, batch, started
 from torch import Tensor, nn
 
 import tritonamp
+from tritonamp.diagnosis.replay import search
+from tritonamp.diagnosis.replay.bundles import load_bundle
+from tritonamp.diagnosis.replay.search import find_fault
 
 
 class Attention(nn.Module):
@@ -289,9 +292,7 @@ def test_a_bundle_of_the_failing_batch(start: Any, tmp_path: Path) -> None:
     amp = tritonamp.enable(
         model, policy=tritonamp.Policy.from_json((folder / "policy.json").read_text())
     )
-    fault = tritonamp.diagnosis.replay.find_fault(
-        model, tritonamp.diagnosis.replay.load_bundle(folder, model).run
-    )
+    fault = find_fault(model, load_bundle(folder, model).run)
     assert fault is not None
     assert (fault.kind, fault.module) == ("matmul_overflow", "attention")
     amp.disable()
@@ -570,11 +571,8 @@ def test_one_look_in_the_first_steps_and_none_later(
     device: torch.device, caplog: Any, monkeypatch: pytest.MonkeyPatch, mode: str, looks: int
 ) -> None:
     ran = []
-    find = tritonamp.diagnosis.replay.find_fault
     monkeypatch.setattr(
-        tritonamp.diagnosis.replay,
-        "find_fault",
-        lambda *args, **kwargs: ran.append(1) or find(*args, **kwargs),
+        search, "find_fault", lambda *args, **kwargs: ran.append(1) or find_fault(*args, **kwargs)
     )
     run = saturating(device, Lorentzian(), 1.0, on_nonfinite=mode)
     for _ in range(4):

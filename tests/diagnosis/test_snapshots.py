@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import tritonamp
-from tritonamp.ambient import Generators
+from tritonamp.ambient import AmbientState, Generators
 from tritonamp.diagnosis.batches import Forwards, data_in
 from tritonamp.diagnosis.replay.bundles import load_bundle, write_bundle
-from tritonamp.diagnosis.replay.search import NOT_REPRODUCED, find_fault
+from tritonamp.diagnosis.replay.faults import NOT_REPRODUCED
+from tritonamp.diagnosis.replay.search import find_fault
 from tritonamp.diagnosis.replay.snapshots import BatchGoneError, Snapshot
 
 
@@ -54,6 +55,12 @@ def model(device: torch.device) -> Restless:
 
 def batch(device: torch.device) -> Tensor:
     return torch.randn(4, 8, device=device)
+
+
+def recorded(model: nn.Module, *args: Any) -> Snapshot:
+    snapshot = Snapshot(model, args, {})
+    snapshot.ambient = AmbientState.now(Generators.now(snapshot.gpus)._replace(numpy=None))
+    return snapshot
 
 
 def bits(model: nn.Module, device: torch.device) -> list[Any]:
@@ -113,11 +120,12 @@ def test_no_trace(
 def test_runs_again_bit_for_bit(level: str, device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8)).to(device)
     amp, x = tritonamp.enable(model, level=level), batch(device)
-    snapshot = Snapshot(model, (x,), {})
-    first = snapshot.follow(model(x))
+    snapshot = recorded(model, x)
+    first = model(x)
+    snapshot.follow(first)
     model.eval()
+    assert find_fault(model, snapshot.run) is None and not model.training
     assert torch.equal(snapshot.run(), first)
-    assert not model.training
     assert torch.equal(snapshot.outputs[0], first)
     assert snapshot.grad_outputs is None
     (first.sum() * 4).backward()
@@ -157,7 +165,7 @@ def test_forwards_that_draw_from_python_run_again(still: int, device: torch.devi
 def test_exactness_is_stated(same: bool, device: torch.device) -> None:
     model, x = nn.Linear(8, 8).to(device), batch(device) * 1e6
     amp = tritonamp.enable(model, level="O2")
-    snapshot = Snapshot(model, (x,), {})
+    snapshot = recorded(model, x)
     output = model(x)
     fault = find_fault(model, snapshot.run, expected=[output if same else torch.zeros_like(output)])
     assert fault is not None
@@ -169,8 +177,9 @@ def test_exactness_is_stated(same: bool, device: torch.device) -> None:
 def test_backward_from_the_gradients_that_arrived(device: torch.device) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device), batch(device)
     amp = tritonamp.enable(model, level="O1")
-    snapshot = Snapshot(model, (x,), {})
-    output = snapshot.follow(model(x))
+    snapshot = recorded(model, x)
+    output = model(x)
+    snapshot.follow(output)
     (output.square().mean() * 2.0**24).backward()
     fault = find_fault(model, snapshot.run, grad_outputs=snapshot.grad_outputs, scale=2.0**24)
     assert fault is not None
@@ -182,7 +191,7 @@ def test_backward_from_the_gradients_that_arrived(device: torch.device) -> None:
 
 def test_a_batch_that_is_gone(model: Restless, device: torch.device) -> None:
     x = batch(device)
-    snapshot = Snapshot(model, (x,), {}).weakened()
+    snapshot = recorded(model, x).weakened()
     snapshot.run()
     del x
     with pytest.raises(BatchGoneError, match="keep a reference to it"):
@@ -191,7 +200,7 @@ def test_a_batch_that_is_gone(model: Restless, device: torch.device) -> None:
 
 def test_a_batch_that_was_changed(model: Restless, device: torch.device) -> None:
     x = batch(device)
-    snapshot = Snapshot(model, (x,), {})
+    snapshot = recorded(model, x)
     x.add_(1)
     with pytest.raises(BatchGoneError, match="changed in place"):
         snapshot.run()
@@ -234,10 +243,10 @@ def bundle(
     folder: Path, model: nn.Module, args: tuple[Any, ...], level: str = "O2"
 ) -> tuple[Any, Tensor]:
     amp = tritonamp.enable(model, level=level)
-    snapshot = Snapshot(model, args, {})
+    snapshot = recorded(model, *args)
     output = model(*args)
     fault = find_fault(model, snapshot.run)
-    write_bundle(folder, fault, snapshot, amp.policy)
+    write_bundle(folder, fault, snapshot, amp.policy, model.state_dict())
     amp.disable()
     return fault, output
 
@@ -303,8 +312,8 @@ def test_the_generator_of_another_gpu(tmp_path: Path, cuda: torch.device) -> Non
     if torch.cuda.device_count() > 1:
         pytest.skip("the other GPUs are here")
     model = nn.Linear(8, 8).cuda()
-    write = functools.partial(write_bundle, tmp_path, None, policy=tritonamp.O2)
-    snapshot = Snapshot(model, (batch(torch.device("cuda")),), {})
+    write = functools.partial(write_bundle, tmp_path, None, policy=tritonamp.O2, state={})
+    snapshot = recorded(model, batch(torch.device("cuda")))
     states = snapshot.ambient.generators.cuda
     for gpus in ({2}, {1, 2}, {0, 2}):
         of_gpus = {torch.device("cuda", i): states[torch.device("cuda", 0)] for i in gpus}
@@ -325,6 +334,6 @@ def test_bundle_of_nothing(tmp_path: Path, device: torch.device) -> None:
 def test_bundle_holds_plain_values_only(
     tmp_path: Path, model: Restless, device: torch.device
 ) -> None:
-    snapshot = Snapshot(model, (batch(device), object()), {})
+    snapshot = recorded(model, batch(device), object())
     with pytest.raises(ValueError, match=r"expected .* tensors and plain values, got a object"):
-        write_bundle(tmp_path, None, snapshot, tritonamp.O2)
+        write_bundle(tmp_path, None, snapshot, tritonamp.O2, {})

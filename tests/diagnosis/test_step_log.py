@@ -142,7 +142,7 @@ def test_steps_and_skips_are_kept_one_by_one() -> None:
     one, two = noted.log.history.records
     assert one == (1, None, 4.0, 3.0, (), "", None)
     assert two == (2, "scale overflow", 8.0, None, ("p",), noted.last, None)
-    assert noted.log.last_scale == 8.0
+    assert noted.log.last.skip.scale == 8.0
     assert noted.log.last_good() == (3.0, 2.0)
     assert noted.log.stats() == {
         "steps": 1,
@@ -277,7 +277,7 @@ def test_metrics_are_the_latest_numbers() -> None:
 
 def test_metrics_count_skips_that_were_not_read_and_those_before_a_resume() -> None:
     noted = Noted()
-    noted.log.load_counts({"clean": 5, "scale_overflows": 2, "forward_faults": 1})
+    noted.log.load_counts({"clean": 5, "scale_overflows": 2, "forward_faults": 1}, (0.0, 0.0))
     noted.decide(OVERFLOW, OVERFLOW, CLEAN)
     found = metrics(noted.log)
     assert found["amp/skipped"] == 5.0

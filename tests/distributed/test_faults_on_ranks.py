@@ -30,7 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 from two_ranks import Pair, of_ranks, on_ranks, refused, serve
 
 import tritonamp
-from tritonamp.diagnosis.replay import find_fault, load_bundle
+from tritonamp.diagnosis.replay.bundles import load_bundle
+from tritonamp.diagnosis.replay.search import find_fault
 from tritonamp.distributed import unsharded
 from tritonamp.distributed.fsdp import fsdp2_modules, mp_policy
 

@@ -1,7 +1,6 @@
 """Where ops run: modules and lines, in the forward and in the backward."""
 
 import inspect
-import sys
 import threading
 from typing import Any
 
@@ -42,19 +41,16 @@ def test_what_a_checkpoint_computes_again_is_forward(use_reentrant: bool) -> Non
     assert [(p.module, backward) for p, backward in seen.of("tanh_backward")] == [("0.inner", True)]
 
 
-def test_a_module_that_raises_is_known_with_its_line() -> None:
+def test_a_module_that_raises_is_known() -> None:
     class Raises(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            raise RuntimeError(sys._getframe().f_lineno)
+            raise RuntimeError
 
     model = nn.Sequential(nn.Identity(), Raises())
     seen = Seen(model)
-    with pytest.raises(RuntimeError) as raised, seen:
+    with pytest.raises(RuntimeError), seen:
         model(torch.ones(1))
     assert seen.failed is model[1] and not seen.modules
-    place = seen.place_of_failure(raised.value)
-    assert place == Place("1", file=__file__, number=raised.value.args[0])
-    assert place.kind == "Raises"
 
 
 def test_a_module_in_another_thread_is_noted_and_changes_nothing() -> None:

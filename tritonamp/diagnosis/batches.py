@@ -48,7 +48,7 @@ class Forwards:
         """
         if not torch.is_grad_enabled() or is_traced():
             return None
-        snapshot = Snapshot(model, args, kwargs, method=method, outputs=self._outputs, alone=False)
+        snapshot = Snapshot(model, args, kwargs, method=method, outputs=self._outputs)
         if snapshot.gpus and is_capturing(snapshot.gpus[0]):  # it must not read generators
             return None
         snapshot.ambient = self._watch.now(snapshot.gpus)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from tritonamp.diagnosis.divergence import Growth
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.skips import NO_STEPS, Cause, Explanation, Skip, Steps, Writer
 from tritonamp.kernels.decide import FAULT, HUGE, OUTLIER, VETO
@@ -16,7 +15,6 @@ from tritonamp.watched.ops import nonfinite_samples
 _SUDDEN = 256
 _RUNNING = ("running_mean", "running_var")  # other buffers may hold -inf on purpose: masks
 _SHOWN = 8  # names or samples in a text
-_LOAD = "Load the last good checkpoint."
 _FIXED = (
     "The scale is fixed, so it cannot back off: give a lower loss_scale, or 'dynamic', which finds "
     "its level by itself."
@@ -57,7 +55,7 @@ def find_cause(
         return fault._replace(reason=fault.reason + _buffers(parameters))
     names = tuple(name for name, amax in skip.amax.items() if not skip.is_good(amax))
     cause = _of_overflow(skip, names)
-    found = None if cause.scale_moves else _in_steps(skip, parameters, steps)
+    found = None if cause is Cause.SCALE else _in_steps(skip, parameters, steps)
     return found or Explanation(skip, cause, _why_overflow(skip, names, cause), names)
 
 
@@ -91,15 +89,28 @@ def _of_squares(skip: Skip) -> Explanation:
 
 def _in_steps(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Explanation | None:
     """Search the parameters, as earlier steps left them, for the cause."""
-    bad = _in_parameters(skip, parameters, steps.writers)
-    writer = None if bad is None else _writer(skip, bad.parameters, steps.writers)
-    if writer is not None and writer.zero_eps is not None:
-        return bad
-    return _in_growth(skip, steps) or bad
+    names = _nonfinite((p, name) for p, name in parameters.items() if isinstance(p, nn.Parameter))
+    writer = _writer(skip, names, steps.writers)
+    rounds_eps = writer is not None and writer.zero_eps is not None
+    divergence = None if rounds_eps else _in_growth(skip, steps)
+    if divergence is not None or not names:
+        return divergence
+    when = f"since step {skip.since}" if skip.since < skip.step else f"at step {skip.step}"
+    advice = Cause.PARAMETERS.advice
+    if writer is not None:
+        advice = (
+            f"Step {skip.wrote} wrote them ({writer}): {writer.fault}. Load the last good "
+            "checkpoint."
+        )
+    reason = (
+        f"{len(names)} parameter(s) of the model were inf or NaN already, seen {when}: "
+        f"{listed(names)}. {advice}"
+    )
+    return Explanation(skip, Cause.PARAMETERS, reason, tuple(names))
 
 
 def _in_growth(skip: Skip, steps: Steps) -> Explanation | None:
-    growth = Growth() if steps.growth is None else steps.growth()
+    growth = steps.growth()
     if not growth.is_suspect:
         return None
     in_fp32 = None if steps.in_fp32 is None else steps.in_fp32()
@@ -165,23 +176,6 @@ def _in_data(skip: Skip, batches: Sequence[Batch]) -> Explanation | None:
         f"{'; '.join(found[:_SHOWN])}. {Cause.DATA.advice}"
     )
     return Explanation(skip, Cause.DATA, reason)
-
-
-def _in_parameters(
-    skip: Skip, parameters: Mapping[Tensor, str], writers: Mapping[str, Writer]
-) -> Explanation | None:
-    names = _nonfinite((p, name) for p, name in parameters.items() if isinstance(p, nn.Parameter))
-    if not names:
-        return None
-    when = f"since step {skip.since}" if skip.since < skip.step else f"at step {skip.step}"
-    writer, advice = _writer(skip, names, writers), Cause.PARAMETERS.advice
-    if writer is not None:
-        advice = f"Step {skip.wrote} wrote them ({writer}): {writer.fault}. {_LOAD}"
-    reason = (
-        f"{len(names)} parameter(s) of the model were inf or NaN already, seen {when}: "
-        f"{listed(names)}. {advice}"
-    )
-    return Explanation(skip, Cause.PARAMETERS, reason, tuple(names))
 
 
 def _buffers(parameters: Mapping[Tensor, str]) -> str:

@@ -98,8 +98,8 @@ class ClippedGradients:
         self._scaled = scaled
         self._looks = Looks(self._read)
         self.is_due = self._looks.is_due
+        # of the last looks: the norm of all gradients, and their largest element
         self._totals: dict[Hashable, list[tuple[float, float]]] = {}
-        self._zeros: dict[Hashable, int] = {}  # looks in a row at gradients that were all 0
 
     @torch.no_grad()
     def look(
@@ -130,40 +130,22 @@ class ClippedGradients:
         found = [_Gradient._make([*part[:-_ROWS], part[-_ROWS:]]) for part in parts]
         if not found or not all(map(math.isfinite, (scale, *(g.norm for g in found)))):
             return
-        zeros = self._zeros[key] = 0 if any(g.norm for g in found) else self._zeros.get(key, 0) + 1
-        if zeros == _IN_A_ROW:
-            self._looks.end()
-            logger.warning(_ALL_ZERO, zeros)
+        total = math.hypot(*(gradient.norm for gradient in found))
+        totals = self._totals.setdefault(key, [])
+        totals.append((total, max(max(g.high, -g.low) for g in found)))
+        del totals[:-_IN_A_ROW]
+        if len(totals) == _IN_A_ROW and not any(norm for norm, _ in totals):
+            self._looks.has_ended = True
+            logger.warning(_ALL_ZERO, _IN_A_ROW)
         if scale == 1:  # nothing to unscale, so clipping is right
             return
         seen = dict(zip(params, found, strict=True))
-        what, clipped = _mark(seen, scale * _FAR_BELOW) or self._mark_of_total(key, seen, scale)
-        if what:
-            self._looks.end()
+        most = scale * _FAR_BELOW
+        mark = _mark(seen, most) or _mark_of_total(totals, params, most)
+        if mark is not None:
+            self._looks.has_ended = True
             if self._scaled.is_news():
-                self._warn(what, clipped, scale)
-
-    def _mark_of_total(
-        self, key: Hashable, found: Mapping[Tensor, _Gradient], scale: float
-    ) -> tuple[str, list[Tensor]]:
-        """Return the mark of clipping by the norm of all gradients, and the parameters; else "".
-
-        An equal norm in one look after another is a mark if the norm is a round number, or if the
-        gradients changed otherwise.
-        """
-        total = math.hypot(*(gradient.norm for gradient in found.values()))
-        largest = max(max(g.high, -g.low) for g in found.values())
-        totals = self._totals.setdefault(key, [])
-        totals.append((total, largest))
-        del totals[:-3]
-        norms, sizes = zip(*totals, strict=True)
-        same = _common(norms, 1e-3, at_least=2)
-        if same is None or not _TINY <= same <= scale * _FAR_BELOW:
-            return "", []
-        changes = len(sizes) == 3 and max(sizes) > 1.01 * min(sizes)
-        if not (changes or _is_round(same)):
-            return "", []
-        return f"have the norm {same:.3g} in each step", list(found)
+                self._warn(*mark, scale)
 
     def _warn(self, what: str, params: Sequence[Tensor], scale: float) -> None:
         names = self._names()
@@ -241,6 +223,24 @@ def _mark(found: Mapping[Tensor, _Gradient], most: float) -> tuple[str, list[Ten
         if value is not None and value <= most:
             return words.format(value), list(of_each)
     return None
+
+
+def _mark_of_total(
+    totals: Sequence[tuple[float, float]], params: list[Tensor], most: float
+) -> tuple[str, list[Tensor]] | None:
+    """Return the mark of clipping by the norm of all gradients, as ``_mark`` does.
+
+    An equal norm in one look after another is a mark if the norm is a round number, or if the
+    gradients changed otherwise. ``totals`` are norm and largest element of the last looks.
+    """
+    norms, sizes = zip(*totals, strict=True)
+    same = _common(norms, 1e-3, at_least=2)
+    if same is None or not _TINY <= same <= most:
+        return None
+    changes = len(sizes) == _IN_A_ROW and max(sizes) > 1.01 * min(sizes)
+    if not (changes or _is_round(same)):
+        return None
+    return f"have the norm {same:.3g} in each step", params
 
 
 def _common(values: Sequence[float], tolerance: float, at_least: int = _AT_LEAST) -> float | None:

@@ -47,10 +47,15 @@ class DeviceRecord:
     Args:
         names: function that returns the full name of each parameter. It is called again when
             parameters are added.
+        before_change: function called before the record is rebuilt, because copies under way
+            belong to the old names.
     """
 
-    def __init__(self, names: Callable[[], Mapping[Tensor, str]]) -> None:
+    def __init__(
+        self, names: Callable[[], Mapping[Tensor, str]], before_change: Callable[[], None]
+    ) -> None:
         self._ask_names = names
+        self._before_change = before_change
         self._names = dict(names())
         self._ranks: Sequence[int] = ()
         self._kept = [0.0] * _KEPT  # until there is a record
@@ -66,11 +71,7 @@ class DeviceRecord:
         self._readback: Readback | None = None
 
     def place(
-        self,
-        params: Sequence[list[Tensor]],
-        device: torch.device,
-        ranks: Sequence[int],
-        before_change: Callable[[], None],
+        self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int]
     ) -> Record:
         """Return the record for a decision about the gradients of ``params``.
 
@@ -79,13 +80,11 @@ class DeviceRecord:
                 Other parameters come in other lists.
             device: device of the decision.
             ranks: ranks whose magnitudes the record holds.
-            before_change: function called before the record is rebuilt, because copies under way
-                belong to the old names.
         """
         known = self._places.get(tuple(map(id, params)))
         if known and ranks == self._ranks and known[0].numbers.device == device:
             return known[0]
-        before_change()
+        self._before_change()
         flat = [param for part in params for param in part]
         positions = {param: i for i, param in enumerate(flat)}
         if not positions.keys() <= self._names.keys():

@@ -32,7 +32,7 @@ class Growth(NamedTuple):
     weights: float = 1.0  # the same for the weights, beyond growth at an even pace
     usual_loss: float = 0.0  # magnitude in good steps, 0 where it is not known
     after: int = 0  # the last step whose loss was usual
-    losses: tuple[float | None, float | None] = (None, None)  # there, and now; None: not known
+    losses: tuple[float | None, float] = (None, math.inf)  # there, and now; None: not known
     largest: tuple[float, float] = (0.0, 0.0)  # the largest weight before it grew, and now
 
     @property
@@ -71,11 +71,10 @@ class Growth(NamedTuple):
     def words(self, in_fp32: Fp32Run | None) -> str:
         """Return the growth in words, with the fact that FP32 does not help."""
         before, now = self.losses
-        known = math.nan if in_fp32 is None or in_fp32.loss is None else in_fp32.loss
-        if math.isfinite(known) and (now is None or not math.isfinite(now)):
-            now = known
+        if not math.isfinite(now) and in_fp32 is not None and in_fp32.loss is not None:
+            now = in_fp32.loss
         parts = []
-        if before is not None and now is not None:
+        if before is not None:
             became = f"{now:.3g}" if math.isfinite(now) else "inf or NaN"
             parts.append(f"loss {before:.3g} -> {became} after step {self.after}")
         then, largest = self.largest
@@ -167,13 +166,14 @@ def growth_of(
         weights: measured sizes of the weights.
     """
     steps = list(good)
-    losses = [(n, abs(x)) for n, x, _ in steps if x is not None]
+    losses = [(n, x) for n, x, _ in steps if x is not None]
+    sizes = [abs(x) for _, x in losses]
     norms = [norm for _, _, norm in steps if norm is not None]
-    usual = _usual([x for _, x in losses])
-    times, largest = weights.growth(taken, _calm(losses))
-    latest = [*[x for _, x in losses[-2:]], *([] if loss is None else [abs(loss)])]
-    calm = [(n, x) for n, x, _ in steps if x is not None and abs(x) <= _LOSS_GREW * usual]
-    after, before = calm[-1] if calm else (steps[-1][0] if steps else 0, None)
+    usual, calm = _usual(sizes), _calm(losses)
+    times, largest = weights.growth(taken, calm)
+    latest = [*sizes[-2:], *([] if loss is None else [abs(loss)])]
+    last = steps[-1][0] if steps else 0
+    after, before = list(calm.items())[-1] if calm else (last, None)
     return Growth(
         _times(latest, usual),
         _times(norms[-2:], _usual(norms)),
@@ -185,14 +185,14 @@ def growth_of(
     )
 
 
-def _calm(losses: Sequence[tuple[int, float]]) -> set[int]:
-    """Return the numbers of the steps whose loss was not far above earlier losses."""
+def _calm(losses: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Return the losses that were not far above earlier losses, by number of the step."""
     usual = math.inf
-    found = set()
+    found = {}
     for number, loss in losses:
-        if loss <= _LOSS_GREW * usual:
-            found.add(number)
-            usual = min(usual, loss)
+        if abs(loss) <= _LOSS_GREW * usual:
+            found[number] = loss
+            usual = min(usual, abs(loss))
     return found
 
 

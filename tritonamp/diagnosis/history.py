@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from tritonamp.diagnosis.records import StepRecord
-from tritonamp.diagnosis.skips import Explanation
+from tritonamp.diagnosis.skips import Cause, Explanation
 from tritonamp.kernels.decide import CLEAN, NORM
 
 MOST = 1000  # steps
@@ -80,7 +80,8 @@ class History:
     def add_skip(self, found: Explanation, scale: float) -> None:
         """Note a skip, and the loss scale of its decision."""
         skip, cause = found.skip, found.cause
-        self.since = (self.since or skip.step) if cause.lasting else 0
+        # bad parameters last, so the text names the step at which they were first seen
+        self.since = (self.since or skip.step) if cause is Cause.PARAMETERS else 0
         self.causes[cause.value] += 1
         self.records.append(
             StepRecord(skip.step, cause.value, scale, None, found.parameters, found.text, skip.loss)

@@ -1,10 +1,7 @@
 """Combine the findings of several ranks about a skip into one."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
-
-from torch import nn
+from typing import NamedTuple
 
 from tritonamp.diagnosis.replay import FaultReport
 from tritonamp.diagnosis.skips import Cause, Explanation, ranks_in_words
@@ -13,37 +10,11 @@ _EVIDENCE = Cause.PARAMETERS, Cause.DIVERGENCE, Cause.DATA
 """Causes that a rank has evidence for. All other causes are inferred."""
 
 
-class Ranks(Protocol):
-    """The ranks that train together. Every joint action happens at the same step on all ranks."""
-
-    @property
-    def several(self) -> bool:
-        """Whether there is more than one rank."""
-
-    @property
-    def may_be_missing(self) -> bool:
-        """Whether other ranks may have run out of batches, so that no joint action is possible."""
-
-    def gather(self, value: Any) -> Mapping[int, Any]:
-        """Return the values of all ranks by rank, or only this rank's if it cannot ask others."""
-
-    def alone(self) -> AbstractContextManager[str]:
-        """Make forwards wait for no other rank inside the block; yield "", or why that fails."""
-
-    def full_state(self, model: nn.Module, keep: bool) -> dict[str, Any]:
-        """Return the state of a model, with sharded tensors whole; empty unless ``keep``."""
-
-
 class Finding(NamedTuple):
     """The result of running batches again."""
 
     report: str  # text
     faults: Sequence[FaultReport] = ()  # the fault to blame first; one for each faulty rank
-
-    @property
-    def fault(self) -> FaultReport | None:
-        """The fault to blame."""
-        return self.faults[0] if self.faults else None
 
 
 def explanation_of_all(found: Mapping[int, Explanation]) -> Explanation:

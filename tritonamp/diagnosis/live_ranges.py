@@ -4,7 +4,6 @@ import itertools
 import logging
 import math
 import struct
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -12,15 +11,14 @@ from torch import Tensor, nn
 
 from tritonamp.diagnosis.range_hooks import RangeHook
 from tritonamp.diagnosis.records import DIRECTIONS, RangeRecord
-from tritonamp.diagnosis.trends import steps_left
+from tritonamp.diagnosis.replay.model_names import ModelNames
+from tritonamp.diagnosis.trends import POINTS, steps_left
 from tritonamp.kernels.device import is_capturing
 from tritonamp.kernels.ranges import AMAX, ELEMENTS, FORMAT, FORMATS, ROW, SUBNORMALS, ZEROS
-from tritonamp.names import prefixes, short
+from tritonamp.names import short
 from tritonamp.readback import Readback
 
 logger = logging.getLogger("tritonamp")
-
-_MOST = 64  # readings that are kept
 
 
 class LiveRanges:
@@ -41,13 +39,9 @@ class LiveRanges:
     def __init__(self, models: Sequence[nn.Module], every: int, backend: str) -> None:
         self.every = every
         device = next(p.device for model in models for p in model.parameters())
-        modules = {
-            prefix + name if name else prefix.rstrip("."): module
-            for prefix, model in zip(prefixes(models), models, strict=True)
-            for name, module in model.named_modules()
-            if not isinstance(module, nn.Sequential)
-        }
-        self._names = list(modules)
+        named = ModelNames(models).modules
+        modules = {m: name for m, name in named.items() if not isinstance(m, nn.Sequential)}
+        self._names = list(modules.values())
         self._table = torch.zeros(
             len(DIRECTIONS), len(modules), ROW, dtype=torch.int64, device=device
         )
@@ -56,11 +50,13 @@ class LiveRanges:
         self._kept = torch.zeros(1 + self._table.numel(), dtype=torch.float64, device=device)
         self._readback = Readback(self._kept)
         self._seen = 0  # decisions that the host has counted
-        self._readings: deque[list[RangeRecord]] = deque(maxlen=_MOST)
+        self._last: list[RangeRecord] = []  # of the last step that was read
+        # by module, steps and magnitudes of the last outputs that were read
+        self._points: dict[str, list[tuple[int, float]]] = {}
         self._warned: set[str] = set()
         self._handles = [
             module.register_forward_hook(RangeHook(forward, backward, self._on, backend))
-            for module, forward, backward in zip(modules.values(), *self._table, strict=True)
+            for module, forward, backward in zip(modules, *self._table, strict=True)
         ]
 
     @property
@@ -97,11 +93,10 @@ class LiveRanges:
     def _add(self, values: list[float]) -> None:
         """Keep a reading, if it is a new one, and warn of modules that will leave their format."""
         records = list(self._records(values))
-        known = self._readings[-1][0].step if self._readings else 0
-        if not records or records[0].step <= known:
+        if not records or (self._last and records[0].step <= self._last[0].step):
             return
-        self._readings.append(records)
-        for record in records:
+        self._last = [self._foreseen(record) for record in records]
+        for record in self._last:
             if record.steps_left and record.module not in self._warned:
                 self._warned.add(record.module)
                 limit, ends = torch.finfo(record.dtype).max, short(record.dtype)
@@ -119,7 +114,7 @@ class LiveRanges:
     def arrived(self) -> list[RangeRecord]:
         """Return the records of the last step whose numbers have arrived. Never waits."""
         self._collect()
-        return list(self._readings[-1]) if self._readings else []
+        return list(self._last)
 
     def _records(self, values: Sequence[float]) -> Iterator[RangeRecord]:
         """Yield a record for each module and direction that had elements."""
@@ -127,16 +122,15 @@ class LiveRanges:
         for (direction, name), at in zip(places, range(1, len(values), ROW), strict=True):
             row = values[at : at + ROW]
             if row[ELEMENTS]:
-                record = _record(name, direction, int(values[0]), row)
-                yield record._replace(steps_left=self._steps_left(record))
+                yield _record(name, direction, int(values[0]), row)
 
-    def _steps_left(self, record: RangeRecord) -> int | None:
+    def _foreseen(self, record: RangeRecord) -> RangeRecord:
+        """Return the record with ``steps_left``."""
         if record.direction != "forward":  # gradients move with the loss scale
-            return None
-        earlier = (r for reading in self._readings for r in reading)
-        same = [r for r in earlier if (r.module, r.direction) == (record.module, "forward")]
-        points = [(r.step, r.absmax) for r in (*same, record)]
-        return steps_left(points, torch.finfo(record.dtype).max)
+            return record
+        earlier = self._points.get(record.module, [])[1 - POINTS :]
+        points = self._points[record.module] = [*earlier, (record.step, record.absmax)]
+        return record._replace(steps_left=steps_left(points, torch.finfo(record.dtype).max))
 
 
 _GROWS = (

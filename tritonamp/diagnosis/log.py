@@ -60,11 +60,11 @@ class StepLog:
         self._limit = torch.finfo(dtype).max
         self._log_skips = log_skips
         self._sizes = WeightSizes(names.tensors)
-        self._device_record = DeviceRecord(names.parameters)
+        read_all = functools.partial(self.collect, wait=True)
+        self._device_record = DeviceRecord(names.parameters, read_all)
         self._rule: ScaleRule | None = None  # of the last decision
         self.history = History()
-        self.last: Explanation | None = None  # of the last skip, as are the next two
-        self.last_scale = 1.0  # of its backward
+        self.last: Explanation | None = None  # of the last skip
         self.batches: Sequence[Snapshot] = ()  # its forwards
         # called after each decision, with the counts by outcome, on the device
         self.after_decision: Callable[[Tensor], None] | None = None
@@ -75,8 +75,7 @@ class StepLog:
         self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int] = ()
     ) -> Record:
         """Return the record for a decision. Arguments are those of ``DeviceRecord.place``."""
-        read_all = functools.partial(self.collect, wait=True)
-        return self._device_record.place(params, device, ranks, read_all)
+        return self._device_record.place(params, device, ranks)
 
     def decided(
         self,
@@ -91,8 +90,7 @@ class StepLog:
         """
         self._rule = rule
         counts = self._device_record.counts
-        if counts is None:
-            return
+        assert counts is not None  # ``record`` came first
         self._device_record.note_loss(loss)
         if self.after_decision is not None:
             self.after_decision(counts)
@@ -127,7 +125,7 @@ class StepLog:
             self.history.begin_skip(step, attached.untouched)
             found = self._explain(values[:-1], attached, loss, exact=not taken)
             self.last = found
-            self.batches, self.last_scale = attached.batches, values[decide.SKIPPED_SCALE]
+            self.batches = attached.batches
             self.history.add_skip(found, values[decide.SCALE])
             if self._log_skips:
                 self._say(found)
@@ -255,9 +253,7 @@ class StepLog:
         values = self._device_record.values()
         return values[decide.NORM], values[decide.AMAX]
 
-    def load_counts(
-        self, counts: Mapping[str, int], last_good: Sequence[float] = (0.0, 0.0)
-    ) -> None:
+    def load_counts(self, counts: Mapping[str, int], last_good: Sequence[float]) -> None:
         """Continue from results of ``counts`` and ``last_good``."""
         self.collect(wait=True)
         by_outcome = [float(counts.get(name, 0)) for name in COUNTS]

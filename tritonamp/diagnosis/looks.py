@@ -21,6 +21,9 @@ class Looks:
 
     Args:
         read: function called with the numbers of a look, and with the attached object of ``start``.
+
+    Attributes:
+        has_ended: whether no later step is looked at, because there is nothing more to say.
     """
 
     def __init__(self, read: Callable[[Sequence[float], Any], None]) -> None:
@@ -62,10 +65,6 @@ class Looks:
         self._under_way += 1
         if numbers.device.type == "cpu":
             self._collect()
-
-    def end(self) -> None:
-        """Look at no later step, because there is nothing more to say."""
-        self.has_ended = True
 
     def _collect(self) -> None:
         for readback in self._readbacks.values():

@@ -36,7 +36,14 @@ def picture(history: Sequence[StepRecord]) -> Any:
 
     It does not use pyplot, so it needs no display and leaves no global state.
     """
-    figure = _figure_class()(figsize=(8, 7), layout="constrained")
+    try:
+        figure_class = importlib.import_module("matplotlib.figure").Figure
+    except ImportError as error:
+        raise ImportError(
+            "amp.plot() draws with matplotlib, which is not installed: "
+            'pip install "tritonamp[demo]"'
+        ) from error
+    figure = figure_class(figsize=(8, 7), layout="constrained")
     scale, norm, skips = figure.subplots(3, sharex=True, height_ratios=[2, 2, 1])
     steps = [record.step for record in history]
     scale.plot(steps, [record.scale for record in history], drawstyle="steps-mid")
@@ -50,16 +57,6 @@ def picture(history: Sequence[StepRecord]) -> Any:
         norm.set_yscale("log")
     _draw_skips(skips, history)
     return figure
-
-
-def _figure_class() -> Any:
-    try:
-        return importlib.import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise ImportError(
-            "amp.plot() draws with matplotlib, which is not installed: "
-            'pip install "tritonamp[demo]"'
-        ) from error
 
 
 def _draw_skips(axes: Any, history: Sequence[StepRecord]) -> None:

@@ -1,6 +1,7 @@
 """Hooks that read the outputs of modules, and their gradients."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -58,8 +59,8 @@ class RangeHook:
         ranges_traced(found.detach(), self._forward, self._on, self._backend)
         return _Gradient.apply(value, self._backward, self._on, self._backend)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _not_watched, ()
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return functools.partial, (_no_hook,)
 
 
 @contextlib.contextmanager
@@ -87,10 +88,6 @@ class _Gradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         ranges_traced(grads[0], *ctx.args)
         return grads[0], None, None, None
-
-
-def _not_watched() -> Callable[..., None]:
-    return _no_hook
 
 
 def _no_hook(module: nn.Module, args: Any, output: Any) -> None:

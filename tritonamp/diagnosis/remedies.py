@@ -1,9 +1,9 @@
 """Remedies for a fault. Each is tried on the batch that showed the fault before it is advised."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import Protocol
 
+from tritonamp.casts.healing import Healing
 from tritonamp.diagnosis.replay import FaultReport, Remedy
 
 MOST_MODULES = 4  # in FP32 together
@@ -12,16 +12,6 @@ CURED_BY_FP32 = frozenset(
     cast_overflow weight_overflow vanished_eps zero_by_zero division_by_zero
     gradient_overflow""".split()
 )
-
-
-class TrialBlocks(Protocol):
-    """Blocks in which the model computes in another precision."""
-
-    def in_fp32(self, names: Sequence[str] | None = None) -> AbstractContextManager[None]:
-        """Compute modules in FP32 inside the block; None: everything."""
-
-    def in_bfloat16(self) -> AbstractContextManager[None]:
-        """Compute everything in bfloat16 inside the block."""
 
 
 def find_remedy(
@@ -52,7 +42,7 @@ def find_remedy(
 def remedy_of(
     fault: FaultReport,
     search: Callable[[AbstractContextManager[None]], FaultReport | None],
-    trials: TrialBlocks,
+    healing: Healing,
 ) -> Remedy | None:
     """Find a remedy for the fault of a batch; None: nothing can be tried.
 
@@ -62,13 +52,13 @@ def remedy_of(
         fault: fault of the batch.
         search: function that runs the batch again inside a block, and returns the fault of that
             run.
-        trials: blocks that compute in another precision.
+        healing: blocks that compute in another precision.
     """
     if fault.module is None or fault.kind not in CURED_BY_FP32 | {"domain_error", "unknown"}:
         return None
 
     def again(tried: Remedy) -> list[str | None]:
-        left = search(trials.in_bfloat16() if tried.bfloat16 else trials.in_fp32(tried.modules))
+        left = search(healing.in_bfloat16() if tried.bfloat16 else healing.in_fp32(tried.modules))
         # a loss scale comes down by itself
         return [] if left is None or left.kind == "scale_too_high" else [left.module]
 
@@ -76,7 +66,7 @@ def remedy_of(
     if found.modules:
         return found
     try:
-        left = search(trials.in_fp32())
+        left = search(healing.in_fp32())
     except Exception:  # there may be no memory for it
         return found
     return found._replace(fp32=left is None or left.kind == "scale_too_high")

@@ -4,19 +4,23 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tritonamp.diagnosis import replay as replaying
+from tritonamp.casts.healing import Healing
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.divergence import Fp32Run
-from tritonamp.diagnosis.joint import Finding, Ranks, finding_of_all
+from tritonamp.diagnosis.joint import Finding, finding_of_all
 from tritonamp.diagnosis.log import StepLog
-from tritonamp.diagnosis.remedies import TrialBlocks, remedy_of
+from tritonamp.diagnosis.remedies import remedy_of
 from tritonamp.diagnosis.replay import BatchGoneError, FaultReport, Remedy, Snapshot
+from tritonamp.diagnosis.replay.faults import NOT_REPRODUCED
+from tritonamp.diagnosis.skips import Cause
+from tritonamp.distributed.replay_ranks import ReplayRanks
 from tritonamp.kernels.device import rank
 from tritonamp.names import prefixes
 from tritonamp.policy import Policy
@@ -54,22 +58,15 @@ class Replays:
     _policy: Policy
     _log: StepLog
     _forwards: Forwards
-    _trials: TrialBlocks
-    _ranks: Ranks
-    # tried remedies, by kind of fault and module
-    _remedies: dict[tuple[str, str | None], Remedy | None] = dataclasses.field(default_factory=dict)
-    # names of modules that were healed because of a fault
-    healed: list[str] = dataclasses.field(default_factory=list)
+    _healing: Healing
+    _ranks: ReplayRanks
+    # tried remedies, by kind of fault, module and healed modules
+    _remedies: dict[tuple[str | None, ...], Remedy | None] = dataclasses.field(default_factory=dict)
 
     def model_of(self, module: str) -> str:
         """Return the name of the enabled model that contains a module; "" for an only model."""
         front = next((p for p in prefixes(self._models) if f"{module}.".startswith(p)), "")
         return front.rstrip(".")
-
-    def note_healed(self, names: Sequence[str]) -> None:
-        """Note that modules compute in FP32 because of a fault. Remedies are then tried again."""
-        self.healed += names
-        self._remedies.clear()
 
     def run_in_fp32(self, replay: bool | Callable[[], Any] = True) -> Fp32Run | None:
         """Return the result of the forwards of the last skip, or of a function, in FP32.
@@ -80,9 +77,8 @@ class Replays:
         if not runs:
             return None
         try:
-            in_fp32 = self._trials.in_fp32
-            found = [replaying.result_of(self._models, run, in_fp32()) for run in runs]
-            results = [t for of_one in found for t in of_one]
+            in_fp32 = self._healing.in_fp32
+            results = [t for run in runs for t in self._result_of(run, in_fp32())]
             loss = sum(map(float, results)) if all(t.numel() == 1 for t in results) else None
             return Fp32Run(all(map(is_finite, results)), loss)
         except Exception:  # the user's code raised: growth alone decides
@@ -110,16 +106,17 @@ class Replays:
         return finding_of_all(self._ranks.gather(mine))
 
     def _find(self, runs: Sequence[Rerun]) -> Finding:
+        from tritonamp.diagnosis.replay.search import find_fault  # here, because few runs replay
+
         if not runs:
             return Finding(_NOTHING_TO_RUN)
         vanished = ""
         for function, facts in runs:
             find_again = functools.partial(
-                replaying.find_fault,
+                find_fault,
                 self._models,
                 function,
-                dtype=self._policy.dtype,
-                scale=self._log.last_scale,
+                scale=1.0 if self._log.last is None else self._log.last.skip.scale,
                 **facts,
             )
             try:
@@ -144,21 +141,28 @@ class Replays:
     def _compared(self, fault: FaultReport, run: Callable[[], Any]) -> FaultReport:
         """Return the report with the difference from FP32's result, where FP32 can run."""
         try:
-            half = replaying.result_of(self._models, run, contextlib.nullcontext())
-            full = replaying.result_of(self._models, run, self._trials.in_fp32())
+            half = self._result_of(run, contextlib.nullcontext())
+            full = self._result_of(run, self._healing.in_fp32())
             pairs = [(a.double(), b.double()) for a, b in zip(half, full, strict=True)]
             by = max(amax(torch.where(a == b, 0, a - b)) for a, b in pairs)
             return dataclasses.replace(fault, difference=(by, max(amax(b) for _, b in pairs)))
         except Exception:  # the user's code raised, or there is no memory: nothing is said of it
             return fault
 
+    def _result_of(
+        self, run: Callable[[], Any], around: AbstractContextManager[None]
+    ) -> list[Tensor]:
+        from tritonamp.diagnosis.replay.search import result_of
+
+        return result_of(self._models, run, around)
+
     def _remedy(self, fault: FaultReport, find_again: Callable[..., Any]) -> Remedy | None:
-        """Return the remedy for a fault. It is tried once for each kind of fault and module."""
-        key = fault.kind, fault.module
+        """Return the remedy for a fault. It is tried once until modules are healed."""
+        key = fault.kind, fault.module, *self._healing.names
         if key not in self._remedies:
             try:
                 self._remedies[key] = remedy_of(
-                    fault, lambda around: find_again(around=around), self._trials
+                    fault, lambda around: find_again(around=around), self._healing
                 )
             except Exception:  # the user's code raised, or there is no memory: nothing is promised
                 return None
@@ -173,13 +177,14 @@ class Replays:
             only = "the backward runs only for a function that computes the loss"
             return f"{nothing} ({only}: {BY_FUNCTION})."
         ran_forward_only = all(facts.get("grad_outputs", ()) is None for _, facts in runs)
-        if last.cause.scale_moves and ran_forward_only:
+        if last.cause is Cause.SCALE and ran_forward_only:
             return _SCALE.format(scale=last.skip.scale, call=BY_FUNCTION)
         if any(facts.get("backward") is False for _, facts in runs):
             return _IN_THE_LOSS
-        healed = f" Healed since: {', '.join(map(repr, self.healed))}." if self.healed else ""
+        names = ", ".join(map(repr, self._healing.names))
+        healed = f" Healed modules: {names}." if names else ""
         elsewhere = "If the loss is computed outside of the model, look there."
-        return f"{replaying.NOT_REPRODUCED}.{healed} {elsewhere}"
+        return f"{NOT_REPRODUCED}.{healed} {elsewhere}"
 
     def write_bundle(self, folder: str | Path) -> Path:
         """Write a folder from which the failing batch of the last skip can run again elsewhere.
@@ -190,6 +195,8 @@ class Replays:
         Raises:
             RuntimeError: there is no such batch, or another rank could not write.
         """
+        from tritonamp.diagnosis.replay.bundles import write_bundle
+
         self._log.collect(wait=True)
         batches = self._log.batches
         number = self._models.index(batches[-1].model) if batches else None
@@ -199,14 +206,14 @@ class Replays:
                 "write_bundle: expected a failing batch, got none: no step was skipped whose "
                 "forward could run again"
             )
-        fault, last = self.replay().fault, self._log.last
+        fault, last = next(iter(self.replay().faults), None), self._log.last
         to_blame = [fault.rank] if fault is not None else last.skip.at_fault if last else []
         writer = next((r for r in to_blame if r in failed), next(iter(failed)))
         state = self._ranks.full_state(self._models[failed[writer]], keep=rank() == writer)
         error = None
         if rank() == writer:
             try:
-                replaying.write_bundle(folder, fault, batches[-1], self._policy, state=state)
+                write_bundle(folder, fault, batches[-1], self._policy, state)
             except Exception as raised:  # the others wait to be told
                 error = raised
         told = self._ranks.gather(None if error is None else str(error))[writer]

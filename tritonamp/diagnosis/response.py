@@ -4,28 +4,21 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from tritonamp.casts.healing import Healing
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.fault_counts import HEAL_AFTER, FaultCounts, is_power_of_two
-from tritonamp.diagnosis.joint import Finding, Ranks, explanation_of_all
+from tritonamp.diagnosis.joint import Finding, explanation_of_all
 from tritonamp.diagnosis.log import NonFiniteError, StepLog
 from tritonamp.diagnosis.remedies import CURED_BY_FP32
 from tritonamp.diagnosis.replay import FaultReport, Remedy
 from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.skips import Cause, Explanation
+from tritonamp.distributed.replay_ranks import ReplayRanks
 from tritonamp.policy import Policy
 
 logger = logging.getLogger("tritonamp")
-
-
-class Healing(Protocol):
-    """Makes modules compute in FP32."""
-
-    names: list[str]  # names of the modules that do
-
-    def heal(self, name: str) -> None:
-        """Make the module of that name compute in FP32 from now on."""
 
 
 @dataclass(eq=False, repr=False)
@@ -42,7 +35,7 @@ class Response:
     _healing: Healing
     _forwards: Forwards
     _replays: Replays
-    _ranks: Ranks
+    _ranks: ReplayRanks
     counts: FaultCounts = field(default_factory=FaultCounts)  # of the faults so far
     _reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
     _vanished: str = ""  # report about a good batch
@@ -142,7 +135,6 @@ class Response:
             return f"\nNot healed: {named} in FP32{already} does not help, nor does all in FP32."
         for name in more:
             self._healing.heal(name)
-        self._replays.note_healed(more)
         self.counts = self.counts._replace(seen=0)
         undo = "; ".join(f"amp.unheal({name!r})" for name in more)
         return (

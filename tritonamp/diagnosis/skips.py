@@ -44,16 +44,6 @@ class Cause(enum.Enum):
         """Whether running the batch again may name the operation."""
         return self in (Cause.FORWARD, Cause.BACKWARD, Cause.EXHAUSTED)
 
-    @property
-    def scale_moves(self) -> bool:
-        """Whether a lower loss scale is the cure, which comes by itself."""
-        return self is Cause.SCALE
-
-    @property
-    def lasting(self) -> bool:
-        """Whether the cause lasts, so that its text names the step where it began."""
-        return self is Cause.PARAMETERS
-
 
 _ADVICE = {
     Cause.DATA: "Clean the data, or drop these samples.",
@@ -123,7 +113,7 @@ class Steps(NamedTuple):
     """The known facts of the steps before a skip."""
 
     writers: Mapping[str, Writer] = {}  # by name of a parameter
-    growth: Callable[[], Growth] | None = None  # in these steps; None: unknown
+    growth: Callable[[], Growth] = Growth  # in these steps
     in_fp32: Callable[[], Fp32Run | None] | None = None  # runs the batch again; None: not allowed
 
 

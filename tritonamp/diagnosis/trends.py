@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-_POINTS = 8  # readings that a trend is made of
+POINTS = 8  # readings that a trend is made of, at most
 _FEWEST = 4
 
 
@@ -17,10 +17,9 @@ def steps_left(points: Sequence[tuple[int, float]], limit: float) -> int | None:
     long, in steps and in powers of two.
 
     Args:
-        points: step and magnitude, oldest first. The last eight count.
+        points: step and magnitude, oldest first, at most ``POINTS``.
         limit: largest number of the format.
     """
-    points = points[-_POINTS:]
     step, last = points[-1]
     if not last < limit:  # NaN, too
         return 0

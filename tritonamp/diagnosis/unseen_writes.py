@@ -47,7 +47,7 @@ class UnseenWrites:
         found = {p: int(count) for p, count in zip(params, values, strict=True) if count}
         if not found:
             return
-        self._looks.end()
+        self._looks.has_ended = True
         names = self._names()
         param, count = next(iter(found.items()))
         others = f" and in {len(found) - 1} more" if len(found) > 1 else ""

@@ -5,7 +5,6 @@ import dataclasses
 import os
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Mapping
 from types import FrameType
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tritonamp.watched.frames import Role, outwards, role_of
+from tritonamp.watched.frames import Role, outwards
 
 Mode = TypeVar("Mode", bound="PlacedOps")
 
@@ -188,16 +187,6 @@ class PlacedOps(TorchDispatchMode):
         # writes to views make two or three nodes for one op
         made = (self._nodes.get(n) for n in range(number, number - 4, -1))
         return next(filter(None, made), None)
-
-    def place_of_failure(self, error: BaseException) -> Place:
-        """Return the innermost module and line of the user's in which an exception was raised."""
-        if self.failed is not None:
-            self.modules.append(self.failed)
-        way = Way(None, False, None, 0)
-        for frame, number in traceback.walk_tb(error.__traceback__):
-            if role_of(frame.f_code) is Role.USER:
-                way = way._replace(file=frame.f_code.co_filename, number=number)
-        return self.place_now("", way)
 
 
 def _node() -> Any:

@@ -39,14 +39,20 @@ class Backward:
             (t, g) for t, g in pairs if t.requires_grad and (grad_outputs is None or g is not None)
         ]
         self.outputs = [t for t, _ in kept]
-        self.seeds = [g for _, g in kept]
+        self.seeds = [g for _, g in kept if g is not None]
         self.scale = scale
         self.params = params
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether it can run: from a loss, or from outputs with gradients, to some parameter."""
+        is_loss = len(self.outputs) == 1 and self.outputs[0].numel() == 1
+        return bool(self.outputs and self.params) and (is_loss or bool(self.seeds))
 
     def gradients(self, scale: float) -> dict[str, Tensor]:
         """Return the gradients at a loss scale by name, without parameters that get none."""
         outputs, params = self.outputs, list(self.params.values())
-        seeds = [g * (scale / self.scale) for g in self.seeds if g is not None] or None
+        seeds = [g * (scale / self.scale) for g in self.seeds] or None
         if seeds is None:
             outputs = [t.float() * scale for t in outputs]
         try:
@@ -63,16 +69,16 @@ class Backward:
                 p.grad = None
         return {name: g for name, g in zip(self.params, grads, strict=True) if g is not None}
 
-    def fits(self, exponent: int) -> bool:
-        """Return whether all gradients are finite at a loss scale of 2**exponent."""
-        return all(map(is_finite, self.gradients(2.0**exponent).values()))
+    def fits(self, scale: float) -> bool:
+        """Return whether all gradients are finite at a loss scale."""
+        return all(map(is_finite, self.gradients(scale).values()))
 
     def largest_scale(self, below: float) -> float | None:
         """Return the largest power of two at which all gradients are finite, by bisection."""
         low, high = MIN_EXPONENT, math.frexp(below)[1]
-        if not self.fits(low):
+        if not self.fits(2.0**low):
             return None
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.fits(middle) else (low, middle)
+            low, high = (middle, high) if self.fits(2.0**middle) else (low, middle)
         return 2.0**low

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
-from tritonamp.ambient import Generators
-from tritonamp.diagnosis.replay.faults import FaultReport
-from tritonamp.diagnosis.replay.search import NOT_REPRODUCED
+from tritonamp.ambient import AmbientState, Generators
+from tritonamp.diagnosis.replay.faults import NOT_REPRODUCED, FaultReport
 from tritonamp.diagnosis.replay.snapshots import Snapshot
 from tritonamp.policy import Policy
 
@@ -26,7 +25,9 @@ from pathlib import Path
 import torch
 
 import tritonamp
-from tritonamp.diagnosis.replay import NOT_REPRODUCED, find_fault, load_bundle
+from tritonamp.diagnosis.replay.bundles import load_bundle
+from tritonamp.diagnosis.replay.faults import NOT_REPRODUCED
+from tritonamp.diagnosis.replay.search import find_fault
 
 FOLDER = Path(__file__).parent
 SCALE = {scale!r}  # the loss scale of that step
@@ -49,7 +50,7 @@ if __name__ == "__main__":
     policy = tritonamp.Policy.from_json((FOLDER / "policy.json").read_text())
     tritonamp.enable(model, policy=policy)
     snapshot = load_bundle(FOLDER, model)
-    fault = find_fault(model, lambda: loss(snapshot.run()), dtype=policy.dtype, scale=SCALE)
+    fault = find_fault(model, lambda: loss(snapshot.run()), scale=SCALE)
     print(NOT_REPRODUCED if fault is None else fault)
 '''
 
@@ -59,10 +60,9 @@ def write_bundle(
     fault: FaultReport | None,
     snapshot: Snapshot,
     policy: Policy,
-    *,
-    state: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write a folder from which a forward can run again elsewhere, and return the folder.
+    state: Mapping[str, Any],
+) -> None:
+    """Write a folder from which a forward can run again elsewhere.
 
     It holds inputs.pt (arguments, generators, training flag; ``torch.load(..., weights_only=True)``
     takes it), weights.pt (the model's ``state_dict``), policy.json, report.txt, and replay.py, to
@@ -73,7 +73,7 @@ def write_bundle(
         fault: result of ``find_fault``; None: not reproduced.
         snapshot: forward to write.
         policy: policy that the model was enabled with.
-        state: ``state_dict`` to write; None: the model's.
+        state: ``state_dict`` of the model.
 
     Raises:
         BatchGoneError: the batch no longer exists.
@@ -83,9 +83,8 @@ def write_bundle(
     folder.mkdir(parents=True, exist_ok=True)
     generators = snapshot.ambient.generators
     assert generators is not None
-    arguments = tree_map(_plain, snapshot.arguments())
     batch = {
-        "arguments": arguments,
+        "arguments": tree_map(_plain, snapshot.arguments()),
         "cpu": generators.cpu,
         "cuda": {str(device): state for device, state in generators.cuda.items()},
         "python": generators.python,
@@ -93,12 +92,10 @@ def write_bundle(
         "method": snapshot.method,
     }
     torch.save(batch, folder / "inputs.pt")
-    state = snapshot.model.state_dict() if state is None else state
     torch.save({k: _plain(v) for k, v in state.items()}, folder / "weights.pt")
     (folder / "policy.json").write_text(policy.to_json())
     (folder / "report.txt").write_text(f"{NOT_REPRODUCED if fault is None else fault}\n")
     (folder / "replay.py").write_text(_SCRIPT.format(scale=1.0 if fault is None else fault.scale))
-    return folder
 
 
 def _plain(value: Any) -> Any:
@@ -127,6 +124,6 @@ def load_bundle(folder: str | Path, model: nn.Module) -> Snapshot:
         cuda = dict(zip([device], cuda.values(), strict=True))
     cuda = {gpu: cuda[gpu] for gpu in cuda if gpu.index < torch.cuda.device_count()}
     generators = Generators(state["python"], None, state["cpu"], cuda)
-    snapshot.ambient = snapshot.ambient._replace(generators=generators)
+    snapshot.ambient = AmbientState.now(generators)
     snapshot.training = state["training"]
     return snapshot

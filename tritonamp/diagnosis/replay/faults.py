@@ -90,11 +90,6 @@ class FaultReport:
         return self.event.place.op
 
     @property
-    def phase(self) -> str:
-        """Whether the fault began in the "forward" or the "backward"."""
-        return self.event.phase
-
-    @property
     def amax(self) -> float:
         """The largest finite magnitude among the op's inputs."""
         return max((operand.amax for operand in self.event.inputs), default=math.nan)
@@ -208,6 +203,7 @@ class FaultReport:
         return self.difference is not None and self.difference[0] <= 0.01 * self.difference[1]
 
 
+NOT_REPRODUCED = "not reproduced: run again, forward and backward are finite"
 NO_PRECISION_HELPS = "FP32 does not help, nor does bfloat16: both were tried on this batch."
 _KEEP = re.compile(r"(, or|; if .*,| If this .*,) \{keep\}\.")
 _BY_HAND = "x.float() under tritonamp.disable_casts()"

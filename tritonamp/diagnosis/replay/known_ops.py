@@ -10,7 +10,6 @@ from tritonamp.watched.ops import OpCall
 
 ON_PURPOSE = {"nan_to_num", "where", "masked_fill", "isfinite"}
 """Ops that replace values. The replaced values do not count as lost."""
-DOES_NOT_FIT = "without overflow"  # in torch's error about a Python number beyond the format
 DIVISORS = {
     **dict.fromkeys("reciprocal rsqrt pow log log2 log10 logit".split(), 0),
     **dict.fromkeys("div divide true_divide xlogy".split(), 1),

@@ -1,6 +1,6 @@
 """The names of modules, parameters and buffers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ from tritonamp.watched.ops import storage_id
 class ModelNames:
     """The names of modules, parameters and buffers. With several models, a number comes first."""
 
-    def __init__(self, models: list[nn.Module]) -> None:
+    def __init__(self, models: Sequence[nn.Module]) -> None:
         self.roots = models
         self.modules: dict[nn.Module, str] = {}
         self._weights: dict[int, dict[str, Tensor]] = {}  # by storage, which several may share

@@ -1,7 +1,7 @@
 """Run a failing batch again, and find the op where inf or NaN begins. Leaves no trace."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,19 +14,15 @@ from tritonamp.ambient import preserve
 from tritonamp.diagnosis.range_hooks import silenced
 from tritonamp.diagnosis.replay.backward import Backward
 from tritonamp.diagnosis.replay.faults import FaultReport
-from tritonamp.diagnosis.replay.known_ops import DOES_NOT_FIT
 from tritonamp.diagnosis.replay.model_names import ModelNames
-from tritonamp.diagnosis.replay.snapshots import training_preserved
 from tritonamp.diagnosis.replay.verdicts import Event, judge
 from tritonamp.diagnosis.replay.watching import Watch
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels.device import world_size
 from tritonamp.watched.collectives import NoCollectives
 from tritonamp.watched.frames import Role, plays
-from tritonamp.watched.ops import floats, is_finite, storage_id
+from tritonamp.watched.ops import floats, is_finite
 from tritonamp.watched.places import Place
-
-NOT_REPRODUCED = "not reproduced: run again, forward and backward are finite"
 
 
 @plays(Role.RUN)
@@ -34,9 +30,8 @@ def find_fault(
     model: nn.Module | Iterable[nn.Module],
     run: Callable[[], Any],
     *,
-    dtype: torch.dtype = torch.float16,
     scale: float = 1.0,
-    backward: bool | None = None,
+    backward: bool = True,
     harmless: bool = False,
     grad_outputs: Sequence[Tensor | None] | None = None,
     expected: Sequence[Tensor] | None = None,
@@ -51,9 +46,8 @@ def find_fault(
     Args:
         model: model or models, enabled by tritonamp or not.
         run: function that computes the loss (a scalar), or the model's output.
-        dtype: half format.
         scale: loss scale of the backward.
-        backward: whether to run the backward; None: if the loss requires a gradient, or
+        backward: whether to run the backward, if the result is a loss that requires a gradient, or
             ``grad_outputs`` is given.
         harmless: whether to report an overflow that vanished, where nothing else is wrong.
         grad_outputs: gradients of the tensors that ``run`` returns, with the scale in them, for a
@@ -62,18 +56,17 @@ def find_fault(
         around: block around the run.
 
     Raises:
-        ValueError: ``backward=True``, without a scalar that requires a gradient and without
-            ``grad_outputs``.
         CollectiveError: the run communicates with other ranks.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     with around or contextlib.nullcontext():  # it may put other tensors into the models
-        replay = _Replay(models, dtype, scale)
-        with _untouched(models, replay.watch):
+        replay = _Replay(models, scale)
+        with _untouched(models, replay.watch.writes):
             output = replay.forward(run, expected)
             fault = replay.fault_of_forward(output)
-            if fault is None and replay.wants_backward(output, backward, grad_outputs):
-                fault = replay.fault_of_backward(output, grad_outputs)
+            if fault is None and backward:
+                found = Backward(output, grad_outputs, scale, replay.params)
+                fault = replay.fault_of_backward(found)
             if fault is None and harmless:
                 fault = replay.vanished()
     return fault
@@ -83,16 +76,22 @@ def result_of(
     models: list[nn.Module], run: Callable[[], Any], around: AbstractContextManager[None]
 ) -> list[Tensor]:
     """Return the floating tensors that ``run`` gives inside ``around``. Leaves no trace."""
-    with around, _untouched(models):
+    with around, _untouched(models, {}):
         return [t.detach() for t in floats(run())]
 
 
 @contextlib.contextmanager
-def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[None]:
-    """Run the block in eager torch, and restore all that a forward and backward change."""
+def _untouched(
+    models: list[nn.Module], writes: Mapping[str, tuple[Tensor, Tensor]]
+) -> Iterator[None]:
+    """Run the block in eager torch, and restore all that a forward and backward change.
+
+    ``writes`` are those of a ``Watch``, which fills them inside the block.
+    """
     for fp32_values in _fp32_values(models):
         fp32_values.push()  # as the next forward would, before anything is recorded
     modules = list(dict.fromkeys(module for m in models for module in m.modules()))
+    flags = [module.training for module in modules]
     buffers = [(module, dict(module._buffers)) for module in modules]
     values = [(b, b.detach().clone()) for _, own in buffers for b in own.values() if b is not None]
     written = [b for b, _ in values]
@@ -106,7 +105,6 @@ def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[
         with (
             preserve({t.device for t in (*params, *written)}),
             preserve_versions((*params, *written)),
-            training_preserved(modules),
             torch.compiler.set_stance("force_eager"),
             silenced(modules),
             # others run other batches, or none: to wait for them may be to wait for ever
@@ -118,11 +116,12 @@ def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[
                 for module, own in buffers:
                     module._buffers.update(own)
                 with torch.no_grad():
-                    writes = [] if watch is None else watch.writes.values()
-                    for tensor, value in [*values, *writes]:
-                        if not _same_bits(tensor, value):
+                    for tensor, value in [*values, *writes.values()]:
+                        if not _same_bits(tensor, value):  # a view that was expanded takes no copy
                             tensor.copy_(value)
     finally:
+        for module, flag in zip(modules, flags, strict=True):
+            module.training = flag
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad
 
@@ -130,45 +129,26 @@ def _untouched(models: list[nn.Module], watch: Watch | None = None) -> Iterator[
 class _Replay:
     """One forward, perhaps with its backward, under a ``Watch``."""
 
-    def __init__(self, models: list[nn.Module], dtype: torch.dtype, scale: float) -> None:
+    def __init__(self, models: list[nn.Module], scale: float) -> None:
         self.names = ModelNames(models)
         self.watch = Watch(self.names)
-        self.dtype = dtype
         self.scale = scale
         self.replayed = "not checked"
         self.models = models
         self.params = {name: t for name, t in self.names.weights() if t.is_leaf and t.requires_grad}
 
     def forward(self, run: Callable[[], Any], expected: Sequence[Tensor] | None) -> Any:
-        """Return the result of ``run``, watched.
-
-        Where torch refuses a constant that the format cannot hold, the result is a report of that.
-        """
+        """Return the result of ``run``, watched."""
         with self.watch:
-            try:
-                output = run()
-            except RuntimeError as error:
-                if DOES_NOT_FIT not in str(error):
-                    raise
-                return self._refused(error)
+            output = run()
         if expected is not None:
             again = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
             same = len(again) == len(expected) and all(map(_same_bits, again, expected))
             self.replayed = f"{'' if same else 'not '}bit-identical to the first"
         return output
 
-    def _refused(self, error: RuntimeError) -> FaultReport:
-        event = self.watch.refused
-        if event is None:
-            event = Event(self.watch.place_of_failure(error), "forward", self.dtype)
-        return FaultReport(
-            "constant_overflow", event, outcome=f"torch raises: {error}", replayed=self.replayed
-        )
-
     def fault_of_forward(self, output: Any) -> FaultReport | None:
         """Report the cause of a non-finite output, else of a wrong one."""
-        if isinstance(output, FaultReport):
-            return output
         results = floats(output)
         bad = [t for t in results if not is_finite(t)]
         is_loss = len(results) == 1 and results[0].numel() == 1
@@ -205,34 +185,14 @@ class _Replay:
 
     # backward
 
-    def wants_backward(
-        self, output: Any, asked: bool | None, grad_outputs: Sequence[Tensor | None] | None
-    ) -> bool:
-        """Return whether a backward can run from the output, and was not declined."""
-        losses = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        possible = bool(losses) and (
-            grad_outputs is not None or (len(losses) == 1 and losses[0].numel() == 1)
-        )
-        if asked and not possible:
-            raise ValueError(
-                "backward=True: expected a run that returns one scalar that requires a gradient, "
-                "or grad_outputs, got neither"
-            )
-        return possible and asked is not False and bool(self.params)
-
-    def fault_of_backward(
-        self, output: Any, grad_outputs: Sequence[Tensor | None] | None
-    ) -> FaultReport | None:
-        """Report the cause of non-finite gradients."""
-        backward = Backward(output, grad_outputs, self.scale, self.params)
-        grads = backward.gradients(self.scale)
-        if all(map(is_finite, grads.values())):
+    def fault_of_backward(self, backward: Backward) -> FaultReport | None:
+        """Report the cause of non-finite gradients, if the backward can run."""
+        if not backward.is_possible or backward.fits(self.scale):
             return None
         self.watch.phase = "backward"
         with self.watch:
             for i, seed in enumerate(backward.seeds):
-                if seed is not None:
-                    self.watch.inputs[storage_id(seed)] = f"gradient of output {i}"
+                self.watch.memories.of(seed).label = f"gradient of output {i}"
             grads = backward.gradients(self.scale)
         bad = {name: g for name, g in grads.items() if not is_finite(g)}
         if not bad:

@@ -1,15 +1,14 @@
 """Record the state of a forward, in addition to the weights, so that it can run again."""
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tritonamp.ambient import AmbientState, Generators
+from tritonamp.ambient import AmbientState
 from tritonamp.nested import leaves, map_leaves
 
 # while a storage lives, all its views have one Python object for it (torch 2.11 to 2.15)
@@ -20,24 +19,15 @@ class BatchGoneError(RuntimeError):
     """The batch of a snapshot no longer exists, or has changed."""
 
 
-@contextlib.contextmanager
-def training_preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the training flags of modules at the end of the block."""
-    flags = [(module, module.training) for module in modules]
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
-
-
 class Snapshot:
     """One forward of a model that is about to run: its arguments, and all else it depends on.
 
     ::
 
         snapshot = Snapshot(model, args, kwargs)   # before the forward
-        output = snapshot.follow(model(*args, **kwargs))
+        snapshot.ambient = AmbientState.now(Generators.now(snapshot.gpus))
+        output = model(*args, **kwargs)
+        snapshot.follow(output)
         ...
         find_fault(model, snapshot.run, expected=snapshot.outputs,
                    grad_outputs=snapshot.grad_outputs, scale=scale)
@@ -45,7 +35,7 @@ class Snapshot:
     Arguments are kept without the graphs that they come from.
     """
 
-    ambient: AmbientState  # generators, grad mode and autocast of the forward
+    ambient: AmbientState  # generators, grad mode and autocast of the forward; the owner sets it
 
     _outputs: Sequence[weakref.ref[Tensor]] = ()
     _grads: Mapping[int, Tensor] = {}
@@ -58,7 +48,6 @@ class Snapshot:
         *,
         method: str = "__call__",  # of the model, called instead of its forward
         outputs: Sequence[Storage] = (),  # of earlier outputs of models, while they live
-        alone: bool = True,  # records the ambient state; else the caller sets it
     ) -> None:
         self.model = model
         self.method = method
@@ -70,8 +59,6 @@ class Snapshot:
         note = self._noted
         given = [note(v) if type(v) is Tensor else map_leaves(note, v) for v in args]
         self._given = tuple(given), kwargs and map_leaves(note, kwargs)
-        if alone:
-            self.ambient = AmbientState.now(Generators.now(self.gpus)._replace(numpy=None))
 
     def weakened(self) -> "Snapshot":
         """Return the same forward, with weak references to the tensors of its batch."""
@@ -121,14 +108,13 @@ class Snapshot:
         They were part of a graph, or are outputs of a forward, detached or not. They do not count
         as data.
         """
-        outputs = [storage() for storage in self._earlier]
-        found = {id(storage) for storage in outputs if storage is not None}
+        outputs = {storage() for storage in self._earlier}
         returned = [
             i
             for i, value in enumerate(leaves(self.arguments()))
             if isinstance(value, Tensor)
             and value.layout is torch.strided
-            and id(value.untyped_storage()) in found
+            and value.untyped_storage() in outputs
         ]
         return {*self._computed, *returned}
 
@@ -136,31 +122,27 @@ class Snapshot:
         """Run the forward again on its ``arguments``, under the state of its first run.
 
         The state is generators, grad mode, autocast and training flag. A loss that runs afterwards
-        draws the random numbers that follow.
+        draws the random numbers that follow. The training flags stay, until ``find_fault`` restores
+        them.
         """
         args, kwargs = self.arguments()
         before = AmbientState.now()
-        with training_preserved(self.model.modules()):
-            if self.model.training is not self.training:
-                self.model.train(self.training)
-            self.ambient.restore()
-            try:
-                return getattr(self.model, self.method)(*args, **kwargs)
-            finally:
-                before.restore()
+        if self.model.training is not self.training:
+            self.model.train(self.training)
+        self.ambient.restore()
+        try:
+            return getattr(self.model, self.method)(*args, **kwargs)
+        finally:
+            before.restore()
 
-    def follow(self, output: Any) -> Any:
-        """Remember the output while it lives, and the gradients that arrive at it.
-
-        Returns ``output``.
-        """
+    def follow(self, output: Any) -> None:
+        """Remember the output while it lives, and the gradients that arrive at it."""
         tensors = [t for t in leaves(output) if isinstance(t, Tensor)]
         self._outputs = [weakref.ref(t) for t in tensors]
         self._grads = grads = dict[int, Tensor]()
         for i, t in enumerate(tensors):
             if t.requires_grad:
                 t.register_hook(functools.partial(grads.__setitem__, i))
-        return output
 
     @property
     def outputs(self) -> list[Tensor] | None:

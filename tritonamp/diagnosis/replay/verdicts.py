@@ -69,21 +69,19 @@ class Verdict(NamedTuple):
     advice: str
 
 
-_KEEP = "{keep}"
-
 VERDICTS = {
     "matmul_overflow": Verdict(
         "the product is {value}, {multiple} times the {limit} that {format} ends at",
         "Normalise or scale what goes into it (attention: scale q before q @ k, or normalise q "
-        f"and k), or {_KEEP}.",
+        "and k), or {keep}.",
     ),
     "square_overflow": Verdict(
         "a square is {value}, {multiple} times the {limit} that {format} ends at",
-        f"Take squares and variances of x.float() (torch's own norms and var do), or {_KEEP}.",
+        "Take squares and variances of x.float() (torch's own norms and var do), or {keep}.",
     ),
     "reduction_overflow": Verdict(
         "the sum is {value}, {multiple} times the {limit} that {format} ends at",
-        f"Sum in FP32: x.sum(dtype=torch.float32), a mean before the sum, or {_KEEP}.",
+        "Sum in FP32: x.sum(dtype=torch.float32), a mean before the sum, or {keep}.",
     ),
     "exp_overflow": Verdict(
         "the exponential of {amax} is {value}, beyond the {limit} that {format} ends at",
@@ -91,7 +89,7 @@ VERDICTS = {
     ),
     "overflow": Verdict(
         "the result is {value}, {multiple} times the {limit} that {format} ends at",
-        f"Make its inputs smaller, or {_KEEP}.",
+        "Make its inputs smaller, or {keep}.",
     ),
     "constant_overflow": Verdict(
         "the constant {scalar} does not fit {format}, which ends at {limit}",
@@ -101,7 +99,7 @@ VERDICTS = {
     "cast_overflow": Verdict(
         "{named}a finite {value} was cast to {format}, {multiple} times the {limit} that it ends "
         "at",
-        f"Bring the value into range before the cast, or {_KEEP}.",
+        "Bring the value into range before the cast, or {keep}.",
     ),
     "masked_row": Verdict(
         "a row of this softmax is -inf everywhere, and its sum of exponentials is 0/0",
@@ -110,21 +108,20 @@ VERDICTS = {
     ),
     "vanished_eps": Verdict(
         "eps={eps} rounds to zero in {eps_format}, and {op} meets a zero",
-        f"Take a larger eps (float16 holds 6e-5 and up), add it to x.float(), or {_KEEP}.",
+        "Take a larger eps (float16 holds 6e-5 and up), add it to x.float(), or {keep}.",
     ),
     "zero_by_zero": Verdict(
         "0/0",
         "Clamp the divisor, or handle the empty case (all masked, all equal) apart; if it is zero "
-        f"in half only (a square of small numbers), {_KEEP}.",
+        "in half only (a square of small numbers), {keep}.",
     ),
     "division_by_zero": Verdict(
         "a divisor is zero",
-        f"Clamp it from below by a number that {{format}} holds; if it is not zero in FP32, "
-        f"{_KEEP}.",
+        "Clamp it from below by a number that {format} holds; if it is not zero in FP32, {keep}.",
     ),
     "domain_error": Verdict(
         "{op} has no value there: its argument is {argument}",
-        f"Clamp the argument into range; if rounding in half put it outside, {_KEEP}.",
+        "Clamp the argument into range; if rounding in half put it outside, {keep}.",
     ),
     "infinite_constant": Verdict(
         "an infinity that was written as a constant met inf - inf, 0 * inf or the loss",
@@ -141,7 +138,7 @@ VERDICTS = {
     ),
     "weight_overflow": Verdict(
         "a weight does not fit {format}, though its FP32 master is finite: {names}",
-        f"Decay or clip this weight, or {_KEEP}.",
+        "Decay or clip this weight, or {keep}.",
     ),
     "propagated": Verdict(
         "inf or NaN arrived with {names}",
@@ -157,7 +154,7 @@ VERDICTS = {
     "gradient_overflow": Verdict(
         "the gradient is {value} at loss scale {scale}, {multiple} times the {limit} that "
         "{format} ends at, and no loss scale from 1 up fits",
-        f"Make the loss or the gradient of this op smaller, or {_KEEP}.",
+        "Make the loss or the gradient of this op smaller, or {keep}.",
     ),
     "backward_nan": Verdict(
         "the forward is finite, the gradient of {op} is not: {reason}",
@@ -165,7 +162,7 @@ VERDICTS = {
         "does not stop 0 * inf in the backward), or clamp its argument.",
     ),
     "unknown": Verdict(
-        "its inputs are finite and its output is not", f"Compute it by hand in float64, or {_KEEP}."
+        "its inputs are finite and its output is not", "Compute it by hand in float64, or {keep}."
     ),
 }
 

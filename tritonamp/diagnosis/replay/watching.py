@@ -46,22 +46,18 @@ class Watch(PlacedOps):
     def __init__(self, names: ModelNames) -> None:
         super().__init__(names.modules)
         self.model_names = names
-        # storage of a tensor that a model was called with, to its name
-        self.inputs: dict[int, str] = {}
         self.phase = "forward"  # the owner sets "backward" when the backward begins
         self.events: list[Event] = []  # in the order in which they happened
-        # the last op that torch refused, because a constant does not fit
-        self.refused: Event | None = None
         # name of a parameter or buffer that was written to, to the tensor and its value before
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
-        self._memories = Memories()
+        self.memories = Memories()
 
     def note_entered(self, module: nn.Module, args: Any) -> None:
         super().note_entered(module, args)
         if module in self.model_names.roots:
-            self.inputs |= {
-                storage_id(t): f"input {i}" for i, t in enumerate(args) if is_watched(t)
-            }
+            for i, value in enumerate(args):
+                if is_watched(value):
+                    self.memories.of(value).label = f"input {i}"
 
     def _asked(self, call: OpCall) -> tuple[OpCall, Place]:
         """Return the op that the user called, and its place. A rule may run other ops for it."""
@@ -75,7 +71,7 @@ class Watch(PlacedOps):
         is_cast = way.at_edge and asked is call and call.schema.name == "to_copy"
         if is_cast and self.modules and self.modules[-1] in self.model_names.roots:
             # blame the cast of an output on the op that made the output
-            here = next((self._memories.of(t).maker or here for t in call.inputs()), here)
+            here = next((self.memories.of(t).maker or here for t in call.inputs()), here)
         return asked, self.place_by_graph(here)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,18 +79,12 @@ class Watch(PlacedOps):
         asked, place = self._asked(call)
         before = self._with_copies(call)
         ran = _Ran(before, before if asked is call else asked, place)
-        try:
-            result = call.run()
-        except RuntimeError as error:
-            if known_ops.DOES_NOT_FIT in str(error):
-                dtype = next((t.dtype for t in call.inputs()), torch.float16)
-                self.refused = Event(place, "forward", dtype, str(func), scalars=call.scalars())
-            raise
+        result = call.run()
         results = floats([result, call.written_arguments()])
         # private (torch 2.11 to 2.15): for all device types at once, and without a change of what
         # ops see of autocast
         with torch.no_grad(), torch._C._DisableAutocast():
-            self._note_results(ran, results, floats([args, call.kwargs]))
+            self._note_results(ran, results)
         return result
 
     def _with_copies(self, call: OpCall) -> OpCall:
@@ -107,29 +97,28 @@ class Watch(PlacedOps):
             if weight is not None:
                 self.writes.setdefault(weight[0], (weight[1], weight[1].detach().clone()))
         with torch.no_grad():
-            copy = self._memories.copied
+            copy = self.memories.copied
             return call.map_arguments(
                 lambda value: copy(value) if is_watched(value) else value, written
             )
 
-    def _note_results(self, ran: _Ran, results: list[Tensor], given: list[Tensor]) -> None:
+    def _note_results(self, ran: _Ran, results: list[Tensor]) -> None:
         call = ran.call
-        held = set() if call.schema.name == "lift_fresh" else {storage_id(t) for t in given}
-        for t in results:
-            if storage_id(t) not in held:  # new memory, perhaps where older one has been
-                self._memories.renew(t, call.allocates)
-        if call.allocates:
+        if not call.schema.written:
+            for t in results:
+                self.memories.of(t).unwritten |= call.allocates
+            # nor views of memory that is still to be written to
+            results = [t for t in results if not self.memories.of(t).unwritten]
+        elif call.allocates:
             return
-        if not call.schema.written:  # a view of memory that is still to be written to
-            results = [t for t in results if not self._memories.of(t).unwritten]
         bad = [t for t in results if not is_finite(t)]
         if bad:
             event = self._event_behind(ran, bad)
             for t in bad:
-                self._memories.of(t).origin = event
+                self.memories.of(t).origin = event
         self._follow_overflows(ran, results)
         for t in results:
-            self._memories.of(t).maker = ran.place
+            self.memories.of(t).maker = ran.place
         self._note_eps(call, results)
 
     # inf and NaN
@@ -179,13 +168,13 @@ class Watch(PlacedOps):
             self.phase,
             bad.dtype,
             str(asked.func),
-            _op_inputs(given[:6]),
+            tuple(OpInput(t.dtype, tuple(t.shape), amax(t)) for t in given[:6]),
             nan=nan,
             exact=None if constant and not nan else call.exact_magnitude(bad),
             quiet=constant and not nan,
             names=tuple(weight[0] for weight in named if weight),
             scalars=call.scalars(),
-            eps=self._memories.of(divisor).eps if isinstance(divisor, Tensor) else None,
+            eps=self.memories.of(divisor).eps if isinstance(divisor, Tensor) else None,
             zero=divisor is not None and bool(torch.as_tensor(divisor == 0).any()),
             masked=masked,
             constant=constant,
@@ -195,11 +184,10 @@ class Watch(PlacedOps):
 
     def origin(self, tensor: Tensor, place: Place) -> Event:
         """Return the event behind a tensor that is not finite, which was met at ``place``."""
-        memory = self._memories.of(tensor)
+        memory = self.memories.of(tensor)
         if memory.origin is not None:
             return memory.origin
         weight = self.model_names.weight(tensor)
-        label = self.inputs.get(storage_id(tensor))
         nan = bool(tensor.isnan().any())
         only_negative = not nan and not bool((tensor == math.inf).any())
         quiet = only_negative or (tensor.dim() == 0 and not nan)
@@ -210,10 +198,10 @@ class Watch(PlacedOps):
             quiet = quiet and not isinstance(weight[1], nn.Parameter)
         elif memory.unwritten or self.phase == "backward":
             source = "propagated"
-            name = label or "a tensor that no op of torch wrote"
+            name = memory.label or "a tensor that no op of torch wrote"
         else:
             source = "data"
-            name = label or f"a tensor of shape {tuple(tensor.shape)} from outside the model"
+            name = memory.label or f"a tensor of shape {tuple(tensor.shape)} from outside the model"
             if tensor.dim() > 1:
                 samples = tuple(nonfinite_samples(tensor))
         event = Event(place, self.phase, tensor.dtype, nan=nan, quiet=quiet, source=source)
@@ -230,10 +218,10 @@ class Watch(PlacedOps):
         met, made = self._overflows(call.inputs()), self._overflows(results)
         if not met and not made:
             return
-        exact = self._memories.results(call)
+        exact = self.memories.results(call)
         if call.schema.written:
             for t in results:
-                self._memories.forget(t)
+                self.memories.of(t).exact.clear()
         on_purpose = call.schema.name in known_ops.ON_PURPOSE
         for result, values in zip(results, exact, strict=False):
             if result.shape != values.shape:
@@ -242,26 +230,22 @@ class Watch(PlacedOps):
             if met and not on_purpose and known_ops.differ(result[finite], values[finite]):
                 met[0].absorbed = met[0].absorbed or place
             if not bool(finite.all()):
-                self._memories.put(result, values)
+                self.memories.put(result, values)
         if met and results and all(map(is_finite, results)):
             met[0].vanished = met[0].vanished or place
 
     def _overflows(self, tensors: list[Tensor]) -> list[Event]:
-        origins = [self._memories.of(t).origin for t in tensors if not is_finite(t)]
+        origins = [self.memories.of(t).origin for t in tensors if not is_finite(t)]
         return [event for event in origins if event is not None and event.overflowed]
 
     # numbers that round to zero
 
     def _note_eps(self, call: OpCall, results: list[Tensor]) -> None:
-        found = next(filter(None, (self._memories.of(t).eps for t in call.inputs())), None)
+        found = next(filter(None, (self.memories.of(t).eps for t in call.inputs())), None)
         for t in results:
             eps = found
             if call.schema.name in ADDS_A_NUMBER:
                 small = torch.finfo(t.dtype).smallest_normal * torch.finfo(t.dtype).eps / 2
                 eps = next(((s, t.dtype) for s in call.scalars() if 0 < abs(s) <= small), found)
             if eps is not None and bool((t == 0).any()):
-                self._memories.of(t).eps = eps
-
-
-def _op_inputs(tensors: list[Tensor]) -> tuple[OpInput, ...]:
-    return tuple(OpInput(t.dtype, tuple(t.shape), amax(t)) for t in tensors)
+                self.memories.of(t).eps = eps
