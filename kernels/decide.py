@@ -141,7 +141,7 @@ def _next_scale(
 
 
 @triton.jit
-def unscaled_magnitudes(amax_ptr, n, inv_scale, BLOCK: tl.constexpr):
+def unscaled_amax(amax_ptr, n, inv_scale, BLOCK: tl.constexpr):
     """Return in parts whether an unscaled magnitude is inf or NaN, and the largest other one."""
     j = tl.arange(0, BLOCK)
     # 1/scale can leave FP32, as can a finite scaled gradient times it: look at the unscaled value
@@ -186,7 +186,7 @@ def decide_kernel(
     # correctly rounded, so that a scale that is a power of two unscales exactly
     inv_scale = tl.div_rn(1.0, used)
     j = tl.arange(0, BLOCK)
-    bad, largest = unscaled_magnitudes(amax_ptr, n, inv_scale, BLOCK)
+    bad, largest = unscaled_amax(amax_ptr, n, inv_scale, BLOCK)
     # partial sums are added in one order, so that every run has the same bits
     norm = total_norm(square_ptr, parts, inv_scale, BLOCK)
     peak = tl.max(largest, 0)

@@ -24,7 +24,7 @@ from tritonamp.kernels.decide import (
     RECORD,
     Evidence,
     total_norm,
-    unscaled_magnitudes,
+    unscaled_amax,
 )
 from tritonamp.kernels.device import tl, triton
 
@@ -116,7 +116,7 @@ def outliers_kernel(
     """Decide in one program of one warp, in which no thread stores before all have loaded."""
     flag, earlier, loss = tl.load(flag_ptr), tl.load(earlier_ptr), tl.load(loss_ptr)
     inv_scale = tl.div_rn(1.0, tl.load(used_ptr))
-    bad, _ = unscaled_magnitudes(amax_ptr, n, inv_scale, BLOCK)
+    bad, _ = unscaled_amax(amax_ptr, n, inv_scale, BLOCK)
     norm = total_norm(square_ptr, parts, inv_scale, BLOCK)
     # a step that is skipped for another reason says nothing about outliers, and is not kept
     counts = (flag == 0.0) & (earlier == 0.0) & (tl.max(bad, 0) == 0)
@@ -256,17 +256,18 @@ def _step(tensors: list[Tensor], loss: float) -> tuple[Any, ...]:
     return evidence, flag + 1.0, flag + loss, Limit(window, 6.0), numbers, flag.clone()
 
 
-def _sample(variant: str, loss: float) -> ListSample:
-    def args(tensors: list[Tensor], _: torch.dtype) -> tuple[Any, ...]:
-        return _step(tensors, loss)
-
-    return ListSample(
-        args, lambda args, _: [args[5], args[3].window, args[4].float()], variant=variant
-    )
+def _results(args: tuple[Any, ...], _: None) -> list[Tensor]:
+    _, _, _, limit, numbers, flag = args
+    return [flag, limit.window, numbers.float()]
 
 
 OUTLIERS = Implementations(
-    outliers_triton, outliers_torch, [_sample("usual", 3.0), _sample("outlier", 1e6)]
+    outliers_triton,
+    outliers_torch,
+    [
+        ListSample(lambda tensors, _: _step(tensors, 3.0), _results, variant="usual"),
+        ListSample(lambda tensors, _: _step(tensors, 1e6), _results, variant="outlier"),
+    ],
 )
 
 
