@@ -44,6 +44,7 @@ class DeviceTables:
         coded: names of the lists of codes, as in ``TensorLists``.
         may_repeat: names of the lists that may repeat "params", as in ``TensorLists``.
         numbers: index of each tensor in the results of kernels.
+        places: places in the lists of the tensors on this device.
         before: number of chunks on earlier devices.
 
     Attributes:
@@ -58,13 +59,14 @@ class DeviceTables:
         coded: Collection[str],
         may_repeat: frozenset[str],
         numbers: Sequence[int],
+        places: list[int],
         before: int,
     ) -> None:
         self.copies: list[tuple[str, int, Tensor]] = []
         self._coded = coded
         # One kernel build serves one set of dtypes and one alignment, so each kind of row is a
         # launch of its own.
-        kinds = self._rows_by_kind(device, lists, may_repeat)
+        kinds = self._rows_by_kind(lists, may_repeat, places)
         self._order = [[i for i, _ in rows] for rows in kinds.values()]
         # places whose pointers must stay aligned; a single element is never loaded as a vector
         self._vectors = [[i for i, used in rows if used[0].numel() > 1] for rows in kinds.values()]
@@ -116,16 +118,13 @@ class DeviceTables:
         return tables
 
     def _rows_by_kind(
-        self,
-        device: torch.device,
-        lists: Mapping[str, Sequence[Tensor]],
-        may_repeat: frozenset[str],
+        self, lists: Mapping[str, Sequence[Tensor]], may_repeat: frozenset[str], places: list[int]
     ) -> dict[Kind, Rows]:
         # insertion order, because the order of the tables is that of the partial sums
         kinds: dict[Kind, Rows] = {}
-        for i, given in enumerate(zip(*lists.values(), strict=True)):
-            # a row without chunks would belong to no program
-            if given[0].device != device or not given[0].numel():
+        for i in places:
+            given = [tensors[i] for tensors in lists.values()]
+            if not given[0].numel():  # a row without chunks would belong to no program
                 continue
             # the first list's order in memory, because kernels use one offset for all lists
             strides = memory_strides(given[0])

@@ -120,9 +120,10 @@ def _parts(
     """Return the tables of each device."""
     parts: list[DeviceTables] = []
     for device in devices:
+        places = [i for i, t in enumerate(next(iter(lists.values()))) if t.device == device]
         # chunks are numbered over all devices, since each has its own slot among the partial sums
         before = sum(table.chunks for part in parts for table in part.tables)
-        parts.append(DeviceTables(device, lists, coded, may_repeat, numbers, before))
+        parts.append(DeviceTables(device, lists, coded, may_repeat, numbers, places, before))
     return parts
 
 
