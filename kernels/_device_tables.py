@@ -233,24 +233,11 @@ def _chunk(numel: int) -> int:
 
 
 def memory_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the tensor's strides if it is dense, else the strides of a contiguous copy."""
-    if _is_dense(tensor):
+    """Return the tensor's strides if it is dense, else the strides of a contiguous copy.
+
+    The elements of a dense tensor lie next to each other in some order, each once.
+    """
+    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return tensor.stride()
     # on meta, where only strides are computed and no memory is taken
     return torch.empty(tensor.shape, device="meta").stride()
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Tell whether the elements lie next to each other in some order, each once."""
-    expected = 1
-    # the stride of a dimension of size 1 is arbitrary, and never used
-    steps = [
-        (stride, size)
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-        if size > 1
-    ]
-    for stride, size in sorted(steps):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -57,6 +58,7 @@ def _is_wrapper(x: Tensor) -> bool:
     return torch._C._dispatch_keys(x).has(DispatchKey.Python)
 
 
+@dataclass(slots=True, eq=False)
 class Launch:
     """A launch of a kernel that can be repeated with other tensors.
 
@@ -75,32 +77,21 @@ class Launch:
             be fixed. None: each call passes all tensors.
     """
 
-    __slots__ = (
-        *("_operands", "_runs", "_tensors"),
-        *("constants", "grid", "kernel", "maxnreg", "num_warps", "sizes"),
-    )
+    kernel: Any
+    grid: tuple[int, int, int]
+    sizes: tuple[float, ...]
+    constants: tuple[Any, ...]
+    num_warps: int
+    maxnreg: int | None = None
+    tensors: tuple[Any, ...] | None = None
+    _operands: list[tuple[int, Operand]] = field(init=False)
+    # by device and alignment: the start function, and the dictionary that the kernel was found
+    # in, since broken_compiler() exchanges it
+    _runs: dict[Any, tuple[Any, Any]] = field(init=False, default_factory=dict)
 
-    def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        sizes: tuple[float, ...],
-        constants: tuple[Any, ...],
-        num_warps: int,
-        maxnreg: int | None = None,
-        tensors: tuple[Any, ...] | None = None,
-    ) -> None:
-        self.kernel = kernel
-        self.grid = grid
-        self.sizes = sizes
-        self.constants = constants
-        self.num_warps = num_warps
-        self.maxnreg = maxnreg
-        self._tensors = tensors
-        self._operands = [(i, t) for i, t in enumerate(tensors or ()) if isinstance(t, Operand)]
-        # by device and alignment: the start function, and the dictionary that the kernel was found
-        # in, since broken_compiler() exchanges it
-        self._runs: dict[Any, tuple[Any, Any]] = {}
+    def __post_init__(self) -> None:
+        tensors = self.tensors or ()
+        self._operands = [(i, t) for i, t in enumerate(tensors) if isinstance(t, Operand)]
 
     def __call__(self, *given: Tensor) -> None:
         """Run the kernel on the tensors' device, on its current stream.
@@ -113,7 +104,7 @@ class Launch:
             KernelError: the kernel could not be compiled or loaded.
             UnsupportedDeviceError: kernels do not run on the device of the tensors.
         """
-        tensors = given if self._tensors is None else self.all_tensors(given)
+        tensors = given if self.tensors is None else self.all_tensors(given)
         if is_traced(tensors[0]):
             kernel = torch.library.wrap_triton(self.kernel)[self.grid]
             kernel(*tensors, *self.sizes, *self.constants, **self._options(tensors[0].device))
@@ -161,15 +152,15 @@ class Launch:
     @property
     def device(self) -> torch.device:
         """Device of the fixed tensors."""
-        assert self._tensors is not None
-        device: torch.device = self._tensors[0].device
+        assert self.tensors is not None
+        device: torch.device = self.tensors[0].device
         return device
 
     def all_tensors(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return all tensor arguments of a call that passes ``given``."""
-        if self._tensors is None:
+        if self.tensors is None:
             return given
-        tensors = [*self._tensors]
+        tensors = [*self.tensors]
         for i, operand in self._operands:
             tensors[i] = given[operand]
         return tuple(tensors)

@@ -101,11 +101,8 @@ def tiling(
     # makes results vary between runs
     rank = max(len(shape), 1)
     first, last = in_range(first, rank), in_range(last, rank)
-    outer, n, inner = (
-        math.prod(shape[:first]),
-        math.prod(shape[first : last + 1]),
-        math.prod(shape[last + 1 :]),
-    )
+    outer, inner = math.prod(shape[:first]), math.prod(shape[last + 1 :])
+    n = math.prod(shape[first : last + 1])
     row_major = inner == 1
     groups, rows, width = (1, outer, n) if row_major else (outer, inner, inner)
     align = next(power for power in (MAX_VECTOR, 4, 2, 1) if width % power == 0)
@@ -141,11 +138,8 @@ def tiling(
     if steps > 1 and 0 < groups * blocks < MANY:
         steps = -(-steps // min(MAX_SPLITS, -(-4 * MANY // (groups * blocks)), steps))
         splits = -(-n // (steps * block))
-    grid, sizes, layout = (
-        (groups * blocks, splits, 1),
-        (rows, n, blocks),
-        (row_major, align, vec, lines, block),
-    )
+    grid, sizes = (groups * blocks, splits, 1), (rows, n, blocks)
+    layout = row_major, align, vec, lines, block
     return Tiling(n, groups * rows, block >= n, splits, steps, grid, sizes, layout, num_warps)
 
 

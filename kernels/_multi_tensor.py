@@ -175,11 +175,12 @@ class TensorLists:
         lists: Mapping[str, Sequence[Tensor]],
         coded: Collection[str] = (),
         orders: Sequence[Hashable] = (),
+        numbers: Sequence[int] | None = None,
     ) -> "TensorLists":
         """Return new ``TensorLists`` in which ``lists`` replace or extend these."""
         return TensorLists(
             memory=self.memory,
-            numbers=self.numbers,
+            numbers=self.numbers if numbers is None else numbers,
             size=self.size,
             may_repeat=may_repeat,
             scalars=scalars,
@@ -191,20 +192,13 @@ class TensorLists:
 
     def part(self, places: Sequence[int], moved: Mapping[Tensor, Tensor]) -> "TensorLists":
         """Return the lists at some places, with the tensors of ``moved`` replaced."""
-        return TensorLists(
-            memory=self.memory,
-            numbers=[self.numbers[i] for i in places],
-            size=self.size,
-            may_repeat=self.may_repeat,
-            scalars=self._scalars,
-            coded=self._coded,
-            orders=[self._orders[i] for i in places] if self._orders else (),
-            sharded=self._sharded,
-            **{
-                name: [moved.get(tensors[i], tensors[i]) for i in places]
-                for name, tensors in self._lists.items()
-            },
-        )
+        lists = {
+            name: [moved.get(tensors[i], tensors[i]) for i in places]
+            for name, tensors in self._lists.items()
+        }
+        orders = [self._orders[i] for i in places] if self._orders else ()
+        numbers = [self.numbers[i] for i in places]
+        return self.with_lists(self.may_repeat, self._scalars, lists, self._coded, orders, numbers)
 
     def at(self, place: int) -> list[Tensor]:
         """Return the tensors of all lists at one place."""

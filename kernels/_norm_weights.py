@@ -4,13 +4,8 @@ The kernel for whole lines keeps the sums in registers. Sums over long lines tak
 file.
 """
 
-from collections.abc import Callable
-
-import torch
-from torch import Tensor
-
 from tritonamp.kernels._launch import Launch
-from tritonamp.kernels._lines import Tiling, dense
+from tritonamp.kernels._lines import Dense, Tiling, dense
 from tritonamp.kernels._norms import load_gradients, load_stats
 from tritonamp.kernels.device import tl, triton
 
@@ -63,31 +58,20 @@ def norm_weights_kernel(
         store_part(db_ptr, part, n, db, columns, columns < n, VEC, ROWS)
 
 
-def shape_of_parts(number: int, n: int, wants: tuple[bool, bool]) -> tuple[int, int, int]:
-    """Return the shape of the partial sums, at least one row, because a pointer must be valid."""
-    return max(sum(wants), 1), number, n
+def sums_of_long(t: Tiling, center: bool, wants: tuple[bool, bool]) -> tuple[Launch, Dense]:
+    """Return the launch that sums grad * h and grad, if wanted, and the room for its results.
 
-
-def sums_of_long(t: Tiling, center: bool, wants: tuple[bool, bool]) -> Callable[..., Tensor]:
-    """Return a function that sums grad * h and grad, if wanted, into at most PARTS parts."""
+    There are at most PARTS parts.
+    """
     tiles = -(-t.lines // ROWS)
     # steps first, and then only as many parts as these steps need: none is empty
     steps = -(-tiles // PARTS)
-    shape = shape_of_parts(-(-tiles // steps), t.n, wants)
-    room = dense(shape)
+    parts = -(-tiles // steps)
     launch = Launch(
         norm_weights_kernel,
-        (-(-t.n // COLUMNS), shape[1], 1),
+        (-(-t.n // COLUMNS), parts, 1),
         (t.lines, t.n, steps),
         (center, *wants, t.layout[2], ROWS, COLUMNS),
         WARPS,
     )
-
-    def run(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-        parts = x.new_empty_strided(*room, dtype=torch.float32)
-        if any(wants):
-            of_weights = parts.unbind()
-            launch(grad, x, mean, rstd, of_weights[0], of_weights[-1])
-        return parts
-
-    return run
+    return launch, dense((sum(wants), parts, t.n))

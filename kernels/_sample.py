@@ -84,11 +84,6 @@ class Sample(NamedTuple):
         for (what, make, dim), dtype in zip(makers, itertools.cycle(dtypes), strict=False):
             yield self._call(what, make, dim, dtype)
 
-    @property
-    def moves_much(self) -> bool:
-        """Whether moving bytes takes most of the time of a call."""
-        return True
-
     def large(self, device: torch.device, dtype: torch.dtype) -> Call:
         """Return a call on ``LARGE`` elements."""
         shape = LARGE >> 12, 1 << 12
@@ -125,11 +120,6 @@ class ListSample(NamedTuple):
         ]
         for (what, make), dtype in zip(makers, itertools.cycle(dtypes), strict=False):
             yield self._call(what, make, dtype)
-
-    @property
-    def moves_much(self) -> bool:
-        """Whether moving bytes takes most of the time of a call."""
-        return self.bytes > 0
 
     def large(self, device: torch.device, dtype: torch.dtype) -> Call:
         """Return a call on half of ``LARGE`` elements, because there are up to six such lists."""

@@ -7,7 +7,6 @@ rounded sum, so that the bits are those of ``norm(x + residual)``.
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tritonamp.kernels import norm as _norm
@@ -104,9 +103,8 @@ ADD_NORM = TraceableOp(
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the calls whose builds are checked, with FP32 weights: one whole line, one long."""
-    for name, n, dtype, center in _norm.shipped_cases():
-        if n in (16384, 65536):
-            x, w = torch.empty(4096, n, dtype=dtype, device="meta"), torch.empty(n, device="meta")
-            args = x, x, w, w if center else None, n, 1e-5, center
+    """Yield the calls whose builds are checked: one whole line, one long."""
+    for name, x, w, center in _norm.shipped_cases():
+        if len(w) in (16384, 65536):
+            args = x, x, w, w if center else None, len(w), 1e-5, center
             yield Shipped(f"add_{name}", add_norm_triton, args, 64, 20, 0)

@@ -12,6 +12,7 @@ several tiles if it is long.
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,26 +123,33 @@ def cross_entropy_kernel(
         tl.store(stats_ptr + 2 * count + numbers, tl.where(counts, entropy, 0.0), mask=valid)
 
 
+class Options(NamedTuple):
+    """The arguments of ``cross_entropy`` that its kernels take as constants or numbers."""
+
+    ignore_index: int
+    smoothing: float
+    temperature: float
+    entropy: bool
+
+    def constants(self) -> tuple[int | None, bool, bool]:
+        """Return IGNORE, SMOOTH and ENTROPY."""
+        # A kernel does not compare targets if none can be ignored.
+        ignored = None if self.ignore_index == NO_CLASS else self.ignore_index
+        return ignored, self.smoothing > 0, self.entropy
+
+
 @cached_by_shape
-def _launch(
-    shape: tuple[int, ...],
-    given: torch.dtype,
-    dim: int,
-    ignore_index: int,
-    smoothing: float,
-    temperature: float,
-    entropy: bool,
-) -> Launch:
+def _launch(shape: tuple[int, ...], given: torch.dtype, dim: int, options: Options) -> Launch:
     """Return the launch for logits of a shape and of the dtype ``given``."""
     t = tiling(shape, dim, dim, PER_THREAD, LONGEST, WIDEST // given.itemsize)
+    _, smoothing, temperature, entropy = options
     is_plain = t.whole and t.layout[0] and smoothing == 0 and not entropy
-    # The kernel does not read targets if none can be ignored.
-    ignored = None if ignore_index == NO_CLASS else ignore_index
     return Launch(
         cross_entropy_kernel,
         (t.grid[0], 1, 1),
-        (*t.sizes, t.lines, smoothing, LOG2_E / temperature, 1 / temperature),
-        (ignored, smoothing > 0, entropy, *t.layout),
+        # float because an integer would compile another kernel
+        (*t.sizes, t.lines, float(smoothing), LOG2_E / temperature, 1 / temperature),
+        (*options.constants(), *t.layout),
         t.num_warps,
         MAX_REGISTERS[not is_plain],
     )
@@ -162,10 +170,8 @@ def cross_entropy_triton(
     if not x.numel():
         return losses.zero_(), stats.zero_()
     minus = minus_logits_of_targets(x, target, dim, ignore_index).float()
-    # Floats because an integer of the same value would compile another kernel.
-    floats = float(smoothing), float(temperature)
-    launch = _launch(x.shape, x.dtype, dim, ignore_index, *floats, entropy)
-    launch(x, target, minus, losses, stats)
+    options = Options(ignore_index, smoothing, temperature, entropy)
+    _launch(x.shape, x.dtype, dim, options)(x, target, minus, losses, stats)
     return losses, stats
 
 
@@ -242,13 +248,13 @@ def cross_entropy(
     return CROSS_ENTROPY(backend, x, target, dim, ignore_index, smoothing, temperature, entropy)
 
 
-VARIANTS: dict[str, tuple[int, float, float, bool]] = {
-    "": (-100, 0.0, 1.0, False),
-    "smoothed": (-100, 0.1, 1.0, False),
-    "tokens": (NO_CLASS, 0.0, 1.25, False),
-    "entropy": (NO_CLASS, 0.0, 1.25, True),
+VARIANTS = {
+    "": Options(-100, 0.0, 1.0, False),
+    "smoothed": Options(-100, 0.1, 1.0, False),
+    "tokens": Options(NO_CLASS, 0.0, 1.25, False),
+    "entropy": Options(NO_CLASS, 0.0, 1.25, True),
 }
-"""Sample arguments, from ``ignore_index`` on."""
+"""Options of the samples."""
 
 
 def sample_targets(x: Tensor, dim: int, ignored: bool) -> Tensor:

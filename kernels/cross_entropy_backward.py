@@ -32,8 +32,8 @@ from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.cross_entropy import (
     CROSS_ENTROPY,
     LOG2_E,
-    NO_CLASS,
     VARIANTS,
+    Options,
     sample_targets,
     shipped_cases,
 )
@@ -123,26 +123,17 @@ def cross_entropy_backward_kernel(
 
 
 @cached_by_shape
-def _launch(
-    shape: tuple[int, ...],
-    given: torch.dtype,
-    dim: int,
-    ignore_index: int,
-    smoothing: float,
-    temperature: float,
-    entropy: bool,
-) -> Launch:
+def _launch(shape: tuple[int, ...], given: torch.dtype, dim: int, options: Options) -> Launch:
     """Return the launch for logits of a shape and of the dtype ``given``."""
     t = tiling(shape, dim, dim, PER_THREAD, LONGEST, WIDEST // given.itemsize)
     tiles = -(-t.n // t.layout[-1])
+    _, smoothing, temperature, _ = options
     wanted = smoothing / t.n, 1.0 - smoothing
-    # A comparison for each line is saved where every target counts.
-    ignored = None if ignore_index == NO_CLASS else ignore_index
     return Launch(
         cross_entropy_backward_kernel,
         (t.grid[0] * tiles, 1, 1),
         (*t.sizes, tiles, t.lines, *wanted, LOG2_E / temperature, 1 / temperature),
-        (ignored, smoothing > 0, entropy, *t.layout),
+        (*options.constants(), *t.layout),
         t.num_warps,
     )
 
@@ -160,10 +151,8 @@ def cross_entropy_backward_triton(
     x, target, grad = x.contiguous(), target.contiguous(), grad.contiguous()
     dx = torch.empty_like(x)
     if x.numel():
-        # Floats because an integer of the same value would compile another kernel.
-        floats = float(smoothing), float(temperature)
-        launch = _launch(x.shape, x.dtype, dim, ignore_index, *floats, len(grad) == 2)
-        launch(x, target, grad, stats, dx)
+        options = Options(ignore_index, smoothing, temperature, len(grad) == 2)
+        _launch(x.shape, x.dtype, dim, options)(x, target, grad, stats, dx)
     return dx
 
 

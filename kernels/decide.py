@@ -1,7 +1,6 @@
 """The decision of a step: skip it or not, the factor on the gradients, and the next loss scale."""
 
 from collections.abc import Iterator
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -17,54 +16,27 @@ from tritonamp.kernels.device import tl, triton
 
 _BLOCK = 1024
 
+CLEAN, OVERFLOW, FAULT, OUTLIER, VETO, HUGE = range(6)
+"""Outcomes of a decision: clean, a scale overflow, a forward fault, an outlier, a veto, or finite
+gradients with squares beyond FP32. In a record these are the places of the numbers of such
+decisions.
+"""
+NORM, AMAX, SQUARES, SCALE, SKIPPED, SKIPPED_SCALE, LOSS = range(6, 13)
+"""Further places in a record.
 
-class Slot(IntEnum):
-    """Places of the numbers in a record. The first six are the outcomes of a decision, too.
-
-    Attributes:
-        CLEAN, OVERFLOW, FAULT, OUTLIER, VETO, HUGE: numbers of decisions that were clean, scale
-            overflows, forward faults, outliers or vetoed, or had finite gradients with squares
-            beyond FP32.
-        NORM, AMAX: total norm and largest magnitude of the last clean decision, both unscaled.
-        SQUARES: bound of the squares that clean decisions have left in the optimizers' state.
-        SCALE: scale that the last decision used.
-        SKIPPED, SKIPPED_SCALE: outcome and scale of the last skipped decision.
-        LOSS, USUAL_LOSS, LOSS_LIMIT: loss of the last outlier, its usual value and its limit.
-        OUTLIER_NORM, USUAL_NORM, NORM_LIMIT: the same of the norm.
-        SIGMAS: the limits in standard deviations, as in kernels.outliers.
-    """
-
-    CLEAN = 0
-    OVERFLOW = 1
-    FAULT = 2
-    OUTLIER = 3
-    VETO = 4
-    HUGE = 5
-    NORM = 6
-    AMAX = 7
-    SQUARES = 8
-    SCALE = 9
-    SKIPPED = 10
-    SKIPPED_SCALE = 11
-    LOSS = 12
-    USUAL_LOSS = 13
-    LOSS_LIMIT = 14
-    OUTLIER_NORM = 15
-    USUAL_NORM = 16
-    NORM_LIMIT = 17
-    SIGMAS = 18
-
-
-CLEAN, OVERFLOW, FAULT, OUTLIER, VETO, HUGE = list(Slot)[:6]
-NORM, AMAX, SQUARES, SCALE, SKIPPED, SKIPPED_SCALE = list(Slot)[6:12]
+- NORM, AMAX: total norm and largest magnitude of the last clean decision, both unscaled.
+- SQUARES: bound of the squares that clean decisions have left in the optimizers' state.
+- SCALE: scale that the last decision used.
+- SKIPPED, SKIPPED_SCALE: outcome and scale of the last skipped decision.
+- LOSS and the six after it: loss of the last outlier, its usual value and its limit; the same of
+  the norm; the limits in standard deviations, as in kernels.outliers.
+"""
+RECORD = LOSS + 7  # numbers before a record's magnitudes
 # Values of a loss's flag besides 0 and 1. A veto is the largest, because micro-batches and ranks
 # combine flags with max, so that a veto survives.
 OUTLYING = 2.0  # the step is an outlier
 EXCEEDING = 2.5  # squares of the step's gradients leave FP32
 VETOED = 3.0  # the caller wants a skip
-LOSS = Slot.LOSS
-RECORD = len(Slot)  # numbers before a record's magnitudes
-_SLOTS = tuple(map(int, Slot))[:12]  # for the kernel, and quick to look up
 
 
 class Evidence(NamedTuple):
@@ -129,7 +101,7 @@ class Record(NamedTuple):
     """The memory of decisions.
 
     Attributes:
-        numbers: float64 of shape (19 + names,): numbers by ``Slot``, then the scaled magnitudes of
+        numbers: float64 of shape (19 + names,): numbers by place, then the scaled magnitudes of
             the last skipped decision by name.
         places: int64 of shape (names,): index of each name's gradient in the decision, or -1 for
             none.
@@ -169,6 +141,21 @@ def _next_scale(
 
 
 @triton.jit
+def unscaled_amax(amax_ptr, n, inv_scale, BLOCK: tl.constexpr):
+    """Return in parts whether an unscaled magnitude is inf or NaN, and the largest other one."""
+    j = tl.arange(0, BLOCK)
+    # 1/scale can leave FP32, as can a finite scaled gradient times it: look at the unscaled value
+    bad = tl.zeros([BLOCK], tl.int32)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for at in range(0, n, BLOCK):
+        unscaled = tl.load(amax_ptr + at + j, mask=at + j < n, other=0.0) * inv_scale
+        # NaN fails the comparison, too; integers, because a reduction of flags takes no booleans
+        bad |= (unscaled < float("inf")).to(tl.int32) ^ 1
+        largest = tl.maximum(largest, tl.where(unscaled < float("inf"), unscaled, 0.0))
+    return bad, largest
+
+
+@triton.jit
 def total_norm(square_ptr, parts, inv_scale, BLOCK: tl.constexpr):
     """Return the norm of all unscaled gradients; FP64 holds the sum of any FP32 squares."""
     j = tl.arange(0, BLOCK)
@@ -199,14 +186,7 @@ def decide_kernel(
     # correctly rounded, so that a scale that is a power of two unscales exactly
     inv_scale = tl.div_rn(1.0, used)
     j = tl.arange(0, BLOCK)
-    # 1/scale can leave FP32, as can a finite scaled gradient times it: look at the unscaled value
-    bad = tl.zeros([BLOCK], tl.int32)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for at in range(0, n, BLOCK):
-        unscaled = tl.load(amax_ptr + at + j, mask=at + j < n, other=0.0) * inv_scale
-        # NaN fails the comparison, too; integers, because a reduction of flags takes no booleans
-        bad |= (unscaled < float("inf")).to(tl.int32) ^ 1
-        largest = tl.maximum(largest, tl.where(unscaled < float("inf"), unscaled, 0.0))
+    bad, largest = unscaled_amax(amax_ptr, n, inv_scale, BLOCK)
     # partial sums are added in one order, so that every run has the same bits
     norm = total_norm(square_ptr, parts, inv_scale, BLOCK)
     peak = tl.max(largest, 0)
@@ -291,7 +271,7 @@ def _launch_of(
     sizes = (*lengths, float(max_norm or 0.0), *_numbers(rule), *squares)
     clips, numbers = max_norm is not None, RECORD if records else 0
     flags = OUTLYING, EXCEEDING, VETOED
-    constants = (clips, moves, numbers, _BLOCK, *_SLOTS, *flags, LARGEST_SQUARE)
+    constants = (clips, moves, numbers, _BLOCK, *range(LOSS), *flags, LARGEST_SQUARE)
     return Launch(decide_kernel, (1, 1, 1), sizes, constants, 4)
 
 
@@ -370,10 +350,10 @@ def _note(
     fault = flag != 0
     outcome = FAULT * fault + OVERFLOW * ((found_inf != 0) & ~fault)
     for value, slot in ((EXCEEDING, HUGE), (OUTLYING, OUTLIER), (VETOED, VETO)):
-        outcome = torch.where(flag == value, int(slot), outcome)
+        outcome = torch.where(flag == value, slot, outcome)
     numbers, places = record
     # in place, so that a CUDA graph that captured these tensors continues to count
-    numbers[:NORM] += torch.arange(int(NORM), device=outcome.device) == outcome
+    numbers[:NORM] += torch.arange(NORM, device=outcome.device) == outcome
     numbers[NORM:SCALE] = torch.where(outcome == CLEAN, of_clean, numbers[NORM:SCALE])
     numbers[SCALE].copy_(used_scale)
     found = torch.cat([amax, amax.new_zeros(1)])[places]  # place -1: the zero
@@ -426,9 +406,10 @@ def _decision(tensors: list[Tensor], overflow: bool) -> tuple[Any, ...]:
     evidence = Evidence(amax, amax.square(), flag, flag)
     numbers = amax.new_zeros(RECORD + names, dtype=torch.float64)
     record = Record(numbers, torch.arange(names, device=amax.device))
-    state = _scale_state(flag)
-    verdict, squares = amax.new_zeros(4), Squares(0.75, 0.25)
-    return evidence, state.scale.clone(), 0.5, state, _RULE, squares, record, verdict
+    tracker = flag.new_ones((), dtype=torch.int32)
+    state = ScaleState(flag + 1024.0, tracker, tracker.clone(), flag + 4096.0)
+    rule, squares = ScaleRule(2.0, 0.5, 2, 1, 2.0**-24, 2.0**24), Squares(0.75, 0.25)
+    return evidence, flag + 1024.0, 0.5, state, rule, squares, record, amax.new_zeros(4)
 
 
 def _decided(args: tuple[Any, ...], _: None) -> list[Tensor]:
@@ -436,12 +417,6 @@ def _decided(args: tuple[Any, ...], _: None) -> list[Tensor]:
     return [args[-1], *args[3], args[6].numbers.float()]
 
 
-def _scale_state(flag: Tensor) -> ScaleState:
-    tracker = flag.new_ones((), dtype=torch.int32)
-    return ScaleState(flag + 1024.0, tracker, tracker.clone(), flag + 4096.0)
-
-
-_RULE = ScaleRule(2.0, 0.5, 2, 1, 2.0**-24, 2.0**24)  # of the samples
 DECIDE = Implementations(
     decide_triton,
     decide_torch,
@@ -454,16 +429,8 @@ DECIDE = Implementations(
 
 def shipped() -> Iterator[Shipped]:
     """Yield a decision with all its parts, and a bare one."""
-    rule = ScaleRule(2.0, 0.5, 2000, 1, 2.0**-24, 2.0**24)
-    flag = torch.zeros((), device="meta")
-    state = ScaleState(flag, flag.int(), flag.int(), flag)
-    record = Record(
-        flag.new_zeros(RECORD + 8, dtype=torch.float64), flag.new_zeros(8, dtype=torch.int64)
-    )
-    evidence = Evidence(flag.new_zeros(8), flag.new_zeros(64), flag, flag)
-    stats = evidence, flag
-    verdict = flag.new_zeros(4)
-    everything = *stats, 1.0, state, rule, Squares(0.999, 0.001), record, verdict
+    everything = _decision([torch.empty(64, device="meta")], False)
     yield Shipped("decide", decide_triton, everything)
-    bare = *stats, None, None, rule, NO_SQUARES, None, verdict
+    evidence, scale, _, _, rule, _, _, verdict = everything
+    bare = evidence, scale, None, None, rule, NO_SQUARES, None, verdict
     yield Shipped("decide only", decide_triton, bare)

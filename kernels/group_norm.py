@@ -122,18 +122,14 @@ def group_norm_long_kernel(
 
 @cached_by_shape
 def _forward(
-    shape: tuple[int, ...],
-    groups: int,
-    last: bool,
-    given: torch.dtype,
-    weight: torch.dtype | None,
-    bias: torch.dtype | None,
-    eps: float,
+    shape: tuple[int, ...], groups: int, last: bool, dtypes: tuple[Any, ...], eps: float
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a function of x of one shape and the dtype ``given``.
+    """Return a function of x of one shape.
 
-    ``last`` tells whether channels are neighbours in memory.
+    ``last`` tells whether channels are neighbours in memory. ``dtypes`` are those of x, weight and
+    bias; None for a weight that is missing.
     """
+    given, *weights = dtypes
     statistics = dense((2, shape[0] * groups))
     # a grid of 0 programs is an invalid launch
     if 0 in shape:
@@ -144,7 +140,7 @@ def _forward(
             group_norm_kernel if t.whole else group_norm_long_kernel,
             (t.images * t.blocks, 1, 1),
             (t.blocks, *t.sizes, float(eps)),
-            (weight is not None, bias is not None, *t.layout),
+            (*(each is not None for each in weights), *t.layout),
             t.num_warps,
         )
 
@@ -164,7 +160,8 @@ def group_norm_prepared(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a function that does ``group_norm_triton`` on tensors with this layout."""
     last = memory_format(x) is not torch.contiguous_format
-    return _forward(x.shape, groups, last, x.dtype, dtype_of(weight), dtype_of(bias), eps)
+    dtypes = x.dtype, dtype_of(weight), dtype_of(bias)
+    return _forward(x.shape, groups, last, dtypes, eps)
 
 
 def group_norm_triton(
@@ -255,18 +252,17 @@ GROUP_NORM = TraceableOp(
 )
 
 
-def shipped_cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool]]:
-    """Yield name, shape, dtype, and whether channels are neighbours in memory."""
+def shipped_cases() -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield name, x in either memory format, and an FP32 weight."""
     for *sizes, dtype in ((512, 4, 4, HALF), (320, 64, 64, BF16), (512, 32, 32, HALF)):
-        for last in (False, True):
+        for form in (torch.contiguous_format, torch.channels_last):
+            last = form is torch.channels_last
+            x = torch.empty(8, *sizes, dtype=dtype, device="meta", memory_format=form)
             name = build_name("group_norm", dtype, sizes, last and "channels last")
-            yield name, (8, *sizes), dtype, last
+            yield name, x, torch.empty(sizes[0], device="meta")
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the calls whose builds are checked, with FP32 weights and 32 groups."""
-    for name, shape, dtype, last in shipped_cases():
-        form = torch.channels_last if last else torch.contiguous_format
-        x = torch.empty(shape, dtype=dtype, device="meta", memory_format=form)
-        w = torch.empty(shape[1], device="meta")
+    """Yield the calls whose builds are checked, with 32 groups."""
+    for name, x, w in shipped_cases():
         yield Shipped(name, group_norm_triton, (x, w, w, 32, 1e-5), 64, 18, 0)

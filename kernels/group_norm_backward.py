@@ -32,7 +32,6 @@ from tritonamp.kernels._group_norms import (
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import Dense, cached_by_shape, contiguous_or, dense
-from tritonamp.kernels._norm_weights import shape_of_parts
 from tritonamp.kernels._norms import input_gradient, load_gradients, load_stats
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
@@ -179,17 +178,17 @@ def _launch(
     widest = max(dtype.itemsize for dtype in dtypes[:2])
     t = walk(shape, groups, last, widest, PER_THREAD, LONGEST)
     steps = -(-t.images // max(PARTS // t.blocks, 1)) if t.whole else 1
-    parts = shape_of_parts(-(-t.images // steps), shape[1], flags[1:])
+    parts = -(-t.images // steps)
     # one image a program for long lines, because a single image is work enough
     launch = Launch(
         group_norm_backward_kernel if t.whole else group_norm_backward_long_kernel,
-        (parts[1] * t.blocks, 1, 1),
+        (parts * t.blocks, 1, 1),
         (t.blocks, *t.sizes, t.images, steps) if t.whole else (t.blocks, *t.sizes),
         (*flags, *t.layout),
         t.num_warps,
         MAX_REGISTERS if t.scattered and not t.whole else None,
     )
-    return launch, dense(parts)
+    return launch, dense((sum(flags[1:]), parts, shape[1]))
 
 
 def group_norm_backward_triton(
@@ -203,21 +202,18 @@ def group_norm_backward_triton(
 ) -> tuple[Tensor, Tensor]:
     form = memory_format(x)
     grad, x = (t.contiguous(memory_format=form) for t in (grad, x))
-    dx, channels, wanted = torch.empty_like(x), x.shape[1], dweight + dbias
+    dx = torch.empty_like(x)
     # a grid of 0 programs is an invalid launch
     if x.numel() == 0:
-        return dx, x.new_zeros(wanted, channels, dtype=torch.float32)
+        return dx, x.new_zeros(dweight + dbias, x.shape[1], dtype=torch.float32)
     # a kernel's pointer has to be valid, also where nothing is loaded
     w = contiguous_or(x, weight)
     dtypes, last = (grad.dtype, x.dtype, w.dtype), form is not torch.contiguous_format
     flags = weight is not None, dweight, dbias
     launch, room = _launch(x.shape, groups, last, dtypes, flags)
-    parts = x.new_empty_strided(*room, dtype=torch.float32)
-    # parts has a row even if nothing is wanted, so that both pointers are valid
-    of_weights = parts.unbind()
-    launch(grad, x, w, *stats.unbind(), dx, of_weights[0], of_weights[-1])
-    if not wanted:
-        return dx, x.new_empty(0, channels, dtype=torch.float32)
+    parts, of_lines = x.new_empty_strided(*room, dtype=torch.float32), stats.unbind()
+    of_weights = parts.unbind() or of_lines
+    launch(grad, x, w, *of_lines, dx, of_weights[0], of_weights[-1])
     # the partial sums are added by one more launch in one order, because atomics on floats vary
     return dx, reduce.sum_triton(parts, (1,), False, torch.float32)
 
@@ -300,12 +296,9 @@ GROUP_NORM_BACKWARD = TraceableOp(
 
 def shipped() -> Iterator[Shipped]:
     """Yield the calls whose builds are checked, for cases of the forward."""
-    for name, shape, dtype, last in _group_norm.shipped_cases():
-        if shape[2] == 32 and not last:
+    for name, x, w in _group_norm.shipped_cases():
+        if x.shape[2] == 32 and x.is_contiguous():
             continue
-        form = torch.channels_last if last else torch.contiguous_format
-        x = torch.empty(shape, dtype=dtype, device="meta", memory_format=form)
-        w = torch.empty(shape[1], device="meta")
-        stats = torch.empty(2, 32 * shape[0], device="meta")
+        stats = torch.empty(2, 32 * len(x), device="meta")
         args = x, x, w, stats, 32, True, True
         yield Shipped(f"{name} backward", group_norm_backward_triton, args, 96, 40, 0)

@@ -114,17 +114,13 @@ Norm = Callable[..., tuple[Tensor, ...]]
 
 @cached_by_shape
 def _forward(
-    numel: int,
-    n: int,
-    given: torch.dtype,
-    dtype: torch.dtype,
-    weight: torch.dtype | None,
-    bias: torch.dtype | None,
-    added: bool,
-    eps: float,
-    center: bool,
+    numel: int, n: int, dtypes: tuple[Any, ...], added: bool, eps: float, center: bool
 ) -> Norm:
-    """Return a function of x of the dtype ``given``, and with ``added`` of a residual."""
+    """Return a function of x, and with ``added`` of a residual.
+
+    ``dtypes`` are those of x, the result, weight and bias; None for a weight that is missing.
+    """
+    given, dtype, *weights = dtypes
     lines = numel // n if n else 0
     # mean and rstd are rows of one tensor, which takes one allocation
     statistics = dense((1 + center, lines))
@@ -136,7 +132,7 @@ def _forward(
         norm_kernel if t.whole else norm_long_kernel,
         (t.grid[0], 1, 1),
         (*t.sizes, float(eps)),
-        (added, center, weight is not None, bias is not None, *t.layout),
+        (added, center, *(each is not None for each in weights), *t.layout),
         t.num_warps,
         # only the loop spills without the limit
         None if t.whole else MAX_REGISTERS,
@@ -175,8 +171,8 @@ def norm_prepared(
 
     With ``added`` the function takes a residual, too, and returns the sum first.
     """
-    weights = dtype_of(weight), dtype_of(bias)
-    return _forward(x.numel(), n, x.dtype, dtype, *weights, added, eps, center)
+    dtypes = x.dtype, dtype, dtype_of(weight), dtype_of(bias)
+    return _forward(x.numel(), n, dtypes, added, eps, center)
 
 
 def norm_triton(
@@ -275,18 +271,18 @@ NORM = TraceableOp(
 )
 
 
-def shipped_cases() -> Iterator[tuple[str, int, torch.dtype, bool]]:
-    """Yield name, length of a line, dtype, and True for layer_norm or False for rms_norm."""
+def shipped_cases() -> Iterator[tuple[str, Tensor, Tensor, bool]]:
+    """Yield name, x, an FP32 weight, and True for layer_norm or False for rms_norm."""
     lengths = 32, 256, 1000, 1024, 8192, 16384, 65536
     for n, center in zip(lengths, itertools.cycle((True, False)), strict=False):
         dtype = BF16 if n == 1024 else HALF
         name = build_name("layer_norm" if center else "rms_norm", dtype, f"n={n}")
-        yield name, n, dtype, center
+        x = torch.empty(4096, n, dtype=dtype, device="meta")
+        yield name, x, torch.empty(n, device="meta"), center
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield the calls whose builds are checked, with FP32 weights."""
-    for name, n, dtype, center in shipped_cases():
-        x, w = torch.empty(4096, n, dtype=dtype, device="meta"), torch.empty(n, device="meta")
-        args = x, w, w if center else None, n, 1e-5, center, dtype
+    """Yield the calls whose builds are checked."""
+    for name, x, w, center in shipped_cases():
+        args = x, w, w if center else None, len(w), 1e-5, center, x.dtype
         yield Shipped(name, norm_triton, args, 64, 16, 0)

@@ -24,6 +24,7 @@ from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import (
     WIDEST,
+    Dense,
     Tiling,
     cached_by_shape,
     column_offsets,
@@ -32,7 +33,7 @@ from tritonamp.kernels._lines import (
     line_offsets,
     tiling,
 )
-from tritonamp.kernels._norm_weights import shape_of_parts, store_part, sums_of_long
+from tritonamp.kernels._norm_weights import store_part, sums_of_long
 from tritonamp.kernels._norms import gradient_sums, input_gradient, load_gradients, load_stats
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
@@ -123,51 +124,46 @@ def norm_backward_long_kernel(
         tl.store(dx_ptr + offs, dx, mask=mask, eviction_policy="evict_first")
 
 
-Parts = Callable[..., Tensor]
-"""Function that writes dx, and returns sums over lines, FP32 of shape [wanted, parts, n]."""
+Work = tuple[Callable[..., None], Dense]
+"""Function that writes dx and partial sums over lines, and the room for these sums, which have
+shape [wanted, parts, n].
+"""
 
 
-def _whole(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Parts:
-    """Return a function that launches the kernel of lines in registers."""
+def _whole(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Work:
+    """Return the work on lines in registers, one launch."""
     tiles = t.grid[0]
     # steps first, and then only as many programs as these steps need: none is idle
     steps = -(-tiles // PARTS)
     programs = -(-tiles // steps)
     sizes, constants = (t.lines, t.n, tiles, steps), (*flags, *wants, *t.layout)
     launch = Launch(norm_backward_kernel, (programs, 1, 1), sizes, constants, t.num_warps)
-    room = dense(shape_of_parts(programs, t.n, wants))
-
-    def run(*tensors: Tensor) -> Tensor:
-        parts = tensors[0].new_empty_strided(*room, dtype=torch.float32)
-        of_weights = parts.unbind()
-        launch(*tensors, of_weights[0], of_weights[-1])
-        return parts
-
-    return run
+    return launch, dense((sum(wants), programs, t.n))
 
 
-def _long(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Parts:
-    """Return a function that launches the kernels of long lines."""
+def _long(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Work:
+    """Return the work on long lines."""
     constants = *flags, *t.layout
     grid = t.grid[0], 1, 1
     launch = Launch(norm_backward_long_kernel, grid, t.sizes, constants, t.num_warps)
     # sums over long lines in registers would take as many as the line, so
     # they get a launch of their own
-    add_up = sums_of_long(t, flags[1], wants)
+    add_up, room = sums_of_long(t, flags[1], wants)
 
-    def run(*tensors: Tensor) -> Tensor:
-        launch(*tensors)
-        grad, x, _, mean, rstd, *_ = tensors
-        return add_up(grad, x, mean, rstd)
+    def run(*tensors: Tensor) -> None:
+        grad, x, _, mean, rstd, _, _, dw, db = tensors
+        launch(*tensors[:-2])
+        if any(wants):
+            add_up(grad, x, mean, rstd, dw, db)
 
-    return run
+    return run, room
 
 
 @cached_by_shape
 def _backward(
     numel: int, n: int, itemsize: int, dtypes: tuple[torch.dtype, ...], *flags: bool
-) -> Parts:
-    """Return a function that writes dx of contiguous tensors, ``itemsize`` bytes an element.
+) -> Work:
+    """Return the work on contiguous tensors of ``itemsize`` bytes an element.
 
     ``dtypes`` are those of all tensors, because a launch is for one set of dtypes. ``flags`` are
     has_added_grad, has_mean, has_weight, then needs_input_grad of weight and bias.
@@ -198,11 +194,11 @@ def norm_backward_triton(
     widest = max(grad.itemsize, x.itemsize, a.itemsize)
     flags = added is not None, len(stats) == 2, weight is not None, dweight, dbias
     of_lines = stats.unbind()
-    parts = _backward(x.numel(), n, widest, dtypes, *flags)(
-        grad, x, w, of_lines[0], of_lines[-1], a, dx
-    )
-    if not dweight and not dbias:
-        return dx, x.new_empty(0, n, dtype=torch.float32)
+    run, room = _backward(x.numel(), n, widest, dtypes, *flags)
+    parts = x.new_empty_strided(*room, dtype=torch.float32)
+    # valid pointers also if no sum is wanted
+    of_weights = parts.unbind() or of_lines
+    run(grad, x, w, of_lines[0], of_lines[-1], a, dx, of_weights[0], of_weights[-1])
     # the partial sums are added by one more launch in one order, because atomics on floats vary
     return dx, reduce.sum_triton(parts, (1,), False, torch.float32)
 
@@ -303,11 +299,11 @@ NORM_BACKWARD = TraceableOp(
 
 def shipped() -> Iterator[Shipped]:
     """Yield the calls whose builds are checked, for cases of the forward."""
-    for name, n, dtype, center in _norm.shipped_cases():
+    for name, x, w, center in _norm.shipped_cases():
+        n = len(w)
         if n in (256, 16384):
             continue
-        x = torch.empty(4096, n, dtype=dtype, device="meta")
-        w, stats = torch.empty(n, device="meta"), torch.empty(1 + center, 4096, device="meta")
+        stats = torch.empty(1 + center, len(x), device="meta")
         added = x if n in (8192, 65536) else None
         args = x, x, w, stats, n, True, center, added
         yield Shipped(f"{name} backward", norm_backward_triton, args, 128, 40, 0)

@@ -18,7 +18,14 @@ from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels.decide import OUTLYING, Evidence, Slot, total_norm
+from tritonamp.kernels.decide import (
+    LOSS,
+    OUTLYING,
+    RECORD,
+    Evidence,
+    total_norm,
+    unscaled_amax,
+)
 from tritonamp.kernels.device import tl, triton
 
 SIZE = 64  # values kept, that of this step included
@@ -109,12 +116,7 @@ def outliers_kernel(
     """Decide in one program of one warp, in which no thread stores before all have loaded."""
     flag, earlier, loss = tl.load(flag_ptr), tl.load(earlier_ptr), tl.load(loss_ptr)
     inv_scale = tl.div_rn(1.0, tl.load(used_ptr))
-    i = tl.arange(0, BLOCK)
-    # inf and NaN fail the comparison; integers, because a reduction of flags takes no booleans
-    bad = tl.zeros([BLOCK], tl.int32)
-    for at in range(0, n, BLOCK):
-        unscaled = tl.load(amax_ptr + at + i, mask=at + i < n, other=0.0) * inv_scale
-        bad |= (unscaled < float("inf")).to(tl.int32) ^ 1
+    bad, _ = unscaled_amax(amax_ptr, n, inv_scale, BLOCK)
     norm = total_norm(square_ptr, parts, inv_scale, BLOCK)
     # a step that is skipped for another reason says nothing about outliers, and is not kept
     counts = (flag == 0.0) & (earlier == 0.0) & (tl.max(bad, 0) == 0)
@@ -161,7 +163,7 @@ def outliers_triton(
 ) -> None:
     tensors = (*evidence, used_scale, loss, limit.window, numbers, flag)
     sizes = len(evidence.amax), len(evidence.square_sum), _TO_SIGMA * limit.sigmas
-    constants = (int(Slot.LOSS), OUTLYING, SIZE, MOST, _MIDDLE, _TO_SIGMA, LEAST, _BLOCK, _PART)
+    constants = (LOSS, OUTLYING, SIZE, MOST, _MIDDLE, _TO_SIGMA, LEAST, _BLOCK, _PART)
     Launch(outliers_kernel, (1, 1, 1), sizes, constants, 1)(*tensors)
 
 
@@ -194,8 +196,8 @@ def outliers_torch(
     window[-1] = torch.where(counts, after, seen).float()
     sigmas = torch.full_like(norm, limit.sigmas)
     told = torch.stack([loss, middles[0], limits[0], norm, middles[1], limits[1], sigmas]).double()
-    slots = slice(int(Slot.LOSS), int(Slot.SIGMAS) + 1)
-    numbers[slots] = torch.where(found, told, numbers[slots])
+    places = slice(LOSS, RECORD)
+    numbers[places] = torch.where(found, told, numbers[places])
     flag.copy_(torch.where(found, OUTLYING, nonfinite))
 
 
@@ -229,7 +231,7 @@ def outliers(
         used_scale: 0-d float32, the loss scale that the backward used.
         loss: 0-d float32, the same on all ranks; NaN if not known.
         limit: definition of an outlier, with the window.
-        numbers: numbers of the decision's Record. For an outlier, those from ``Slot.LOSS`` on
+        numbers: numbers of the decision's Record. For an outlier, those from ``LOSS`` on
             receive the loss, its median and its limit, the same of the norm, and ``sigmas``.
         flag: 0-d float32, which receives OUTLYING for an outlier, else ``evidence.loss_nonfinite``.
         backend: "auto", "triton" or "eager".
@@ -250,28 +252,26 @@ def _step(tensors: list[Tensor], loss: float) -> tuple[Any, ...]:
     window[: 2 * SIZE] = 1.0 + torch.arange(2 * SIZE, device=amax.device) % 7
     window[-1] = SIZE + 5
     evidence = Evidence(amax, amax.square()[:1], flag, flag)
-    numbers = amax.new_zeros(len(Slot), dtype=torch.float64)
+    numbers = amax.new_zeros(RECORD, dtype=torch.float64)
     return evidence, flag + 1.0, flag + loss, Limit(window, 6.0), numbers, flag.clone()
 
 
-def _sample(variant: str, loss: float) -> ListSample:
-    def args(tensors: list[Tensor], _: torch.dtype) -> tuple[Any, ...]:
-        return _step(tensors, loss)
-
-    return ListSample(
-        args, lambda args, _: [args[5], args[3].window, args[4].float()], variant=variant
-    )
+def _results(args: tuple[Any, ...], _: None) -> list[Tensor]:
+    _, _, _, limit, numbers, flag = args
+    return [flag, limit.window, numbers.float()]
 
 
 OUTLIERS = Implementations(
-    outliers_triton, outliers_torch, [_sample("usual", 3.0), _sample("outlier", 1e6)]
+    outliers_triton,
+    outliers_torch,
+    [
+        ListSample(lambda tensors, _: _step(tensors, 3.0), _results, variant="usual"),
+        ListSample(lambda tensors, _: _step(tensors, 1e6), _results, variant="outlier"),
+    ],
 )
 
 
 def shipped() -> Iterator[Shipped]:
     """Yield the call of one step."""
-    flag = torch.zeros((), device="meta")
-    evidence = Evidence(flag.new_zeros(8), flag.new_zeros(64), flag, flag)
-    numbers = flag.new_zeros(len(Slot) + 8, dtype=torch.float64)
-    args = evidence, flag, flag, Limit(flag.new_zeros(WINDOW), 6.0), numbers, flag
+    args = _step([torch.empty(64, device="meta")], 3.0)
     yield Shipped("outliers", outliers_triton, args, max_registers=224)

@@ -252,67 +252,47 @@ def _shared(t: Tiling, dtype: torch.dtype, log: bool, shift: float) -> Callable[
     return run
 
 
-def softmax_prepared(x: Tensor, dim: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def softmax_prepared(
+    x: Tensor, dim: int, dtype: torch.dtype, log: bool
+) -> Callable[[Tensor], Tensor]:
     """Return a function that does ``softmax_triton`` on tensors of x's shape and dtype."""
-    return _forward(x.shape, x.dtype, dim, dtype, False)
+    return _forward(x.shape, x.dtype, dim, dtype, log)
 
 
-def softmax_triton(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return softmax_prepared(x, dim, dtype)(x)
+def softmax_triton(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    return softmax_prepared(x, dim, dtype, log)(x)
 
 
-def softmax_torch(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return torch.softmax(x.float(), dim).to(dtype)
+def softmax_torch(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    function = torch.log_softmax if log else torch.softmax
+    return function(x.float(), dim).to(dtype)
 
 
-def softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
-    """Compute exp(x - max) / sum(exp(x - max)) along ``dim`` in FP32, rounded once.
+def softmax(x: Tensor, dim: int, dtype: torch.dtype, log: bool, backend: str = "auto") -> Tensor:
+    """Compute softmax or log_softmax along ``dim`` in FP32, rounded once.
 
-    Args:
-        x: float16, bfloat16 or float32, of any shape and strides.
-        dim: dimension of the lines.
-        dtype: dtype of the result, float16, bfloat16 or float32.
-        backend: "auto", "triton" or "eager".
-    """
-    return SOFTMAX(backend, x, dim, dtype)
-
-
-def log_softmax_prepared(x: Tensor, dim: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return a function that does ``log_softmax_triton`` on tensors of x's shape and dtype."""
-    return _forward(x.shape, x.dtype, dim, dtype, True)
-
-
-def log_softmax_triton(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return log_softmax_prepared(x, dim, dtype)(x)
-
-
-def log_softmax_torch(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return torch.log_softmax(x.float(), dim).to(dtype)
-
-
-def log_softmax(x: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
-    """Compute x - max - log(sum(exp(x - max))) along ``dim`` in FP32, rounded once.
+    With e = exp(x - max), softmax is e / sum(e), and log_softmax is x - max - log(sum(e)).
 
     Args:
         x: float16, bfloat16 or float32, of any shape and strides.
         dim: dimension of the lines.
         dtype: dtype of the result, float16, bfloat16 or float32.
+        log: True for log_softmax.
         backend: "auto", "triton" or "eager".
     """
-    return LOG_SOFTMAX(backend, x, dim, dtype)
+    return SOFTMAX(backend, x, dim, dtype, log)
 
 
 SOFTMAX = TraceableOp(
     softmax_triton,
     softmax_torch,
-    [Sample(lambda x, dim: (x, dim, x.dtype), reads=2, writes=2, parts=2)],
+    [
+        Sample(lambda x, dim: (x, dim, x.dtype, False), reads=2, writes=2, parts=2),
+        Sample(
+            lambda x, dim: (x, dim, torch.float32, True), reads=2, writes=4, parts=2, variant="log"
+        ),
+    ],
     prepared=softmax_prepared,
-)
-LOG_SOFTMAX = TraceableOp(
-    log_softmax_triton,
-    log_softmax_torch,
-    [Sample(lambda x, dim: (x, dim, torch.float32), reads=2, writes=4, parts=2)],
-    prepared=log_softmax_prepared,
 )
 
 
@@ -336,8 +316,9 @@ def shipped_cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, torch.d
 def shipped() -> Iterator[Shipped]:
     """Yield the calls whose builds are checked."""
     for name, shape, dtype, result in shipped_cases():
-        args = torch.empty(shape, dtype=dtype, device="meta"), 1, result
-        if result is torch.float32:  # stores twice as much; short lines take two vectors each
-            yield Shipped(name, log_softmax_triton, args, 80 if shape[-1] > 512 else 96, 15, 1)
+        log = result is torch.float32
+        args = torch.empty(shape, dtype=dtype, device="meta"), 1, result, log
+        if log:  # stores twice as much; short lines take two vectors each
+            yield Shipped(name, softmax_triton, args, 80 if shape[-1] > 512 else 96, 15, 1)
         else:
             yield Shipped(name, softmax_triton, args, 64, 12, 1 if shape[1] <= LONGEST else 2)

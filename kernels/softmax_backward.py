@@ -5,6 +5,7 @@ that it reads twice; or several programs share a line.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,8 +116,7 @@ def softmax_backward_kernel(
     columns, exist = column_offsets(0, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
     offs, mask = lines + columns, valid & exist
     # zeros where nothing exists: both forms of a term are then 0, and the sum needs no second mask
-    g = tl.load(g_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    g, y = _load(g_ptr, y_ptr, offs, mask, "")
     dx = _gradient(g, y, tl.sum(_term(g, y, LOG), 1, keep_dims=True), LOG)
     tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
@@ -194,15 +194,14 @@ def _backward_tiling(shape: Sequence[int], dim: int, vec: int) -> Tiling:
 
 @cached_by_shape
 def _backward(
-    shape: tuple[int, ...],
-    incoming: torch.dtype,
-    given: torch.dtype,
-    dim: int,
-    dtype: torch.dtype,
-    log: bool,
+    shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], dim: int, log: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function of contiguous gradients and outputs of one shape and these dtypes."""
-    t = _backward_tiling(shape, dim, WIDEST // max(d.itemsize for d in (incoming, given, dtype)))
+    """Return a function of contiguous gradients and outputs of one shape.
+
+    ``dtypes`` are those of the incoming gradient, the output and the result.
+    """
+    *_, dtype = dtypes
+    t = _backward_tiling(shape, dim, WIDEST // max(each.itemsize for each in dtypes))
     # a grid of 0 programs is an invalid launch
     if t.lines * t.n == 0:
         return lambda grad, y: torch.empty_like(y, dtype=dtype)
@@ -237,82 +236,53 @@ def _shared(t: Tiling, dtype: torch.dtype, log: bool) -> Callable[[Tensor, Tenso
     return run
 
 
-def _run(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
-    run = _backward(y.shape, grad.dtype, y.dtype, dim, dtype, log)
+def softmax_backward_triton(
+    grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool
+) -> Tensor:
+    run = _backward(y.shape, (grad.dtype, y.dtype, dtype), dim, log)
     return run(grad.contiguous(), y.contiguous())
 
 
-def softmax_backward_triton(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return _run(grad, y, dim, dtype, False)
-
-
-def softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+def softmax_backward_torch(
+    grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool
+) -> Tensor:
     g, y = grad.float(), y.float()
+    if log:
+        return (g - y.exp() * g.sum(dim, keepdim=True)).to(dtype)
     return (y * (g - (g * y).sum(dim, keepdim=True))).to(dtype)
 
 
 def softmax_backward(
-    grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
+    grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, backend: str = "auto"
 ) -> Tensor:
-    """Compute the gradient of softmax from its output, in FP32, rounded once to ``dtype``.
+    """Compute the gradient of ``softmax`` from its output, in FP32, rounded once to ``dtype``.
 
-    The gradient is y * (grad - sum(grad * y)).
+    The gradient of softmax is y * (grad - sum(grad * y)), that of log_softmax grad - exp(y) *
+    sum(grad).
 
     Args:
         grad: gradient of the output, float16, bfloat16 or float32, of the shape of ``y``.
         y: the output, float16, bfloat16 or float32, of any shape and strides.
         dim: dimension of the lines.
         dtype: dtype of the result.
+        log: True for log_softmax.
         backend: "auto", "triton" or "eager".
     """
-    return SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
+    return SOFTMAX_BACKWARD(backend, grad, y, dim, dtype, log)
 
 
-def log_softmax_backward_triton(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return _run(grad, y, dim, dtype, True)
-
-
-def log_softmax_backward_torch(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    g = grad.float()
-    return (g - y.float().exp() * g.sum(dim, keepdim=True)).to(dtype)
-
-
-def log_softmax_backward(
-    grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
-) -> Tensor:
-    """Compute the gradient of log_softmax from its output, in FP32, rounded once to ``dtype``.
-
-    The gradient is grad - exp(y) * sum(grad).
-
-    Args:
-        grad: gradient of the output, float16, bfloat16 or float32, of the shape of ``y``.
-        y: the output, float16, bfloat16 or float32, of any shape and strides.
-        dim: dimension of the lines.
-        dtype: dtype of the result.
-        backend: "auto", "triton" or "eager".
-    """
-    return LOG_SOFTMAX_BACKWARD(backend, grad, y, dim, dtype)
+def _sample(reads: int, variant: str, args: Callable[[Tensor, int], tuple[Any, ...]]) -> Sample:
+    return Sample(args, reads, writes=2, parts=1, any_order=True, variant=variant)
 
 
 SOFTMAX_BACKWARD = TraceableOp(
     softmax_backward_triton,
     softmax_backward_torch,
-    [Sample(lambda g, dim: (g, g.abs(), dim, g.dtype), reads=4, writes=2, parts=1, any_order=True)],
-)
-LOG_SOFTMAX_BACKWARD = TraceableOp(
-    log_softmax_backward_triton,
-    log_softmax_backward_torch,
     [
-        Sample(
-            lambda g, dim: (g, -g.abs(), dim, g.dtype), reads=4, writes=2, parts=1, any_order=True
-        ),
-        Sample(
-            lambda g, dim: (g.float(), -g.abs().float(), dim, g.dtype),
-            reads=8,
-            writes=2,
-            parts=1,
-            any_order=True,
-            variant="of float32",
+        _sample(4, "", lambda g, dim: (g, g.abs(), dim, g.dtype, False)),
+        _sample(4, "log", lambda g, dim: (g, -g.abs(), dim, g.dtype, True)),
+        _sample(
+            8, "log of float32", lambda g, dim: (g.float(), -g.abs().float(), dim, g.dtype, True)
         ),
     ],
 )
@@ -323,7 +293,7 @@ def shipped() -> Iterator[Shipped]:
     for name, shape, dtype, result in shipped_cases():
         y = torch.empty(shape, dtype=result, device="meta")
         log = result is torch.float32
-        backward = log_softmax_backward_triton if log else softmax_backward_triton
         # a tile of several short FP32 lines is loaded at once, before anything is computed
         registers = 120 if log and shape[-1] <= 512 else 96
-        yield Shipped(f"{name} backward", backward, (y, y, 1, dtype), registers, 10, int(log))
+        args = y, y, 1, dtype, log
+        yield Shipped(f"{name} backward", softmax_backward_triton, args, registers, 10, int(log))

@@ -205,10 +205,10 @@ def test_compile_failure_changes_nothing_outside(device: torch.device) -> None:
     x = torch.randn(4, 8, device=device)
     if not hardware.INTERPRETED and hardware.why_not_triton(device) is not None:
         pytest.skip("kernels run neither on this device nor in the interpreter")
-    expected = softmax(x, 1, torch.float32, "triton")
+    expected = softmax(x, 1, torch.float32, False, "triton")
     with compile_failure(), pytest.raises(_launch.KernelError, match="cannot be compiled"):
-        softmax(x, 1, torch.float32, "triton")
-    assert torch.equal(softmax(x, 1, torch.float32, "triton"), expected)
+        softmax(x, 1, torch.float32, False, "triton")
+    assert torch.equal(softmax(x, 1, torch.float32, False, "triton"), expected)
 
 
 def test_imported_only_when_asked_for(fresh_python: FreshPython, tmp_path: Path) -> None:

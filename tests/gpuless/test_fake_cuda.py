@@ -47,7 +47,7 @@ def test_views_of_parameters_in_inference_mode(fake_cuda: FakeCuda) -> None:
 
 def test_kernels_say_nothing_of_infinities(fake_cuda: FakeCuda) -> None:
     x = torch.tensor([[float("inf"), 1.0]], device="cuda")
-    y = softmax.softmax(x, 1, torch.float16, backend="triton")
+    y = softmax.softmax(x, 1, torch.float16, False, "triton")
     assert y.isnan().tolist() == [[True, True]]
 
 

@@ -35,7 +35,7 @@ from tritonamp.kernels import _implementations, _launch, reduce, softmax
 half = torch.float16
 
 def run(x, backend="triton"):
-    return softmax.softmax(x, 1, half, backend)
+    return softmax.softmax(x, 1, half, False, backend)
 """
 
 PROPERTIES = """

@@ -106,7 +106,9 @@ def test_losses_on_both(cuda: torch.device, compiled: bool) -> None:
 
 @pytest.mark.parametrize("function", [softmax.softmax, reduce.sum])
 def test_an_explicit_kernel_on_the_cpu(cuda: torch.device, function: Any) -> None:
-    args = (1, torch.float16) if function is softmax.softmax else ((1,), False, torch.float16)
+    args = (
+        (1, torch.float16, False) if function is softmax.softmax else ((1,), False, torch.float16)
+    )
     message = (
         "backend='triton' cannot run: cpu is not an NVIDIA GPU. Use backend='auto' or "
         "backend='eager'"

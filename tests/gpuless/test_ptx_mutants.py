@@ -19,7 +19,7 @@ def run(x, broken=str):
     softmax.softmax_kernel.device_caches.clear()
     with emulated(80) as gpu, on_cpu():
         gpu.rewrite = broken
-        y = softmax.softmax_triton(x, 1, half)
+        y = softmax.softmax_triton(x, 1, half, False)
     return gpu, y
 
 def without_mask(what):
@@ -42,7 +42,8 @@ x, long = torch.randn(6, 1000).to(half), torch.randn(2, 4096).to(half)
 for values in x, long:
     gpu, y = run(values)
     assert not gpu.findings and gpu.memory.unwritten(y) == 0, gpu.findings
-    torch.testing.assert_close(y, softmax.softmax_torch(values, 1, half), rtol=1e-3, atol=1e-6)
+    expected = softmax.softmax_torch(values, 1, half, False)
+    torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-6)
 
 # masks
 for what in "ld", "st":
@@ -67,7 +68,7 @@ for number in range(barriers):
 # code for aligned memory, and other memory
 unaligned = torch.randn(6 * 1000 + 1).to(half)[1:].view(6, 1000)
 with emulated(80) as gpu, on_cpu():
-    softmax.softmax_triton(x, 1, half)
+    softmax.softmax_triton(x, 1, half, False)
     (compiled,) = _launch._compiled.values()
     given = list(gpu.launches[0].arguments.values())
     compiled[gpu.launches[0].grid](unaligned, torch.empty_like(unaligned), *given[2:], stream=0)

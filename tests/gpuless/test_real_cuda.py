@@ -151,7 +151,7 @@ def test_launches_are_counted(gpu: AnyCuda) -> None:
     x = torch.ones(2, 3, device="cuda")
 
     def run() -> None:
-        softmax.softmax(x, 1, torch.float32, backend="triton")
+        softmax.softmax(x, 1, torch.float32, False, "triton")
 
     run()
     run()

@@ -64,7 +64,7 @@ x = torch.zeros(4, 1024, dtype=half)
 """
 
 BUILDS = """
-y = softmax.softmax_triton(x, 1, half)
+y = softmax.softmax_triton(x, 1, half, False)
 (call,) = calls
 assert call.grid == (4, 1, 1) and call.stream == 7
 assert call.args[0] is x and call.args[1] is y and call.args[2:5] == (4, 1024, 4), call.args
@@ -75,17 +75,17 @@ assert "rows" not in attributes and "x_ptr" in attributes  # 16-byte alignment i
 assert call.build.num_warps == 1 and call.build.maxnreg == softmax.MAX_REGISTERS
 
 # the same build serves other numbers of rows, and memory elsewhere
-softmax.softmax_triton(torch.zeros(1, 1024, dtype=half), 1, half)
-softmax.softmax_triton(torch.zeros(7, 1024, dtype=half), 1, half)
+softmax.softmax_triton(torch.zeros(1, 1024, dtype=half), 1, half, False)
+softmax.softmax_triton(torch.zeros(7, 1024, dtype=half), 1, half, False)
 assert loaded == ["softmax_kernel"], loaded
 
 # memory that is not aligned, another dtype, another length: other builds
 unaligned = torch.zeros(4 * 1024 + 1, dtype=half)[1:].view(4, 1024)
-softmax.softmax_triton(unaligned, 1, half)
+softmax.softmax_triton(unaligned, 1, half, False)
 assert "x_ptr" not in calls[-1].build.attributes
-softmax.softmax_triton(x.bfloat16(), 1, torch.bfloat16)
+softmax.softmax_triton(x.bfloat16(), 1, torch.bfloat16, False)
 assert calls[-1].build.signature["x_ptr"] == "*bf16" and calls[-1].build.constants["SHIFT"] == 64
-softmax.softmax_triton(torch.zeros(4, 1000, dtype=half), 1, half)
+softmax.softmax_triton(torch.zeros(4, 1000, dtype=half), 1, half, False)
 assert len(loaded) == 4, loaded
 
 # sizes beyond 2**31
@@ -104,7 +104,7 @@ def no_compiler(*args):
 
 Driver.utils.load_binary = no_compiler
 try:
-    softmax.softmax_triton(torch.zeros(4, 64, dtype=half), 1, half)
+    softmax.softmax_triton(torch.zeros(4, 64, dtype=half), 1, half, False)
 except _launch.KernelError as error:
     assert str(error) == "softmax_kernel cannot be compiled: FileNotFoundError: ptxas", error
 else:
@@ -134,7 +134,7 @@ def names(mode):
     calls.clear()
     with mode:
         optimizer.step()
-        softmax.softmax(x, 1, half, "triton")
+        softmax.softmax(x, 1, half, False, "triton")
     return [call.build.name for call in calls]
 
 expected = ["adam_rates_kernel", "adamw_kernel", "softmax_kernel"]
@@ -162,7 +162,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 def function(x):
-    return softmax.softmax_triton(x, 1, half)
+    return softmax.softmax_triton(x, 1, half, False)
 
 def kernels_of(graph):
     return [node for node in graph.nodes if "triton_kernel_wrapper" in str(node.target)]
@@ -187,7 +187,7 @@ def compiler(graph_module, inputs):
     graphs.append(graph_module.graph)
     return make_boxed_func(graph_module.forward)
 
-aot_function(lambda x: softmax.softmax(x, 1, half, "triton"), fw_compiler=compiler)(x)
+aot_function(lambda x: softmax.softmax(x, 1, half, False, "triton"), fw_compiler=compiler)(x)
 (traced,) = kernels_of(graphs[0])
 assert str(traced.target) == "triton_kernel_wrapper_functional", traced.target
 """
@@ -199,7 +199,7 @@ device._answers.clear()
 torch.cuda.current_device = lambda: 0  # a machine with a GPU
 message = "backend='triton' cannot run: cpu is not an NVIDIA GPU. Use backend='auto'"
 for function in (
-    lambda: softmax.softmax(x, 1, half, "triton"),
+    lambda: softmax.softmax(x, 1, half, False, "triton"),
     lambda: reduce.sum(x, (1,), False, half, "triton"),
 ):
     try:
@@ -225,7 +225,7 @@ x = torch.zeros(1 << 8, 1 << 8, dtype=half)
 warnings.simplefilter("error")
 for backend in ("auto", "triton"):
     try:
-        softmax.softmax(x, 1, half, backend)
+        softmax.softmax(x, 1, half, False, backend)
     except torch.AcceleratorError as error:
         assert str(error) == "CUDA error: an illegal memory access was encountered", error
     else:

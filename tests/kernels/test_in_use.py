@@ -245,9 +245,9 @@ def test_auto_goes_on_in_eager_torch_with_one_warning(
         "softmax_kernel cannot be compiled: FileNotFoundError: no C comp"
     )
     with pytest.warns(RuntimeWarning, match=text):
-        y = softmax.softmax(x, 1, FP16)
-    assert torch.equal(y, softmax.softmax_torch(x, 1, FP16))
-    assert torch.equal(softmax.softmax(x, 1, FP16), y)  # without another warning
+        y = softmax.softmax(x, 1, FP16, False)
+    assert torch.equal(y, softmax.softmax_torch(x, 1, FP16, False))
+    assert torch.equal(softmax.softmax(x, 1, FP16, False), y)  # without another warning
     amp = tritonamp.enable(nn.Linear(1, 1))
     assert list(amp.stats()["kernel_failures"]) == ["softmax"]
     amp.disable()

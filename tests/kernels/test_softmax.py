@@ -1,7 +1,6 @@
 """softmax and log_softmax, kernels and twins against FP64."""
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -10,12 +9,11 @@ from torch import Tensor
 
 from tests.kernels.conftest import Shrink, assert_within, numpy_warns, softmax_and_error, ulp
 from tritonamp.kernels.device import INTERPRETED
-from tritonamp.kernels.softmax import log_softmax, softmax
+from tritonamp.kernels.softmax import softmax
 
 pytestmark = numpy_warns
 
 HALF, BF16, WIDE = torch.float16, torch.bfloat16, torch.float32
-Op = Callable[..., Tensor]
 
 
 class Layout(NamedTuple):
@@ -64,7 +62,7 @@ REAL = {
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 each_real_layout = pytest.mark.parametrize("layout", REAL.values(), ids=REAL.keys())
-each_op = pytest.mark.parametrize("op", [softmax, log_softmax])
+each_kind = pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
 each_regime = pytest.mark.parametrize("layout", [LAYOUTS[name] for name in REGIMES], ids=REGIMES)
 
 
@@ -82,7 +80,7 @@ def inputs(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def check_softmax(
-    op: Op,
+    log: bool,
     layout: Layout,
     dtype: torch.dtype,
     result: torch.dtype,
@@ -93,47 +91,47 @@ def check_softmax(
     contract.
     """
     x = inputs(layout, dtype, device)
-    exact, error = softmax_and_error(op is log_softmax, x, layout.dim)
-    y = op(x, layout.dim, result, backend)
+    exact, error = softmax_and_error(log, x, layout.dim)
+    y = softmax(x, layout.dim, result, log, backend)
     assert y.dtype is result
     bound = ulp(exact, result) / 2 + error
     assert_within(
         y,
         exact,
-        bound.minimum(ulp(exact, result)) if op is softmax and result is not WIDE else bound,
+        bound.minimum(ulp(exact, result)) if not log and result is not WIDE else bound,
     )
 
 
 @each_layout
-@each_op
+@each_kind
 @pytest.mark.usefixtures("tiles_of_layout")
-def test_results(device: torch.device, backend: str, op: Op, layout: Layout) -> None:
-    check_softmax(op, layout, HALF, HALF, device, backend)
+def test_results(device: torch.device, backend: str, log: bool, layout: Layout) -> None:
+    check_softmax(log, layout, HALF, HALF, device, backend)
 
 
 @pytest.mark.parametrize(
     ("dtype", "result"), [(BF16, BF16), (HALF, WIDE), (WIDE, BF16), (WIDE, WIDE)], ids=str
 )
 @each_regime
-@each_op
+@each_kind
 @pytest.mark.usefixtures("tiles_of_layout")
 def test_dtypes(
     device: torch.device,
     backend: str,
-    op: Op,
+    log: bool,
     layout: Layout,
     dtype: torch.dtype,
     result: torch.dtype,
 ) -> None:
-    check_softmax(op, layout, dtype, result, device, backend)
+    check_softmax(log, layout, dtype, result, device, backend)
 
 
 @each_real_layout
-@each_op
+@each_kind
 def test_results_at_real_boundaries(
-    device: torch.device, backend: str, op: Op, layout: Layout
+    device: torch.device, backend: str, log: bool, layout: Layout
 ) -> None:
-    check_softmax(op, layout, HALF, WIDE if op is log_softmax else HALF, device, backend)
+    check_softmax(log, layout, HALF, WIDE if log else HALF, device, backend)
 
 
 @pytest.fixture
@@ -166,10 +164,10 @@ def test_smallest_bfloat16_results(
     for copies in (1, 2):  # lines of up to 128, and longer
         line = x.repeat(copies)
         exact = torch.softmax(line.double(), 0)
-        assert_within(softmax(line, 0, BF16, backend), exact, ulp(exact, BF16))
+        assert_within(softmax(line, 0, BF16, False, backend), exact, ulp(exact, BF16))
 
 
 def test_rows_longer_than_half_can_count(device: torch.device, backend: str) -> None:
     """70000 equal values: the denominator 70000 is beyond fp16."""
-    y = softmax(torch.zeros(70_000, dtype=HALF, device=device), 0, HALF, backend)
+    y = softmax(torch.zeros(70_000, dtype=HALF, device=device), 0, HALF, False, backend)
     assert torch.equal(y, torch.full_like(y, 1 / 70_000))

@@ -2,7 +2,6 @@
 shared lines.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -10,14 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import Shrink, numpy_warns, softmax_and_error, ulp
-from tritonamp.kernels.softmax import log_softmax, softmax
-from tritonamp.kernels.softmax_backward import log_softmax_backward, softmax_backward
+from tritonamp.kernels.softmax import softmax
+from tritonamp.kernels.softmax_backward import softmax_backward
 
 pytestmark = numpy_warns
 
 HALF, BF16 = torch.float16, torch.bfloat16
 INF, NAN = float("inf"), float("nan")
-Op = Callable[..., Tensor]
 
 
 class Regime(NamedTuple):
@@ -67,8 +65,7 @@ SPECIAL: dict[
 }
 
 each_regime = pytest.mark.parametrize("regime", REGIMES.values(), ids=REGIMES.keys())
-each_op = pytest.mark.parametrize("op", [softmax, log_softmax])
-each_backward = pytest.mark.parametrize("op", [softmax_backward, log_softmax_backward])
+each_kind = pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
 
 
 def by_line(x: Tensor, dim: int) -> Tensor:
@@ -85,9 +82,14 @@ def random(lines: int, dim: int, dtype: torch.dtype, device: torch.device) -> Te
 @pytest.mark.parametrize(
     ("regime", "half"), [*((regime, HALF) for regime in REGIMES), ("shared", BF16)], ids=str
 )
-@each_op
+@each_kind
 def test_special_lines_are_torchs_and_leave_their_neighbours_alone(
-    device: torch.device, backend: str, small_tiles: Shrink, op: Op, regime: str, half: torch.dtype
+    device: torch.device,
+    backend: str,
+    small_tiles: Shrink,
+    log: bool,
+    regime: str,
+    half: torch.dtype,
 ) -> None:
     dim, many = REGIMES[regime]
     small_tiles(many)
@@ -96,14 +98,12 @@ def test_special_lines_are_torchs_and_leave_their_neighbours_alone(
     for line, name in zip(by_line(x, dim), names, strict=True):
         for start, end, value in SPECIAL.get(name, []):
             line[start:end] = value
-    exact, error = softmax_and_error(op is log_softmax, x, dim)
+    exact, error = softmax_and_error(log, x, dim)
     rounded = exact.to(
         half
     ).double()  # -131008 is beyond fp16: the nearest there is -inf, never the largest finite
-    result = op(x, dim, half, backend).double()
-    right = (result - exact).abs() <= (
-        ulp(exact, half) / 2 + error if op is log_softmax else ulp(exact, half)
-    )
+    result = softmax(x, dim, half, log, backend).double()
+    right = (result - exact).abs() <= (ulp(exact, half) / 2 + error if log else ulp(exact, half))
     right = torch.where(
         rounded.isfinite(), right, (result == rounded) | (result.isnan() & rounded.isnan())
     )
@@ -111,17 +111,17 @@ def test_special_lines_are_torchs_and_leave_their_neighbours_alone(
     assert not wrong.any(), [name for name, bad in zip(names, wrong, strict=True) if bad]
 
 
-@each_op
+@each_kind
 def test_masked_lines_of_attention(
-    device: torch.device, backend: str, small_tiles: Shrink, op: Op
+    device: torch.device, backend: str, small_tiles: Shrink, log: bool
 ) -> None:
     """Triangles of -inf: probabilities are exactly zero there, and add up to one."""
     for many in (None, 0):
         small_tiles(many)
         x = torch.zeros(9, 140, device=device, dtype=HALF)
         x = x.masked_fill(torch.ones_like(x, dtype=torch.bool).triu(1).flip(1), -INF)
-        y = op(x, 1, HALF, backend).double()
-        y = y.exp() if op is log_softmax else y
+        y = softmax(x, 1, HALF, log, backend).double()
+        y = y.exp() if log else y
         assert (y[x == -INF] == 0).all()
         torch.testing.assert_close(
             y.sum(1), torch.ones_like(y[:, 0]), rtol=2 * torch.finfo(HALF).eps, atol=0
@@ -129,16 +129,17 @@ def test_masked_lines_of_attention(
 
 
 @each_regime
-@each_backward
+@each_kind
 def test_backward_never_hides_a_bad_gradient(
-    device: torch.device, backend: str, small_tiles: Shrink, op: Op, regime: Regime
+    device: torch.device, backend: str, small_tiles: Shrink, log: bool, regime: Regime
 ) -> None:
     small_tiles(regime.many)
     grad = random(7, regime.dim, HALF, device)
     for i, bad in enumerate((INF, -INF, NAN)):
         by_line(grad, regime.dim)[2 * i + 1, 170 + i] = bad
-    y = torch.full_like(grad, 2.0**-9 if op is softmax_backward else -6.0)
-    finite = by_line(op(grad, y, regime.dim, HALF, backend).isfinite(), regime.dim)
+    y = torch.full_like(grad, -6.0 if log else 2.0**-9)
+    result = softmax_backward(grad, y, regime.dim, HALF, log, backend)
+    finite = by_line(result.isfinite(), regime.dim)
     assert finite[0::2].all()
     assert not finite[1::2].any()
 
@@ -154,6 +155,6 @@ def test_backward_of_masked_elements(
     log_y = torch.full_like(grad, -5.5)
     for tensor, value in ((y, 0.0), (log_y, -INF)):
         by_line(tensor, regime.dim)[1, 100:180] = value
-    assert (softmax_backward(grad, y, regime.dim, HALF, backend)[y == 0] == 0).all()
-    result = log_softmax_backward(grad, log_y, regime.dim, HALF, backend)
+    assert (softmax_backward(grad, y, regime.dim, HALF, False, backend)[y == 0] == 0).all()
+    result = softmax_backward(grad, log_y, regime.dim, HALF, True, backend)
     assert torch.equal(result[log_y == -INF], grad[log_y == -INF])

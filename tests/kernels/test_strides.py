@@ -23,8 +23,8 @@ from tests.kernels.conftest import (
 )
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels.reduce import SUM, sum
-from tritonamp.kernels.softmax import log_softmax, softmax
-from tritonamp.kernels.softmax_backward import log_softmax_backward, softmax_backward
+from tritonamp.kernels.softmax import softmax
+from tritonamp.kernels.softmax_backward import softmax_backward
 
 pytestmark = numpy_warns
 
@@ -188,7 +188,7 @@ def test_softmax_of_any_view(
 ) -> None:
     x = view.random(dtypes[0], triton_device)
     dim = any_dim(data, x)
-    y = (log_softmax if log else softmax)(x, dim, dtypes[1], "triton")
+    y = softmax(x, dim, dtypes[1], log, "triton")
     assert_rounded(y, dtypes[1], *softmax_and_error(log, x, dim))
 
 
@@ -200,7 +200,7 @@ def test_gradient_of_any_view(
     grad = view.random(dtypes[0], triton_device)
     dim = any_dim(data, grad)
     y = (torch.log_softmax if log else torch.softmax)(grad.float() / 8, dim).to(dtypes[0])
-    dx = (log_softmax_backward if log else softmax_backward)(grad, y, dim, dtypes[1], "triton")
+    dx = softmax_backward(grad, y, dim, dtypes[1], log, "triton")
     assert_rounded(dx, dtypes[1], *backward_and_error(log, grad, y, dim))
 
 

@@ -12,7 +12,7 @@ from tritonamp.casts.op_rules import Rule, Stock, fp32_rule, storage_rule
 from tritonamp.functional import group_norms, norms
 from tritonamp.functional import losses as _losses
 from tritonamp.functional.inputs import is_under_transforms
-from tritonamp.functional.rows import LogSoftmax, Softmax, Sum, is_ours
+from tritonamp.functional.rows import Softmax, Sum, is_ours
 from tritonamp.kernels import group_norm as _group_norm
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import reduce as _reduce
@@ -123,12 +123,8 @@ def _apply(
     return plan(*tensors)
 
 
-def _softmax_rule(
-    function: type[torch.autograd.Function],
-    operation: TraceableOp,
-    result_dtype: Callable[[Policy, Tensor], torch.dtype],
-) -> Rule:
-    """Return the rule of softmax or log_softmax.
+def _softmax_rule(log: bool, result_dtype: Callable[[Policy, Tensor], torch.dtype]) -> Rule:
+    """Return the rule of softmax, or with ``log`` of log_softmax.
 
     ``result_dtype`` returns the dtype of the result where the caller asks for none.
     """
@@ -148,7 +144,8 @@ def _softmax_rule(
         dtype = dtype or result_dtype(active.policy, input)
         if not is_ours(input, dtype, _least(active)):
             return stock(input, dim, None if dtype is input.dtype else dtype)
-        return _apply(key, function, operation, stock, active, (input,), dim, dtype)
+        operation = _softmax.SOFTMAX
+        return _apply(key, Softmax, operation, stock, active, (input,), dim, dtype, log)
 
     return rule
 
@@ -269,12 +266,8 @@ FUSED: dict[str, Rule] = {
     "layer_norm": _layer_norm_rule,
     "rms_norm": _rms_norm_rule,
     "cross_entropy_loss": _cross_entropy_rule,
-    "softmax.int": _softmax_rule(
-        Softmax, _softmax.SOFTMAX, lambda policy, input: policy.softmax_dtype or input.dtype
-    ),
-    "log_softmax.int": _softmax_rule(
-        LogSoftmax, _softmax.LOG_SOFTMAX, lambda policy, input: torch.float32
-    ),
+    "softmax.int": _softmax_rule(False, lambda policy, input: policy.softmax_dtype or input.dtype),
+    "log_softmax.int": _softmax_rule(True, lambda policy, input: torch.float32),
     "sum": _sum_rule,
     "sum.dim_IntList": _sum_rule,
 }

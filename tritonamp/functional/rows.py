@@ -1,6 +1,6 @@
 """Differentiable softmax, log_softmax and sum."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from tritonamp.policy import HALF_DTYPES
 
 
 class Softmax(torch.autograd.Function):
-    """softmax whose only saved tensor is its output, in the output's dtype."""
+    """softmax or log_softmax whose only saved tensor is its output, in the output's dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, args: tuple[Any, ...], compute: Compute = None) -> Tensor:
@@ -25,29 +25,12 @@ class Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _softmax_gradient(ctx, grads[0], _softmax_backward.softmax_backward), None, None
-
-
-class LogSoftmax(torch.autograd.Function):
-    """log_softmax whose only saved tensor is its output, in the output's dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, args: tuple[Any, ...], compute: Compute = None) -> Tensor:
-        y = compute(x) if compute else _softmax.log_softmax(x, *args)
-        ctx.save_for_backward(y)
-        ctx.args = args, x.dtype
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _softmax_gradient(ctx, grads[0], _softmax_backward.log_softmax_backward), None, None
-
-
-def _softmax_gradient(ctx: Any, grad: Tensor, backward: Callable[..., Tensor]) -> Tensor:
-    (y,) = ctx.saved_tensors
-    (dim, _, backend), dtype = ctx.args
-    # A gradient of the gradient needs torch's operations.
-    return backward(grad, y, dim, dtype, "eager" if torch.is_grad_enabled() else backend)
+        (y,) = ctx.saved_tensors
+        (dim, _, log, backend), dtype = ctx.args
+        # A gradient of the gradient needs torch's operations.
+        backend = "eager" if torch.is_grad_enabled() else backend
+        dx = _softmax_backward.softmax_backward(grads[0], y, dim, dtype, log, backend)
+        return dx, None, None
 
 
 class Sum(torch.autograd.Function):
@@ -84,7 +67,7 @@ def softmax(
         return torch.nn.functional.softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch.nn.functional._get_softmax_dim("softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
-    return Softmax.apply(input, (dim, dtype or input.dtype, "auto"))
+    return Softmax.apply(input, (dim, dtype or input.dtype, False, "auto"))
 
 
 def log_softmax(
@@ -102,7 +85,7 @@ def log_softmax(
         return torch.nn.functional.log_softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch.nn.functional._get_softmax_dim("log_softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
-    return LogSoftmax.apply(input, (dim, dtype or input.dtype, "auto"))
+    return Softmax.apply(input, (dim, dtype or input.dtype, True, "auto"))
 
 
 def sum(

@@ -20,8 +20,10 @@ def checks(device: torch.device, backend: str) -> Iterator[Check]:
     bandwidth: list[float] = []
     yield Check("copy", functools.partial(_copy, device, bandwidth))
     for operation in operations().values():
-        if any(sample.moves_much for sample in operation.samples):
-            run = functools.partial(_time, operation, device, bandwidth)
+        calls = (sample.large(device, torch.float16) for sample in operation.samples)
+        call = next((call for call in calls if call.moves), None)
+        if call is not None:
+            run = functools.partial(_time, operation, call, device, bandwidth)
             yield Check(operation.name, run)
 
 
@@ -33,10 +35,10 @@ def _copy(device: torch.device, bandwidth: list[float]) -> Found:
     return Found(f"{bandwidth[0] / 1e9:.0f} GB/s", {"gb_per_s": bandwidth[0] / 1e9})
 
 
-def _time(operation: Implementations, device: torch.device, bandwidth: list[float]) -> Found:
-    sample: Any = next(sample for sample in operation.samples if sample.moves_much)
+def _time(
+    operation: Implementations, call: Any, device: torch.device, bandwidth: list[float]
+) -> Found:
     try:
-        call = sample.large(device, torch.float16)
         args = call.args()
         seconds = _seconds(lambda: operation.triton_function(*args))
     except torch.OutOfMemoryError as error:
