@@ -26,15 +26,15 @@ def sequence_of(value: Any, changed: dict[int, Any]) -> Any:
 
 def mapping_of(value: Any, changed: dict[Any, Any]) -> Any:
     """Return a mapping like ``value``, with items replaced by key."""
-    kind, items = type(value), {**value, **changed}
+    kind = type(value)
     if kind is dict:
-        return items
+        return {**value, **changed}
     if kind is OrderedDict:  # torch.compile cannot follow a copy of these two
-        return OrderedDict(items)
+        return OrderedDict({**value, **changed})
     if kind is defaultdict:
-        return defaultdict(value.default_factory, items)
+        return defaultdict(value.default_factory, {**value, **changed})
     makers = [lambda: _copy(value, changed)] if isinstance(value, MutableMapping) else []
-    return _first(value, changed, [*makers, lambda: kind(items)])
+    return _first(value, changed, [*makers, lambda: kind({**value, **changed})])
 
 
 def object_of(value: Any, changed: dict[str, Any]) -> Any:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from tritonamp.casts import active
 from tritonamp.casts.context import EnabledContext, restored
-from tritonamp.casts.gathered import wide_weights
 from tritonamp.casts.inputs import Signature, cast_arguments, signature_of, wanted_names
 from tritonamp.casts.methods import entered_methods
 from tritonamp.casts.model import refuse_cast
 from tritonamp.casts.norm_results import Followers, like_given, unknown_followers
 from tritonamp.casts.pickled import with_values
+from tritonamp.casts.replaced import wide_weights
 from tritonamp.casts.saved import SavedDtypes, changed_values, named_tensors, pretrained_members
 from tritonamp.casts.tree import cast_tree, from_half, to_half
 from tritonamp.class_swap import Swapped
@@ -70,11 +70,6 @@ class Method(NamedTuple):
 
     name: str
     signature: Signature
-
-    def wanted(self, cast_inputs: Any, forward: Signature) -> bool | tuple[str, ...]:
-        """Return the arguments to cast. Positions become the names that the forward gives them."""
-        named = isinstance(cast_inputs, bool)
-        return cast_inputs if named else tuple(wanted_names(cast_inputs, forward))
 
 
 def _entered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,7 +155,9 @@ def _cast_inputs(module: Any, args: Any, kwargs: Any, method: Method | None) -> 
     context, signature = module._tritonamp, module._tritonamp_inputs
     wanted = context.policy.cast_inputs
     if method is not None:
-        wanted, signature = method.wanted(wanted, signature), method.signature
+        if not isinstance(wanted, bool):  # positions are the forward's
+            wanted = wanted_names(wanted, signature)
+        signature = method.signature
     return cast_arguments(args, kwargs, wanted, signature, context.input_cast)
 
 
@@ -225,17 +222,12 @@ class EnabledModule(_WithForward):
         entered = {name: _entered(name, getattr(base, name)) for name in methods}
         return super()._members(base) | entered | pretrained_members(base)
 
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
+    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the state of the plain model.
 
         Trainable parameters, and tensors that came in FP32, are FP32, unless
         ``policy.state_dict_dtype`` is half. All other tensors have their stored dtype.
         """
-        if args:  # positional as torch still allows
-            defaults: tuple[Any, ...] = (destination, prefix, keep_vars)
-            destination, prefix, keep_vars = args + defaults[len(args) :]
         result = super().state_dict(  # type: ignore[misc]
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )

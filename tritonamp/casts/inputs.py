@@ -89,12 +89,10 @@ def cast_arguments(
     return tuple(new_args), new_kwargs
 
 
-def wanted_names(wanted: tuple[str | int, ...], signature: Signature) -> list[str]:
+def wanted_names(wanted: tuple[str | int, ...], signature: Signature) -> tuple[str, ...]:
     """Return the names of the arguments that ``wanted`` has by name or position."""
-    by_position = [p for p in wanted if isinstance(p, int) and p < len(signature.positional)]
-    return [name for name in wanted if isinstance(name, str)] + [
-        signature.positional[position] for position in by_position
-    ]
+    named = dict(enumerate(signature.positional))
+    return tuple(named.get(w, "") if isinstance(w, int) else w for w in wanted)
 
 
 def input_tensors(
