@@ -17,7 +17,6 @@ from torch.utils import checkpoint
 from tritonamp.casts import batched_norms
 from tritonamp.casts.active import active, checkpointed, enter, leave, process, thread
 from tritonamp.casts.compiled_backward import compilations
-from tritonamp.casts.fused_ops import FUSED
 from tritonamp.casts.linear_losses import LINEAR_LOSSES
 from tritonamp.casts.op_rules import ALSO_WITHOUT_OP_POLICY, Rule
 from tritonamp.casts.op_table import op_table
@@ -68,19 +67,14 @@ def _register() -> None:
         set_code_exec_strategy(function.__code__, skip)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        aten, torch_nn = (torch.library.Library(name, "IMPL") for name in ("aten", "torch_nn"))
+        registration.libraries += [aten, torch_nn]
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-            for namespace, table in (
-                ("aten", op_table(device_type, FUSED)),
-                ("torch_nn", LINEAR_LOSSES),
-            ):
-                library = torch.library.Library(namespace, "IMPL")
+            for library, table in ((aten, op_table(device_type)), (torch_nn, LINEAR_LOSSES)):
                 for op, rule in table.items():
-                    implementation = _implementation(namespace, op, rule, key)
+                    implementation = _implementation(library.ns, op, rule, key)
                     library.impl(op, implementation, key, with_keyset=True)
-                registration.libraries.append(library)
-        library = torch.library.Library("aten", "IMPL")
-        batched_norms.register(library)
-        registration.libraries.append(library)
+        batched_norms.register(aten)
     # private (torch 2.11 to 2.15): nothing public tells a checkpointed segment whose forward it is
     # a part of
     registration.stock = checkpoint._get_autocast_kwargs

@@ -115,8 +115,6 @@ def grouped_mm_rule(stock: Stock, active: ActivePolicy, *args: Any) -> Any:
     The fifth argument, ``out_dtype``, is the dtype of the result. torch refuses any but the dtype
     of the operands, which are half here, so the result is cast afterwards.
     """
-    if args[0].device.type != "cpu" and not active.policy.op_policy:
-        return stock(*args)
     args, out_dtype = args[:4], args[4:]
     result = _half_everywhere(stock, active, *args)
     return result.to(*out_dtype) if out_dtype else result

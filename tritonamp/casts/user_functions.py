@@ -11,8 +11,7 @@ import torch
 from tritonamp.casts import linear_losses
 from tritonamp.casts.active import half_dtype
 from tritonamp.casts.op_rules import floating_dtypes
-from tritonamp.casts.tree import Cast, cast_tree, from_half, to_half
-from tritonamp.policy import HALF_DTYPES
+from tritonamp.casts.tree import cast_tree, from_half, to_half
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,7 +59,7 @@ def promote_function(function: F) -> F:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if half_dtype() is not None and len(set(floating_dtypes((args, kwargs)))) > 1:
-            args, kwargs = cast_tree((args, kwargs), Cast(HALF_DTYPES, torch.float32))
+            args, kwargs = cast_tree((args, kwargs), from_half(torch.float32))
         return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
