@@ -300,17 +300,6 @@ class Fp32Module(_WithForward):
     _run = staticmethod(_fp32_forward)
 
 
-def _norm_forward(
-    module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
-) -> Any:
-    """Run the forward of a user-written norm. Arguments are those of ``enabled_forward``."""
-    if module._tritonamp_context.policy.op_policy:
-        output = forward(*bound, *args, **kwargs)
-    else:
-        output = _in_fp32(module, forward, *bound, *args, **kwargs)
-    return like_given(module, output, args, kwargs)
-
-
 class NormModule(_WithForward):
     """A norm layer that is not torch's. Its FP32 weights do not make a half result FP32."""
 
@@ -321,7 +310,14 @@ class NormModule(_WithForward):
     )
     _tritonamp_followers: Followers
     _tritonamp_number: int
-    _run = staticmethod(_norm_forward)
+
+    def _run(self: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any) -> Any:
+        """Run the forward. Arguments are those of ``enabled_forward``."""
+        if self._tritonamp_context.policy.op_policy:
+            output = forward(*bound, *args, **kwargs)
+        else:
+            output = _in_fp32(self, forward, *bound, *args, **kwargs)
+        return like_given(self, output, args, kwargs)
 
     def _copied(self, memo: dict[int, Any] | None) -> Any:
         """Return a copy that records no followers yet, because its policy may differ."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from tritonamp.casts.tree import Cast, cast_tree
 
@@ -100,24 +99,22 @@ def input_tensors(
 ) -> Iterator[tuple[str | int, Tensor]]:
     """Yield each tensor in the arguments of a forward, after the argument that holds it.
 
-    The argument is a name, or a position where ``*args`` takes it. All containers that casts look
-    into are searched.
+    The argument is a name, or a position where ``*args`` takes it.
     """
     known = len(signature.positional)
     given: dict[str | int, Any] = {
         signature.positional[i] if i < known else i: value for i, value in enumerate(args)
     }
     for argument, value in (given | kwargs).items():
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             yield argument, tensor
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in lists, tuples, mappings and dataclasses."""
     inside: Iterable[Any] = ()
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, PackedSequence):
-        yield value.data
     elif isinstance(value, (list, tuple)):
         inside = value
     elif isinstance(value, Mapping):
@@ -125,4 +122,4 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     for item in inside:
-        yield from _tensors(item)
+        yield from tensors_in(item)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tritonamp.ambient import preserve
+from tritonamp.casts.inputs import tensors_in
 from tritonamp.casts.user_functions import disable_casts
 from tritonamp.forecast.twin import fp32_copy
 from tritonamp.nested import map_leaves
@@ -170,23 +170,9 @@ def _own_loss(output: Any) -> Tensor:
     loss = output.get("loss") if mapped else getattr(output, "loss", None)
     if isinstance(loss, Tensor) and loss.is_floating_point():
         return loss if loss.numel() == 1 else loss.float().mean()
-    means = [t.float().mean() for t in _floating(output)]
+    means = [t.float().mean() for t in tensors_in(output) if t.is_floating_point()]
     if not means:
         raise Misuse(
             f"the model's output ({type(output).__name__}) has no floating tensor: pass loss_fn"
         )
     return torch.stack(means).mean()
-
-
-def _floating(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-        return
-    if dataclasses.is_dataclass(output) and not isinstance(output, (type, Mapping)):
-        output = [getattr(output, field.name, None) for field in dataclasses.fields(output)]
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    if isinstance(output, (list, tuple)):
-        for item in output:
-            yield from _floating(item)
