@@ -53,9 +53,8 @@ class _WithForward(Swapped):
     @classmethod
     def _members(cls, base: type) -> dict[str, Any]:
         run = cls._run
-        base_forward = base.forward  # type: ignore[attr-defined]
 
-        @functools.wraps(base_forward)
+        @functools.wraps(base.forward)  # type: ignore[attr-defined]
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             own = self._tritonamp_forward
             if own is not None:

@@ -72,8 +72,7 @@ def _used(classes: tuple[type, ...], method: str) -> Iterator[UsedNames]:
 
 def _written_classes(cls: type) -> tuple[type, ...]:
     """Return the class and its bases, without those of torch and Python."""
-    found = (c for c in cls.__mro__ if c.__module__.partition(".")[0] not in _LIBRARIES)
-    return tuple(c for c in found if c is not object)
+    return tuple(c for c in cls.__mro__ if c.__module__.partition(".")[0] not in _LIBRARIES)
 
 
 def _candidates(classes: Iterable[type]) -> Iterator[str]:

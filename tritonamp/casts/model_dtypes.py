@@ -90,11 +90,11 @@ def wanted_dtypes(
     Raises:
         ValueError: ``policy.fp32_modules`` names a module that the model lacks.
     """
-    outer = fp32_modules(model, policy)
-    kept = {id(t) for module in outer for t in (*module.parameters(), *module.buffers())}
-    kept |= {id(t) for t in kept_tensors(model, policy)}
+    kept = kept_tensors(model, policy)
+    for module in fp32_modules(model, policy):
+        kept |= {*module.parameters(), *module.buffers()}
     wanted = {
-        stored.tensor: _wanted_dtype(stored, policy, id(stored.tensor) in kept, gathered)
+        stored.tensor: _wanted_dtype(stored, policy, stored.tensor in kept, gathered)
         for stored in castable_tensors(model)
     }
     return {tensor: dtype for tensor, dtype in wanted.items() if tensor.dtype is not dtype}
