@@ -44,9 +44,9 @@ def listed(key: str) -> list[str]:
 
 CUDA_LIST, CPU_LIST = listed("AutocastCUDA"), listed("AutocastCPU")
 SPARSE = {*op_table.overloads(op_table.SPARSE)}  # in test_sparse.py
-TABLE = {op: rule for op, rule in op_table.op_table("cpu", FUSED).items() if op not in SPARSE}
+TABLE = {op: rule for op, rule in op_table.op_table("cpu").items() if op not in SPARSE}
 # where we differ from torch on CUDA
-OURS = [op for op in op_table.op_table("cuda", FUSED) if not _named(op) and op not in SPARSE]
+OURS = [op for op in op_table.op_table("cuda") if not _named(op) and op not in SPARSE]
 
 # on CUDA's list, and never tested here: they have no CPU kernel, and are reached through conv2d,
 # lstm, lstm_cell, ...

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonamp
-from tritonamp.casts import dispatch, fused_ops
+from tritonamp.casts import fused_ops, op_rules
 from tritonamp.casts.fused_ops import Choice
 from tritonamp.kernels import _implementations
 from tritonamp.kernels import device as hardware
@@ -55,13 +55,13 @@ def x(device: torch.device) -> Tensor:
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[dict[Any, Choice]]:
     """The plans of each op."""
     found: list[dict[Any, Choice]] = []
-    plain = dispatch._Op.__init__
+    plain = op_rules.Stock.__init__
 
-    def noted(op: dispatch._Op, *args: Any) -> None:
+    def noted(op: op_rules.Stock, *args: Any) -> None:
         plain(op, *args)
         found.append(op.plans)
 
-    monkeypatch.setattr(dispatch._Op, "__init__", noted)
+    monkeypatch.setattr(op_rules.Stock, "__init__", noted)
     return found
 
 

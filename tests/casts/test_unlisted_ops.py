@@ -12,7 +12,6 @@ from torch import Tensor
 
 import tritonamp
 from tritonamp.casts import op_table
-from tritonamp.casts.fused_ops import FUSED
 
 MODULES = torch, torch.nn.functional, torch.linalg, torch.special, torch.fft, torch.sparse
 
@@ -125,7 +124,7 @@ def public_functions() -> Iterator[str]:
 
 def listed() -> set[str]:
     """The ops that torch's autocast or our op table has a rule for."""
-    ours = {op for kind in ("cuda", "cpu") for op in op_table.op_table(kind, FUSED)}
+    ours = {op for kind in ("cuda", "cpu") for op in op_table.op_table(kind)}
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     torchs = {
         op.removeprefix("aten::")
@@ -149,7 +148,7 @@ def test_each_public_function_is_decided() -> None:
 
 
 def test_nothing_is_decided_that_has_a_rule() -> None:
-    rules = {op.split(".")[0] for op in op_table.op_table("cpu", FUSED)}
+    rules = {op.split(".")[0] for op in op_table.op_table("cpu")}
     assert not names_in(DECIDED) & rules
 
 

@@ -28,19 +28,19 @@ class _Compilations:
         self._changed: Any = None  # torch's settings, while a compilation runs with another one
 
     def observe(self) -> None:
-        """Make torch call ``begins`` and ``_ends``, once torch._dynamo is imported."""
+        """Make torch call ``begins`` and ``restore``, once torch._dynamo is imported."""
         handler: Any = getattr(sys.modules["torch._dynamo"], "callback_handler", None)
         if handler is not None:  # else another thread is importing it
             handler.register_start_callback(begins)
-            handler.register_end_callback(_ends)
+            handler.register_end_callback(self.restore)
             self.observers = handler.start_callbacks
 
     def release(self) -> None:
-        """Stop torch from calling ``begins`` and ``_ends``."""
+        """Stop torch from calling ``begins`` and ``restore``."""
         if begins in self.observers:
             handler: Any = sys.modules["torch._dynamo"].callback_handler
             handler.remove_start_callback(begins)
-            handler.remove_end_callback(_ends)
+            handler.remove_end_callback(self.restore)
 
     def leave_autocast(self) -> None:
         """Make the present compilation build its backward without autocast."""
@@ -50,8 +50,8 @@ class _Compilations:
             config.backward_pass_autocast = "off"
             self._changed = config
 
-    def restore(self) -> None:
-        """Restore torch's setting."""
+    def restore(self, _: Any) -> None:
+        """Restore torch's setting, when a compilation has ended."""
         if self._changed is not None:
             self._changed.backward_pass_autocast = _STOCK
             self._changed = None
@@ -64,10 +64,6 @@ def begins(_: Any) -> None:
     """Note that a compilation begins, in the thread that called the compiled function."""
     if thread.live():
         compilations.leave_autocast()
-
-
-def _ends(_: Any) -> None:
-    compilations.restore()
 
 
 @constant_to_dynamo

@@ -1,113 +1,86 @@
-"""Copy containers with other items. The copies have the originals' classes.
+"""Copy containers with some items replaced. The copies have the originals' classes.
 
-Originals keep their items. Where a class does not allow such a copy, functions return the original.
+Originals keep their items. Where a class does not allow such a copy, functions return None.
 """
 
 import copy
-import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 
 
-def sequence_of(value: Any, items: list[Any]) -> Any:
-    """Return a list, tuple, named tuple or deque like ``value`` with these items; else ``value``.
-
-    Args:
-        value: sequence to copy.
-        items: new items, as many as ``value`` has.
-    """
+def sequence_of(value: Any, changed: dict[int, Any]) -> Any:
+    """Return a list, tuple, named tuple or deque like ``value``, with items replaced by index."""
     kind = type(value)
+    items = [changed.get(i, item) for i, item in enumerate(value)]
     if kind is list:
         return items
-    if torch.compiler.is_compiling():  # it cannot ask by ``is``
+    if torch.compiler.is_compiling():  # it cannot follow the checks
         named = isinstance(value, tuple) and hasattr(value, "_fields")
         return kind(*items) if named else kind(items)
-    pairs = list(enumerate(items))
-    if isinstance(value, tuple):
-        return _first(value, pairs, [lambda: _tuple(value, items), lambda: kind(items)])
-    return _first(value, pairs, [lambda: _copy(value, pairs), lambda: kind(items)])
+    copied = _tuple if isinstance(value, tuple) else _copy
+    return _first(value, changed, [lambda: copied(value, changed), lambda: kind(items)])
 
 
-def mapping_of(value: Any, items: dict[Any, Any], changed: Iterable[Any]) -> Any:
-    """Return a mapping like ``value`` with these items; else ``value``.
-
-    Args:
-        value: mapping to copy.
-        items: all items of the copy, under the keys of ``value``.
-        changed: keys whose items differ from those of ``value``.
-    """
+def mapping_of(value: Any, changed: dict[Any, Any]) -> Any:
+    """Return a mapping like ``value``, with items replaced by key."""
     kind = type(value)
     if kind is dict:
-        return items
+        return {**value, **changed}
     if kind is OrderedDict:  # torch.compile cannot follow a copy of these two
-        return OrderedDict(items)
+        return OrderedDict({**value, **changed})
     if kind is defaultdict:
-        return defaultdict(value.default_factory, items)
-    pairs = [(key, items[key]) for key in changed]
-    makers = [lambda: _copy(value, pairs)] if isinstance(value, MutableMapping) else []
-    return _first(value, pairs, [*makers, lambda: kind(items)])
+        return defaultdict(value.default_factory, {**value, **changed})
+    makers = [lambda: _copy(value, changed)] if isinstance(value, MutableMapping) else []
+    return _first(value, changed, [*makers, lambda: kind({**value, **changed})])
 
 
-def object_of(value: Any, attributes: dict[str, Any], changed: Iterable[str]) -> Any:
-    """Return a copy of a dataclass or another plain object with these attributes; else ``value``.
-
-    Args:
-        value: object to copy.
-        attributes: attributes of the copy by name.
-        changed: names of the attributes that differ from those of ``value``.
-    """
+def object_of(value: Any, changed: dict[str, Any]) -> Any:
+    """Return a dataclass or another plain object like ``value``, with attributes replaced."""
     try:
         result = copy.copy(value)
-        for name in changed:  # by object's own, because a dataclass may be frozen
-            object.__setattr__(result, name, attributes[name])
+        for name, attribute in changed.items():
+            # by object's own, because a dataclass may be frozen
+            object.__setattr__(result, name, attribute)
     except Exception:
-        return value
+        return None
     return result
 
 
-def _first(value: Any, pairs: list[tuple[Any, Any]], makers: list[Callable[[], Any]]) -> Any:
-    """Return the first result of ``makers`` that has the class and the new items, or ``value``."""
+def _first(value: Any, changed: dict[Any, Any], makers: list[Callable[[], Any]]) -> Any:
+    """Return the first result of ``makers`` that has the class and the new items, or None."""
     for make in makers:
         try:
             result = make()
-            if type(result) is type(value) and all(result[key] is item for key, item in pairs):
+            if type(result) is type(value) and all(result[k] is v for k, v in changed.items()):
                 return result
         except Exception:  # a class of the user's own may raise anything
             continue
-    return value
+    return None
 
 
-def _tuple(value: Any, items: list[Any]) -> Any:
+def _tuple(value: Any, changed: dict[int, Any]) -> Any:
     """Return a tuple of the class of ``value``, whose constructor may take other arguments."""
-    result = tuple.__new__(type(value), items)
+    result = tuple.__new__(type(value), [changed.get(i, item) for i, item in enumerate(value)])
     if hasattr(value, "__dict__"):
         vars(result).update(vars(value))
     return result
 
 
-def _copy(value: Any, pairs: list[tuple[Any, Any]]) -> Any:
-    """Return a shallow copy with some items replaced, or None if ``value`` changed with it.
+def _copy(value: Any, changed: dict[Any, Any]) -> Any:
+    """Return a shallow copy with items replaced, or None if ``value`` changed with it.
 
     A shallow copy may share memory with the original. The items of ``value`` are put back then.
     """
     result = copy.copy(value)
-    before = [(key, value[key]) for key, _ in pairs]
+    before = {key: value[key] for key in changed}
     try:
-        for key, item in pairs:
-            operator.setitem(result, key, item)
-        if all(value[key] is item for key, item in before):
-            return result
-    except BaseException:
-        _write_back(value, before)
-        raise
-    _write_back(value, before)
-    return None
-
-
-def _write_back(value: Any, before: list[tuple[Any, Any]]) -> None:
-    for key, item in before:
-        if value[key] is not item:
-            value[key] = item
+        for key, item in changed.items():
+            result[key] = item
+    finally:
+        shared = [key for key, item in before.items() if value[key] is not item]
+        for key in shared:
+            value[key] = before[key]
+    return None if shared else result

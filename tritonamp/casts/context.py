@@ -51,7 +51,6 @@ class Entry(NamedTuple):
     """The state that a forward puts its thread into: a policy, and torch's autocast."""
 
     number: int  # of the policy, by ``active.number_of``; NO_RULES: autocast does not change
-    followed: active.ActivePolicy | None  # this policy; None: no rules
     device_type: str
     dtype: torch.dtype
     cache: bool  # whether autocast caches casts of weights
@@ -62,7 +61,7 @@ def _entry_of(context: "EnabledContext") -> Entry:
     """Return the entry for the forwards of a context's model."""
     policy, device_type, owner = context.policy, context.device_type, weakref.ref(context)
     if not torch.amp.is_autocast_available(device_type):
-        return Entry(active.NO_RULES, None, "cpu", policy.dtype, False, owner)
+        return Entry(active.NO_RULES, "cpu", policy.dtype, False, owner)
     # on CPU the op table also keeps half matmuls and convolutions from torch's slow kernels
     half_on_cpu = policy.cast_model and device_type == "cpu"
     number = active.NO_RULES
@@ -71,8 +70,7 @@ def _entry_of(context: "EnabledContext") -> Entry:
     # autocast's cache is of use where weights are FP32; where it is off, a checkpointed segment
     # can be told from one of torch's own autocast, also where others than torch recompute it
     cache = device_type == "cuda" and not policy.cast_model
-    followed = active.process.policies[number]
-    return Entry(number, followed, device_type, policy.dtype, cache, owner)
+    return Entry(number, device_type, policy.dtype, cache, owner)
 
 
 class EnabledContext:
@@ -188,7 +186,7 @@ class EnabledContext:
         entry = self._entry
         active.enter(entry.number)
         try:
-            if entry.followed is None:
+            if not self.autocast:
                 yield
             else:
                 with torch.autocast(
@@ -263,7 +261,8 @@ def _begin(device_type: str) -> tuple[int, str, bool, torch.dtype, bool, int]:
 @active.inlined_by_dynamo
 def _enter(entry: Entry) -> None:
     """Make this thread follow a policy, and turn on its autocast."""
-    _, followed, device_type, dtype, cache, context = entry
+    number, device_type, dtype, cache, context = entry
+    followed = active.process.policies[number]
     active.push_policy(followed)
     if followed is None:
         return

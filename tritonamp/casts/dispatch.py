@@ -3,23 +3,21 @@
 Outside an enabled forward every entry calls the kernel that torch had there before.
 """
 
-import functools
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
+from torch._C import DispatchKeySet
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils import checkpoint
 
 from tritonamp.casts import batched_norms
 from tritonamp.casts.active import active, checkpointed, enter, leave, process, thread
 from tritonamp.casts.compiled_backward import compilations
-from tritonamp.casts.fused_ops import FUSED
 from tritonamp.casts.linear_losses import LINEAR_LOSSES
-from tritonamp.casts.op_rules import ALSO_WITHOUT_OP_POLICY, Rule
+from tritonamp.casts.op_rules import ALSO_WITHOUT_OP_POLICY, Rule, Stock
 from tritonamp.casts.op_table import op_table
 from tritonamp.casts.user_functions import registered
 from tritonamp.watched.frames import Role, plays
@@ -68,19 +66,14 @@ def _register() -> None:
         set_code_exec_strategy(function.__code__, skip)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        aten, torch_nn = (torch.library.Library(name, "IMPL") for name in ("aten", "torch_nn"))
+        registration.libraries += [aten, torch_nn]
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-            for namespace, table in (
-                ("aten", op_table(device_type, FUSED)),
-                ("torch_nn", LINEAR_LOSSES),
-            ):
-                library = torch.library.Library(namespace, "IMPL")
+            for library, table in ((aten, op_table(device_type)), (torch_nn, LINEAR_LOSSES)):
                 for op, rule in table.items():
-                    implementation = _implementation(namespace, op, rule, key)
+                    implementation = _implementation(library.ns, op, rule, key)
                     library.impl(op, implementation, key, with_keyset=True)
-                registration.libraries.append(library)
-        library = torch.library.Library("aten", "IMPL")
-        batched_norms.register(library)
-        registration.libraries.append(library)
+        batched_norms.register(aten)
     # private (torch 2.11 to 2.15): nothing public tells a checkpointed segment whose forward it is
     # a part of
     registration.stock = checkpoint._get_autocast_kwargs
@@ -101,53 +94,8 @@ def release() -> None:
             checkpoint._get_autocast_kwargs = registration.stock
 
 
-class _Op:
-    """One op at one autocast key, without tritonamp's rules."""
-
-    def __init__(self, namespace: str, op: str, key_name: str) -> None:
-        self.plans: dict[Any, Any] = {}
-        self.namespace, self.op = namespace, op
-        key = getattr(DispatchKey, key_name)
-        self.autocast = DispatchKeySet(key)
-        # private (torch 2.11 to 2.15): nothing public gives the keys below one, or says whether a
-        # kernel is registered
-        self.after = torch._C._dispatch_keyset_full_after(key)
-        self.kernel = None
-        # torch_nn's ops have no kernel here, and may not be imported yet
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        if namespace == "aten" and has_kernel(f"aten::{op}", key_name):
-            self.kernel = torch.library.get_kernel(self.target, key_name)
-
-    @functools.cached_property
-    def target(self) -> Any:
-        """The op. It is looked up at its first call, because torch_nn's ops are imported late."""
-        packet, _, overload = self.op.partition(".")
-        return getattr(getattr(getattr(torch.ops, self.namespace), packet), overload or "default")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run_without_rules(self.target, *args, **kwargs)
-
-    def run_without_rules(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return ``function(*args, **kwargs)``, computed without rules and without autocast."""
-        before, thread.in_rule = thread.in_rule, True
-        try:
-            # private (torch 2.11 to 2.15): torch.autocast(enabled=False) would also change what
-            # functions inside see of autocast, and its cache
-            with torch._C._ExcludeDispatchKeyGuard(self.autocast):
-                return function(*args, **kwargs)
-        finally:
-            thread.in_rule = before
-
-    def call_torchs(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        """Return the result that torch alone would have at this key."""
-        # torch.func comes back here from below a rule, where the guard is undone: hence in_rule
-        if self.kernel is not None and not thread.in_rule:
-            return self.kernel.call_boxed(keyset, *args, **kwargs)
-        return self.target.redispatch(keyset & self.after, *args, **kwargs)
-
-
 def _implementation(namespace: str, op: str, rule: Rule, key_name: str) -> Callable[..., Any]:
-    stock = _Op(namespace, op, key_name)
+    stock = Stock(namespace, op, key_name)
     needs_op_policy = rule not in ALSO_WITHOUT_OP_POLICY
 
     @plays(Role.RULE)

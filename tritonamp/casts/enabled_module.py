@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from tritonamp.casts import active
 from tritonamp.casts.context import EnabledContext, restored
-from tritonamp.casts.gathered import wide_weights
 from tritonamp.casts.inputs import Signature, cast_arguments, signature_of, wanted_names
 from tritonamp.casts.methods import entered_methods
 from tritonamp.casts.model import refuse_cast
 from tritonamp.casts.norm_results import Followers, like_given, unknown_followers
 from tritonamp.casts.pickled import with_values
+from tritonamp.casts.replaced import wide_weights
 from tritonamp.casts.saved import SavedDtypes, changed_values, named_tensors, pretrained_members
 from tritonamp.casts.tree import cast_tree, from_half, to_half
 from tritonamp.class_swap import Swapped
@@ -53,9 +53,8 @@ class _WithForward(Swapped):
     @classmethod
     def _members(cls, base: type) -> dict[str, Any]:
         run = cls._run
-        base_forward = base.forward  # type: ignore[attr-defined]
 
-        @functools.wraps(base_forward)
+        @functools.wraps(base.forward)  # type: ignore[attr-defined]
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             own = self._tritonamp_forward
             if own is not None:
@@ -70,11 +69,6 @@ class Method(NamedTuple):
 
     name: str
     signature: Signature
-
-    def wanted(self, cast_inputs: Any, forward: Signature) -> bool | tuple[str, ...]:
-        """Return the arguments to cast. Positions become the names that the forward gives them."""
-        named = isinstance(cast_inputs, bool)
-        return cast_inputs if named else tuple(wanted_names(cast_inputs, forward))
 
 
 def _entered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,7 +154,9 @@ def _cast_inputs(module: Any, args: Any, kwargs: Any, method: Method | None) -> 
     context, signature = module._tritonamp, module._tritonamp_inputs
     wanted = context.policy.cast_inputs
     if method is not None:
-        wanted, signature = method.wanted(wanted, signature), method.signature
+        if not isinstance(wanted, bool):  # positions are the forward's
+            wanted = wanted_names(wanted, signature)
+        signature = method.signature
     return cast_arguments(args, kwargs, wanted, signature, context.input_cast)
 
 
@@ -225,17 +221,12 @@ class EnabledModule(_WithForward):
         entered = {name: _entered(name, getattr(base, name)) for name in methods}
         return super()._members(base) | entered | pretrained_members(base)
 
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
+    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the state of the plain model.
 
         Trainable parameters, and tensors that came in FP32, are FP32, unless
         ``policy.state_dict_dtype`` is half. All other tensors have their stored dtype.
         """
-        if args:  # positional as torch still allows
-            defaults: tuple[Any, ...] = (destination, prefix, keep_vars)
-            destination, prefix, keep_vars = args + defaults[len(args) :]
         result = super().state_dict(  # type: ignore[misc]
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )
@@ -308,17 +299,6 @@ class Fp32Module(_WithForward):
     _run = staticmethod(_fp32_forward)
 
 
-def _norm_forward(
-    module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
-) -> Any:
-    """Run the forward of a user-written norm. Arguments are those of ``enabled_forward``."""
-    if module._tritonamp_context.policy.op_policy:
-        output = forward(*bound, *args, **kwargs)
-    else:
-        output = _in_fp32(module, forward, *bound, *args, **kwargs)
-    return like_given(module, output, args, kwargs)
-
-
 class NormModule(_WithForward):
     """A norm layer that is not torch's. Its FP32 weights do not make a half result FP32."""
 
@@ -329,7 +309,14 @@ class NormModule(_WithForward):
     )
     _tritonamp_followers: Followers
     _tritonamp_number: int
-    _run = staticmethod(_norm_forward)
+
+    def _run(self: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any) -> Any:
+        """Run the forward. Arguments are those of ``enabled_forward``."""
+        if self._tritonamp_context.policy.op_policy:
+            output = forward(*bound, *args, **kwargs)
+        else:
+            output = _in_fp32(self, forward, *bound, *args, **kwargs)
+        return like_given(self, output, args, kwargs)
 
     def _copied(self, memo: dict[int, Any] | None) -> Any:
         """Return a copy that records no followers yet, because its policy may differ."""

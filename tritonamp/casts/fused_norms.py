@@ -119,18 +119,6 @@ def _probe(*shape: int) -> Tensor:
     return (values + 0.5 * values.sign()).float()
 
 
-def _fused_forward(
-    module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
-) -> Any:
-    """Run the forward of a recognised norm. Arguments are those of ``enabled_forward``."""
-    recipe: Recipe = module._tritonamp_recipe
-    weight: Tensor = getattr(module, recipe.weight)
-    fits = len(args) == 1 and not kwargs and _fits(args[0], weight)
-    if fits and recipe.computed.still_holds(module, forward):
-        return recipe.norm(args[0], weight)
-    return NormModule._run(module, forward, bound, args, kwargs)
-
-
 def _fits(x: Any, weight: Any) -> bool:
     """Return whether the norm of ``x`` has the dtype of ``x``, whatever casts the code makes."""
     if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
@@ -144,4 +132,11 @@ class FusedRMSNorm(NormModule):
     """An RMSNorm that is not torch's, whose forward is ``rms_norm``."""
 
     _belongings: ClassVar[tuple[str, ...]] = (*NormModule._belongings, "_tritonamp_recipe")
-    _run = staticmethod(_fused_forward)
+
+    def _run(self: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any) -> Any:
+        recipe: Recipe = self._tritonamp_recipe
+        weight: Tensor = getattr(self, recipe.weight)
+        fits = len(args) == 1 and not kwargs and _fits(args[0], weight)
+        if fits and recipe.computed.still_holds(self, forward):
+            return recipe.norm(args[0], weight)
+        return super()._run(forward, bound, args, kwargs)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from tritonamp.policy import HALF_DTYPES, Policy
 MOST_PLANS = 4096  # per op; without a bound, new shapes in every call would fill memory
 
 
+@dataclass(slots=True)
 class Choice:
     """The implementation that a rule chose for tensors of one kind. Later calls reuse it.
 
@@ -34,19 +36,10 @@ class Choice:
         plans: all choices of the same op.
     """
 
-    __slots__ = ("args", "compute", "function", "plans")
-
-    def __init__(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        compute: Callable[..., Any],
-        plans: dict[Hashable, Any],
-    ) -> None:
-        self.function = function
-        self.args = args
-        self.compute = compute
-        self.plans = plans
+    function: Any
+    args: tuple[Any, ...]
+    compute: Callable[..., Any]
+    plans: dict[Hashable, Any]
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
         """Return the result. Where no gradient is needed, autograd's function is skipped.

@@ -58,22 +58,8 @@ class Healing:
         Raises:
             ValueError: there is no such module, or nothing is computed in half.
         """
-        self._heal(name)
-        self._rebuild(self._modules)
-
-    def _heal(self, name: str) -> None:
         self.find(name)
-        if name not in self.names:
-            self._set_names([*self.names, name])
-        self._compute_healed_in_fp32()
-
-    def _compute_healed_in_fp32(self) -> None:
-        """Make all healed modules, and no others, compute in FP32."""
-        self._undo.close()
-        # models last: they take the classes off modules inside, healed ones, too
-        for module in sorted(self._modules, key=lambda m: isinstance(m, EnabledModule)):
-            self._model_dtypes.widen(module)
-            self._undo.callback(self._compute_in_fp32(module))
+        self._set_healed([*self.names, name])
 
     def unheal(self, name: str) -> None:
         """Make a healed module follow the policy again.
@@ -83,13 +69,7 @@ class Healing:
         """
         if name not in self.names:
             raise ValueError(f"module: expected one that is healed, {self.names}, got {name!r}")
-        self._unheal(name)
-        self._rebuild(self._modules)
-
-    def _unheal(self, name: str) -> None:
-        self._model_dtypes.unwiden(self.find(name))
-        self._set_names([other for other in self.names if other != name])
-        self._compute_healed_in_fp32()  # others may hold this one, or be inside
+        self._set_healed([other for other in self.names if other != name])
 
     def load(self, names: Sequence[str]) -> None:
         """Make the modules of these names compute in FP32, and no others.
@@ -103,22 +83,24 @@ class Healing:
             names = []
         for name in names:
             self.find(name)
-        if list(names) == self.names:
-            return
-        for name in [name for name in self.names if name not in names]:
-            self._unheal(name)
-        for name in names:
-            self._heal(name)
-        self._rebuild(self._modules)  # once: every rank does it as often
+        if list(names) != self.names:
+            self._set_healed(names)
 
-    @property
-    def _modules(self) -> list[nn.Module]:
-        return [self.find(name) for name in self.names]
-
-    def _set_names(self, names: list[str]) -> None:
-        modules = (*self._policy.fp32_modules, *filter(None, names))
+    def _set_healed(self, names: Sequence[str]) -> None:
+        """Make the modules of these names, and no others, compute in FP32."""
+        for name in self.names:
+            if name not in names:
+                self._model_dtypes.unwiden(self.find(name))
+        self.names = list(dict.fromkeys(names))
+        modules = (*self._policy.fp32_modules, *filter(None, self.names))
         self.policy = dataclasses.replace(self._policy, fp32_modules=tuple(dict.fromkeys(modules)))
-        self.names = names
+        self._undo.close()
+        healed = [self.find(name) for name in self.names]
+        # models last: they take the classes off modules inside, healed ones, too
+        for module in sorted(healed, key=lambda m: isinstance(m, EnabledModule)):
+            self._model_dtypes.widen(module)  # again, where a module around it was unhealed
+            self._undo.callback(self._compute_in_fp32(module))
+        self._rebuild(healed)  # once: every rank does it as often
 
     def find(self, name: str) -> nn.Module:
         """Return the module of that name.

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from tritonamp.casts.tree import Cast, cast_tree
 
@@ -89,12 +88,10 @@ def cast_arguments(
     return tuple(new_args), new_kwargs
 
 
-def wanted_names(wanted: tuple[str | int, ...], signature: Signature) -> list[str]:
+def wanted_names(wanted: tuple[str | int, ...], signature: Signature) -> tuple[str, ...]:
     """Return the names of the arguments that ``wanted`` has by name or position."""
-    by_position = [p for p in wanted if isinstance(p, int) and p < len(signature.positional)]
-    return [name for name in wanted if isinstance(name, str)] + [
-        signature.positional[position] for position in by_position
-    ]
+    named = dict(enumerate(signature.positional))
+    return tuple(named.get(w, "") if isinstance(w, int) else w for w in wanted)
 
 
 def input_tensors(
@@ -102,8 +99,7 @@ def input_tensors(
 ) -> Iterator[tuple[str | int, Tensor]]:
     """Yield each tensor in the arguments of a forward, after the argument that holds it.
 
-    The argument is a name, or a position where ``*args`` takes it. All containers that casts look
-    into are searched.
+    The argument is a name, or a position where ``*args`` takes it.
     """
     known = len(signature.positional)
     given: dict[str | int, Any] = {
@@ -115,12 +111,10 @@ def input_tensors(
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in all containers that casts look into."""
+    """Yield the tensors in lists, tuples, mappings and dataclasses."""
     inside: Iterable[Any] = ()
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, PackedSequence):
-        yield value.data
     elif isinstance(value, (list, tuple)):
         inside = value
     elif isinstance(value, Mapping):

@@ -9,6 +9,7 @@ it.
 import dis
 import functools
 import inspect
+from collections import ChainMap
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -48,12 +49,8 @@ def entered_methods(model: nn.Module, cls: type) -> tuple[str, ...]:
     candidates = list(_candidates(classes))
     if not candidates:
         return ()
-    reached = {name for name, param in model._parameters.items() if param is not None}
-    reached |= {
-        name
-        for name, module in model._modules.items()
-        if module is not None and any(True for _ in module.parameters())
-    }
+    named = model.named_parameters(remove_duplicate=False)
+    reached = {name.partition(".")[0] for name, _ in named}
     return tuple(name for name in candidates if _reaches(classes, name, reached))
 
 
@@ -62,26 +59,25 @@ def other_users(model: nn.Module, names: set[str]) -> list[str]:
     cls = base_class(type(model))
     classes, entered = _written_classes(cls), entered_methods(model, cls)
     methods = {name for cls in classes for name in vars(cls)} - {"__init__", "forward", *entered}
-    return sorted(name for name in methods if _takes(classes, name) & names)
+    return sorted(m for m in methods if any(u.of_self & names for u in _used(classes, m)))
 
 
-def _takes(classes: tuple[type, ...], method: str) -> set[str]:
-    found = (f for cls in classes for f in _functions(vars(cls).get(method)))
-    return {name for function in found for name in _names(function.__code__).of_self}
+def _used(classes: tuple[type, ...], method: str) -> Iterator[UsedNames]:
+    """Yield the names in each function of a method."""
+    for cls in classes:
+        for function in _functions(vars(cls).get(method)):
+            code = function.__code__
+            yield _names(code, code.co_varnames[0] if code.co_argcount else "")
 
 
 def _written_classes(cls: type) -> tuple[type, ...]:
     """Return the class and its bases, without those of torch and Python."""
-    found = (c for c in cls.__mro__ if c.__module__.partition(".")[0] not in _LIBRARIES)
-    return tuple(c for c in found if c is not object)
+    return tuple(c for c in cls.__mro__ if c.__module__.partition(".")[0] not in _LIBRARIES)
 
 
 def _candidates(classes: Iterable[type]) -> Iterator[str]:
     """Yield the names of public methods that nn.Module does not have."""
-    found: dict[str, Any] = {}
-    for cls in classes:
-        found = {**vars(cls), **found}
-    for name, value in found.items():
+    for name, value in ChainMap(*map(vars, classes)).items():
         if name.startswith(("_", *_CHANGES)) or hasattr(nn.Module, name):
             continue
         if isinstance(value, (FunctionType, functools.partialmethod)) and _returns_at_once(value):
@@ -106,12 +102,10 @@ def _reaches(classes: tuple[type, ...], method: str, reached: set[str]) -> bool:
             continue
         seen.add(name)
         found = found or name in reached
-        for cls in classes:
-            for function in _functions(vars(cls).get(name)):
-                names = _names(function.__code__)
-                if names.all & _TRAINS:
-                    return False
-                todo += names.of_self
+        for used in _used(classes, name):
+            if used.all & _TRAINS:
+                return False
+            todo += used.of_self
     return found
 
 
@@ -138,11 +132,8 @@ def _content(cell: Any) -> Any:
 
 
 @functools.cache
-def _names(code: CodeType) -> UsedNames:
-    return _names_in(code, code.co_varnames[0] if code.co_argcount else "")
-
-
-def _names_in(code: CodeType, me: str) -> UsedNames:
+def _names(code: CodeType, me: str) -> UsedNames:
+    """Return the names in a function's code. ``me`` is the name of its first argument."""
     of_self: set[str] = set()
     loaded: Any = None
     for step in dis.get_instructions(code):
@@ -161,6 +152,6 @@ def _names_in(code: CodeType, me: str) -> UsedNames:
         of_self |= names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):  # a lambda, a comprehension
-            found = _names_in(inner, me if me in inner.co_freevars else "")
+            found = _names(inner, me if me in inner.co_freevars else "")
             of_self, names = of_self | found.of_self, names | found.all
     return UsedNames(frozenset(of_self), frozenset(names))

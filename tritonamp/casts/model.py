@@ -115,7 +115,7 @@ def _scripted_global(forward: Callable[..., Any]) -> str | None:
     if not inspect.isfunction(function):
         return None
     named = inspect.getclosurevars(function)
-    return _first_scripted(named.globals) or _first_scripted(named.nonlocals)
+    return _first_scripted({**named.globals, **named.nonlocals})
 
 
 def _first_scripted(values: Mapping[str, Any]) -> str | None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tritonamp.casts.model import flatten_rnns, fp32_modules, set_data
 from tritonamp.casts.norm_layers import is_norm, kept_tensors
+from tritonamp.casts.replaced import replaced
 from tritonamp.casts.tree import TO
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._shards import is_sharded, to_local
@@ -89,11 +90,11 @@ def wanted_dtypes(
     Raises:
         ValueError: ``policy.fp32_modules`` names a module that the model lacks.
     """
-    outer = fp32_modules(model, policy)
-    kept = {id(t) for module in outer for t in (*module.parameters(), *module.buffers())}
-    kept |= {id(t) for t in kept_tensors(model, policy)}
+    kept = kept_tensors(model, policy)
+    for module in fp32_modules(model, policy):
+        kept |= {*module.parameters(), *module.buffers()}
     wanted = {
-        stored.tensor: _wanted_dtype(stored, policy, id(stored.tensor) in kept, gathered)
+        stored.tensor: _wanted_dtype(stored, policy, stored.tensor in kept, gathered)
         for stored in castable_tensors(model)
     }
     return {tensor: dtype for tensor, dtype in wanted.items() if tensor.dtype is not dtype}
@@ -201,23 +202,14 @@ class ModelDtypes:
             module: module of one of the models.
             models: all models, because other modules may hold the same tensors.
         """
-        wide: dict[int, Tensor] = {}
+        wide: dict[Tensor, Tensor] = {}
         for half in (s.tensor for s in castable_tensors(module) if s.tensor.dtype in HALF_DTYPES):
             value = self._value(half).to(half.device, torch.float32, copy=True)
             is_parameter = isinstance(half, nn.Parameter)
-            wide[id(half)] = nn.Parameter(value, half.requires_grad) if is_parameter else value
-        replaced: list[tuple[nn.Module, str, Tensor]] = []
-        try:
-            for holder in dict.fromkeys(m for model in models for m in model.modules()):
-                for name, tensor in [*holder._parameters.items(), *holder._buffers.items()]:
-                    if tensor is not None and id(tensor) in wide:
-                        replaced.append((holder, name, tensor))
-                        setattr(holder, name, wide[id(tensor)])  # also updates RNNs' lists
+            wide[half] = nn.Parameter(value, half.requires_grad) if is_parameter else value
+        with replaced((m for model in models for m in model.modules()), wide):
             flatten_rnns(module)
             yield
-        finally:
-            for holder, name, tensor in replaced:
-                setattr(holder, name, tensor)
 
     def _value(self, tensor: Tensor) -> Tensor:
         """Return the FP32 value of a tensor, or the tensor itself where it has none."""

@@ -33,14 +33,16 @@ def is_written_norm(module: nn.Module) -> bool:
     return bool(params) and all(p.dim() == 1 and p.shape == params[0].shape for p in params)
 
 
-def kept_names(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, re.Pattern[str]]]:
+def _kept_names(model: nn.Module, policy: Policy) -> Iterator[tuple[nn.Module, re.Pattern[str]]]:
     """Yield each module that asks to keep parts in FP32, with a pattern for the parts' names.
 
     Models of transformers ask in ``_keep_in_fp32_modules`` for float16, and in
     ``_keep_in_fp32_modules_strict`` for both half formats.
     """
+    if not policy.keep_norms_fp32:
+        return
     attributes = ["_keep_in_fp32_modules_strict"]
-    if dtype is torch.float16:
+    if policy.dtype is torch.float16:
         attributes.append("_keep_in_fp32_modules")
     modules = list(model.modules())
     # hasattr of a module is slow, so classes are asked; modules inside are visited by themselves
@@ -59,24 +61,19 @@ def kept_names(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module
 
 def kept_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
     """Return the modules inside ``model`` that it asks to keep in FP32 under ``policy``."""
-    if not policy.keep_norms_fp32:
-        return []
-    found: dict[nn.Module, None] = {}
-    for owner, pattern in kept_names(model, policy.dtype):
-        for name, module in owner.named_modules(remove_duplicate=False):
-            match = pattern.search(name)
-            if match is not None and match.end() == len(name):
-                found[module] = None
-    return list(found)
+    return [
+        module
+        for owner, pattern in _kept_names(model, policy)
+        for name, module in owner.named_modules(remove_duplicate=False)
+        if (match := pattern.search(name)) is not None and match.end() == len(name)
+    ]
 
 
 def kept_tensors(model: nn.Module, policy: Policy) -> set[Tensor]:
     """Return the parameters of ``model`` that it asks to keep in FP32 under ``policy``."""
-    if not policy.keep_norms_fp32:
-        return set()
     return {
         param
-        for owner, pattern in kept_names(model, policy.dtype)
+        for owner, pattern in _kept_names(model, policy)
         for name, param in owner.named_parameters(remove_duplicate=False)
         if pattern.search(name)
     }

@@ -3,27 +3,67 @@
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 
-from tritonamp.casts.active import ActivePolicy
+from tritonamp.casts.active import ActivePolicy, thread
 from tritonamp.functional.inputs import is_under_transforms
 from tritonamp.policy import HALF_DTYPES
 
 
-class Stock(Protocol):
-    """An op without tritonamp's rules. A rule calls it, or runs a function under it."""
+class Stock:
+    """One op at one autocast key, without tritonamp's rules.
 
-    plans: dict[Any, Any]  # choices that rules keep, by key
-    target: Any  # the op itself
+    A rule calls it, or runs a function under it.
+
+    Attributes:
+        plans: choices that rules keep, by key.
+    """
+
+    def __init__(self, namespace: str, op: str, key_name: str) -> None:
+        self.plans: dict[Any, Any] = {}
+        self.namespace, self.op = namespace, op
+        key = getattr(DispatchKey, key_name)
+        self.autocast = DispatchKeySet(key)
+        # private (torch 2.11 to 2.15): nothing public gives the keys below one, or says whether a
+        # kernel is registered
+        self.after = torch._C._dispatch_keyset_full_after(key)
+        self.kernel = None
+        # torch_nn's ops have no kernel here, and may not be imported yet
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        if namespace == "aten" and has_kernel(f"aten::{op}", key_name):
+            self.kernel = torch.library.get_kernel(self.target, key_name)
+
+    @functools.cached_property
+    def target(self) -> Any:
+        """The op. It is looked up at its first call, because torch_nn's ops are imported late."""
+        packet, _, overload = self.op.partition(".")
+        return getattr(getattr(getattr(torch.ops, self.namespace), packet), overload or "default")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the op's result without any rule or autocast."""
+        return self.run_without_rules(self.target, *args, **kwargs)
 
     def run_without_rules(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return ``function(*args, **kwargs)``, computed without any rule or autocast."""
+        """Return ``function(*args, **kwargs)``, computed without rules and without autocast."""
+        before, thread.in_rule = thread.in_rule, True
+        try:
+            # private (torch 2.11 to 2.15): torch.autocast(enabled=False) would also change what
+            # functions inside see of autocast, and its cache
+            with torch._C._ExcludeDispatchKeyGuard(self.autocast):
+                return function(*args, **kwargs)
+        finally:
+            thread.in_rule = before
+
+    def call_torchs(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """Return the result that torch alone would have at this key."""
+        # torch.func comes back here from below a rule, where the guard is undone: hence in_rule
+        if self.kernel is not None and not thread.in_rule:
+            return self.kernel.call_boxed(keyset, *args, **kwargs)
+        return self.target.redispatch(keyset & self.after, *args, **kwargs)
 
 
 Rule = Callable[..., Any]
@@ -38,12 +78,12 @@ AUTOCAST = *HALF_DTYPES, torch.float32
 """The dtypes that autocast casts."""
 
 
-def _cast(value: Any, to: Callable[[Tensor], Tensor]) -> Any:
-    """Return ``value`` with ``to`` applied to every float16, bfloat16 or float32 tensor in it."""
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with every float16, bfloat16 or float32 tensor in it cast to ``dtype``."""
     if isinstance(value, Tensor):
-        return to(value) if value.dtype in AUTOCAST else value
+        return value.to(dtype) if value.dtype in AUTOCAST else value
     if isinstance(value, (list, tuple)):
-        return type(value)(_cast(item, to) for item in value)
+        return type(value)(_cast(item, dtype) for item in value)
     return value
 
 
@@ -58,7 +98,7 @@ def floating_dtypes(value: Any) -> Iterator[torch.dtype]:
 
 
 def _to_fp32(value: Any) -> Any:
-    return _cast(value, lambda t: t.float())
+    return _cast(value, torch.float32)
 
 
 def half_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
@@ -66,8 +106,8 @@ def half_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> 
     found = set(floating_dtypes(args))
     if not found or (not active.policy.op_policy and found != {half}):
         return stock(*args, **kwargs)
-    rounded = _cast(args, lambda t: t.to(half).float())
-    return _cast(stock(*rounded, **kwargs), lambda t: t.to(half))
+    rounded = _to_fp32(_cast(args, half))
+    return _cast(stock(*rounded, **kwargs), half)
 
 
 def attention_rule(
@@ -106,7 +146,7 @@ def _half_everywhere(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: A
     if not active.policy.op_policy:
         return stock(*args, **kwargs)
     half = torch.get_autocast_dtype(kind)
-    return stock(*_cast(args, lambda t: t.to(half)), **kwargs)
+    return stock(*_cast(args, half), **kwargs)
 
 
 def grouped_mm_rule(stock: Stock, active: ActivePolicy, *args: Any) -> Any:
@@ -115,8 +155,6 @@ def grouped_mm_rule(stock: Stock, active: ActivePolicy, *args: Any) -> Any:
     The fifth argument, ``out_dtype``, is the dtype of the result. torch refuses any but the dtype
     of the operands, which are half here, so the result is cast afterwards.
     """
-    if args[0].device.type != "cpu" and not active.policy.op_policy:
-        return stock(*args)
     args, out_dtype = args[:4], args[4:]
     result = _half_everywhere(stock, active, *args)
     return result.to(*out_dtype) if out_dtype else result
@@ -132,7 +170,7 @@ def out_dtype_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any
     *added, a, b, out_dtype = args
     if not active.policy.op_policy and {*floating_dtypes((a, b))} != {half}:
         return stock(*args, **kwargs)
-    rounded = _cast((a, b), lambda t: t.to(half).float())
+    rounded = _to_fp32(_cast((a, b), half))
     product = getattr(torch.ops.aten, stock.target._schema.name.removeprefix("aten::")).default
     result = stock.run_without_rules(product, *_to_fp32(added), *rounded, **kwargs)
     return result.to(out_dtype)
@@ -150,7 +188,7 @@ def promote_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) 
     if len(found) < 2:
         return stock(*args, **kwargs)
     widest = functools.reduce(torch.promote_types, found)
-    return stock(*_cast(args, lambda t: t.to(widest)), **kwargs)
+    return stock(*_cast(args, widest), **kwargs)
 
 
 def written_into_rule(
@@ -158,13 +196,13 @@ def written_into_rule(
 ) -> Any:
     if into.dtype not in AUTOCAST:
         return stock(into, *args, **kwargs)
-    return stock(into, *_cast(args, lambda t: t.to(into.dtype)), **kwargs)
+    return stock(into, *_cast(args, into.dtype), **kwargs)
 
 
 def storage_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
     """Compute in FP32, and return the result in the dtype of the first argument."""
     result = stock(*_to_fp32(args), **kwargs)
-    return _cast(result, lambda t: t.to(args[0].dtype))
+    return _cast(result, args[0].dtype)
 
 
 def running_norm_rule(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from tritonamp.casts.fused_ops import FUSED
 from tritonamp.casts.op_rules import (
     Rule,
     attention_rule,
@@ -142,23 +143,16 @@ def overloads(names: list[str]) -> Iterator[str]:
 
 
 @functools.cache
-def _rules(device_type: str) -> dict[str, Rule]:
-    """Return the rules of this file. They are cached, because asking torch for its ops is slow."""
+def op_table(device_type: str) -> dict[str, Rule]:
+    """Return the op table of "cuda" or "cpu". It is cached, because asking torch is slow."""
     rows: list[tuple[list[str], Rule]] = [(FP32_EVERYWHERE, fp32_rule), (SPARSE, fp32_rule)]
     rows += [(STORAGE, storage_rule), (RUNNING_NORMS, running_norm_rule)]
-    rows += [(PROMOTE_EVERYWHERE, promote_rule)]
+    rows += [(PROMOTE_EVERYWHERE, promote_rule), (["_grouped_mm"], grouped_mm_rule)]
     if device_type == "cpu":
         rows += [(HALF, half_rule), (FP32, fp32_rule), (PROMOTE, promote_rule)]
         rows += [(STORAGE_ON_CPU, storage_on_cpu_rule), (["binary_cross_entropy"], banned_rule)]
+        rows += [(OUT_DTYPE, out_dtype_rule)]  # last, because they are overloads of HALF's
     table = {op: rule for names, rule in rows for op in overloads(names)}
     table |= dict.fromkeys(WRITTEN_INTO, written_into_rule)
-    table |= dict.fromkeys(overloads(["_grouped_mm"]), grouped_mm_rule)
     table |= {"scaled_dot_product_attention": attention_rule, "baddbmm": baddbmm_rule}
-    if device_type == "cpu":
-        table |= dict.fromkeys(overloads(OUT_DTYPE), out_dtype_rule)
-    return table | dict.fromkeys(FITTED, fitting_rule)
-
-
-def op_table(device_type: str, functions: dict[str, Rule]) -> dict[str, Rule]:
-    """Return the op table of "cuda" or "cpu". ``functions`` has the rules of ops with a kernel."""
-    return {**_rules(device_type), **functions}
+    return table | dict.fromkeys(FITTED, fitting_rule) | FUSED

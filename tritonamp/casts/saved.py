@@ -1,6 +1,5 @@
 """The dtypes of an enabled model's tensors in ``state_dict``, and in ``save_pretrained``."""
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -59,15 +58,6 @@ class SavedDtypes:
         stays_half = name in self._stay_half and tensor not in values
         return tensor.dtype if stays_half else torch.float32
 
-    @contextlib.contextmanager
-    def saving_as_loaded(self) -> Iterator[None]:
-        """Give states the dtypes that the model was loaded in, inside the block."""
-        before, self.as_loaded = self.as_loaded, True
-        try:
-            yield
-        finally:
-            self.as_loaded = before
-
 
 def named_tensors(module: Any) -> list[tuple[str, Tensor]]:
     """Return the parameters and buffers of a module, shared ones under each of their names."""
@@ -112,8 +102,12 @@ def pretrained_members(base: type) -> dict[str, Any]:
 def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_as_loaded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._tritonamp_saved.saving_as_loaded():
+        saved: SavedDtypes = self._tritonamp_saved
+        before, saved.as_loaded = saved.as_loaded, True
+        try:
             return save(self, *args, **kwargs)
+        finally:
+            saved.as_loaded = before
 
     return save_as_loaded
 

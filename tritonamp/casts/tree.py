@@ -50,45 +50,60 @@ def cast_tree(value: Any, cast: Cast) -> Any:
     if type(value) is Tensor:
         return TO[cast.target](value) if value.dtype in cast.sources else value
     try:
-        return _cast(value, cast)[0]
+        new = _cast(value, cast)
+        return value if new is None else new
     except RecursionError:
         return value
 
 
-def _cast(value: Any, cast: Cast) -> tuple[Any, bool]:
-    """Return the cast value, and whether anything changed.
+def _cast(value: Any, cast: Cast) -> Any:
+    """Return the cast value; None where nothing changes, or nothing can.
 
-    The flag is needed because torch.compile cannot compare objects by ``is``.
+    torch.compile cannot ask by ``is`` whether the result is the value itself.
     """
     if isinstance(value, Tensor):
-        if value.dtype not in cast.sources or isinstance(value, cast.passes):
-            return value, False
-        return value.to(cast.target), True
-    if value is None:  # torch.compile cannot ask None whether it is a dataclass
-        return value, False
+        passes = value.dtype not in cast.sources or isinstance(value, cast.passes)
+        return None if passes else value.to(cast.target)
     if isinstance(value, PackedSequence):
-        data, changed = _cast(value.data, cast)
-        return (value._replace(data=data), True) if changed else (value, False)
+        data = _cast(value.data, cast)
+        return None if data is None else value._replace(data=data)
     if isinstance(value, (list, tuple, deque, UserList)):
-        items = [_cast(item, cast) for item in value]
-        if not any(changed for _, changed in items):
-            return value, False
-        return _unless_same(value, sequence_of(value, [item for item, _ in items]))
-    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    if isinstance(value, MutableMapping) or (isinstance(value, Mapping) and not is_dataclass):
+        return _cast_inside(value, enumerate(value), cast, sequence_of)
+    if isinstance(value, MutableMapping):  # a ModelOutput is a dataclass, too
         return _cast_inside(value, _items(value), cast, mapping_of)
-    if is_dataclass:
+    # torch.compile cannot ask None whether it is a dataclass
+    if value is None or isinstance(value, (nn.Module, type)):
+        return None
+    if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        return _cast_inside(
-            value, [(name, getattr(value, name)) for name in names], cast, object_of
-        )
-    if isinstance(value, (nn.Module, type)):
-        return value, False
+        attributes = [(name, getattr(value, name)) for name in names]
+        return _cast_inside(value, attributes, cast, object_of)
+    if isinstance(value, Mapping):
+        return _cast_inside(value, _items(value), cast, mapping_of)
     if _has_to(value):
         return _with_to(value, cast)
     if cast.target is torch.float32 and _is_distribution(type(value)):
         return _cast_inside(value, vars(value).items(), cast, object_of)
-    return value, False
+    return None
+
+
+def _cast_inside(
+    value: Any,
+    items: Iterable[tuple[Any, Any]],
+    cast: Cast,
+    remade: Callable[[Any, dict[Any, Any]], Any],
+) -> Any:
+    """Return a copy of a container with cast items; None where no item changes.
+
+    Args:
+        value: container.
+        items: keys and items of the container.
+        cast: cast to apply.
+        remade: function that returns a copy of a container, given the changed items by key.
+    """
+    new = [(key, _cast(item, cast)) for key, item in items]
+    changed = {key: item for key, item in new if item is not None}
+    return remade(value, changed) if changed else None
 
 
 def _items(value: Any) -> Any:
@@ -116,35 +131,9 @@ def _is_distribution(cls: type) -> bool:
     return hasattr(cls, "sample") and hasattr(cls, "mode")
 
 
-def _cast_inside(
-    value: Any,
-    items: Iterable[tuple[Any, Any]],
-    cast: Cast,
-    remade: Callable[[Any, dict[Any, Any], list[Any]], Any],
-) -> tuple[Any, bool]:
-    """Return a container or its copy with cast items, and whether any item changed.
-
-    Args:
-        value: container.
-        items: keys and items of the container.
-        cast: cast to apply.
-        remade: function that returns a copy of a container, given all items and the keys of the
-            changed ones.
-    """
-    inside = {key: _cast(item, cast) for key, item in items}
-    changed = [key for key, (_, changes) in inside.items() if changes]
-    if not changed:
-        return value, False
-    return _unless_same(value, remade(value, {k: item for k, (item, _) in inside.items()}, changed))
-
-
-def _unless_same(value: Any, new: Any) -> tuple[Any, bool]:
-    return new, torch.compiler.is_compiling() or new is not value
-
-
-def _with_to(value: Any, cast: Cast) -> tuple[Any, bool]:
+def _with_to(value: Any, cast: Cast) -> Any:
     try:
         new = value.to(cast.target)
-        return new, new is not value
+        return None if new is value else new
     except (TypeError, ValueError, RuntimeError, AttributeError):
-        return value, False  # its ``to`` is about something else
+        return None  # its ``to`` is about something else

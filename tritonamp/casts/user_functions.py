@@ -11,8 +11,7 @@ import torch
 from tritonamp.casts import linear_losses
 from tritonamp.casts.active import half_dtype
 from tritonamp.casts.op_rules import floating_dtypes
-from tritonamp.casts.tree import Cast, cast_tree, from_half, to_half
-from tritonamp.policy import HALF_DTYPES
+from tritonamp.casts.tree import cast_tree, from_half, to_half
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,7 +59,7 @@ def promote_function(function: F) -> F:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if half_dtype() is not None and len(set(floating_dtypes((args, kwargs)))) > 1:
-            args, kwargs = cast_tree((args, kwargs), Cast(HALF_DTYPES, torch.float32))
+            args, kwargs = cast_tree((args, kwargs), from_half(torch.float32))
         return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
@@ -73,7 +72,6 @@ class _Registered:
 
     Attributes:
         wanted: owner and name of each function, and the decorator that makes its wrapper.
-        originals: owner, name and value in ``vars`` of each function that is replaced now.
         in_place: whether a model is enabled.
     """
 
@@ -82,32 +80,34 @@ class _Registered:
         if hasattr(torch.nn.functional, linear_losses.NAME):  # torch 2.13 and later
             row = torch.nn.functional, linear_losses.NAME, linear_losses.ours_inside
             self.wanted.append(row)
-        self.originals: list[tuple[Any, str, Any]] = []
         self.in_place = False
+        self._undo = contextlib.ExitStack()
 
     def replace_originals(self) -> None:
-        """Replace the registered functions that are not replaced yet."""
-        self.in_place = True
-        for module, name, wrap in self.wanted[len(self.originals) :]:
-            self.originals.append((module, name, vars(module).get(name, _INHERITED)))
-            found = inspect.getattr_static(module, name)
-            if isinstance(found, (staticmethod, classmethod)):
-                setattr(module, name, type(found)(wrap(found.__func__)))
-            else:
-                setattr(module, name, wrap(getattr(module, name)))
+        """Replace the registered functions, unless they are replaced already."""
+        if not self.in_place:
+            self.in_place = True
+            for module, name, wrap in self.wanted:
+                self.replace(module, name, wrap)
+
+    def replace(self, module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        """Replace one function by its wrapper."""
+        if name in vars(module):
+            self._undo.callback(setattr, module, name, vars(module)[name])
+        else:  # it is inherited
+            self._undo.callback(delattr, module, name)
+        found = inspect.getattr_static(module, name)
+        if isinstance(found, (staticmethod, classmethod)):
+            setattr(module, name, type(found)(wrap(found.__func__)))
+        else:
+            setattr(module, name, wrap(getattr(module, name)))
 
     def restore_originals(self) -> None:
         """Put all originals back."""
         self.in_place = False
-        while self.originals:
-            module, name, original = self.originals.pop()
-            if original is _INHERITED:
-                delattr(module, name)
-            else:
-                setattr(module, name, original)
+        self._undo.close()
 
 
-_INHERITED = object()
 registered = _Registered()
 
 
@@ -119,7 +119,7 @@ def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         )
     registered.wanted.append((module, name, wrap))
     if registered.in_place:
-        registered.replace_originals()
+        registered.replace(module, name, wrap)
 
 
 def register_half_function(module: Any, name: str) -> None:
