@@ -45,14 +45,15 @@ def in_an_enabled_forward(
 
     Where that function does not compute a case, or refuses it, the result is torch's without
     ``options``: a linear layer and a cross entropy, each by its rule, with torch's errors. These
-    cases are probabilities as targets, losses of more dimensions, and class weights.
+    cases are probabilities as targets, losses of more dimensions, and class weights together with
+    label smoothing.
 
     ``stock`` is torch's function, and ``weight`` has the weight of each class. ``options`` says how
     torch would cut the loss into chunks, and is ignored. The other arguments are torch's.
     """
     rows = input, linear_weight, target, linear_bias
     plain = reduction in REDUCTIONS and 0 <= label_smoothing <= 1 and _is_plain(*rows)
-    if not plain or weight is not None:
+    if not plain or not _is_a_share(weight, linear_weight, label_smoothing):
         return stock(
             *rows[:3],
             linear_bias=linear_bias,
@@ -61,12 +62,16 @@ def in_an_enabled_forward(
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
         )
-    return functional.linear_cross_entropy(
-        *rows,
-        ignore_index=-100 if ignore_index is None else ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
+    ignored = -100 if ignore_index is None else ignore_index
+    loss = functools.partial(functional.linear_cross_entropy, *rows, ignore_index=ignored)
+    if weight is None:
+        return loss(reduction=reduction, label_smoothing=label_smoothing)
+    counts = target != ignored
+    shares = weight.float()[target.where(counts, 0)].where(counts, 0.0)
+    losses = loss(reduction="none") * shares
+    if reduction == "none":
+        return losses
+    return losses.sum() / shares.sum() if reduction == "mean" else losses.sum()
 
 
 def _is_plain(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> bool:
@@ -83,6 +88,14 @@ def _is_plain(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
         and target.shape == input.shape[:-1]
         and (bias is None or bias.shape == weight.shape[:1])
     )
+
+
+def _is_a_share(weight: Tensor | None, linear_weight: Tensor, label_smoothing: float) -> bool:
+    """Return whether class weights, if any, only multiply each row's loss."""
+    if weight is None:
+        return True
+    fits = weight.is_floating_point() and weight.shape == linear_weight.shape[:1]
+    return fits and label_smoothing == 0
 
 
 def ours_inside(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
