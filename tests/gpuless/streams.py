@@ -164,4 +164,5 @@ def _check(now: Use, x: Tensor, *before: Use | None) -> None:
 def join(clocks: Clocks, others: Clocks) -> None:
     """Have what comes after ``clocks`` come after the others, too."""
     for stream, clock in others.items():
-        clocks[stream] = max(clock, clocks.get(stream, 0))
+        if clocks.get(stream, -1) < clock:
+            clocks[stream] = clock
