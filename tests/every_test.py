@@ -63,6 +63,7 @@ def pytest_collection_finish() -> None:
     """Keep all that is imported out of garbage collections, of which it would be the most."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
