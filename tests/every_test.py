@@ -28,6 +28,17 @@ from tritonamp.kernels import _facts, _multi_tensor
 
 HAS_GPU = torch.cuda.is_available()  # a real one: that in software comes and goes
 
+if not HAS_GPU:
+    # At each seed torch notes the stack for devices that are not there: that takes half a
+    # millisecond, and most tests seed several times.
+    def _if_in_software(callable: Callable[[], object], **kwargs: Any) -> None:
+        if torch.cuda.is_initialized():
+            callable()
+
+    torch.cuda.random._lazy_call = _if_in_software
+    for _module in (torch.xpu.random, torch.mtia):
+        _module._lazy_call = lambda callable, **kwargs: None
+
 # Tensors are small and a process of the tests has each core: threads would only wait for one
 # another. The variable is for the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
