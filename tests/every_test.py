@@ -1,6 +1,7 @@
 """Fixtures of every test: fixed seeds, all devices, and no state left behind in torch."""
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -70,11 +71,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items.sort(key=lambda item: takes[item].index(True))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep all that is imported out of garbage collections, of which it would be the most."""
     gc.collect()
     gc.freeze()
     gc.enable()
+    _capture_warnings_alone(session.config)
+
+
+def _capture_warnings_alone(config: pytest.Config) -> None:
+    """Have pytest leave out what is logged below WARNING: torch.compile traces at DEBUG.
+
+    pytest's own option sets the level of the root logger, too. For that, logging forgets what it
+    knows of hundreds of loggers, twelve times for each test.
+    """
+    plugin = config.pluginmanager.get_plugin("logging-plugin")
+    if plugin is not None:
+        for handler in (plugin.caplog_handler, plugin.report_handler):
+            handler.setLevel(logging.WARNING)
 
 
 def pytest_sessionfinish() -> None:
