@@ -2,6 +2,7 @@
 go (lines.py), and what every test gets (every_test.py).
 """
 
+import gc
 import importlib
 import os
 
@@ -48,5 +49,7 @@ def pytest_collection(session: pytest.Session) -> None:
     """Register what every test gets, which imports torch, where tests are collected.
 
     The process that starts the others does not collect, and they would wait for it to import torch.
+    What is imported and collected stays: a garbage collection would walk it in vain.
     """
+    gc.disable()
     session.config.pluginmanager.register(importlib.import_module("every_test"))

@@ -1,6 +1,7 @@
 """Fixtures of every test: fixed seeds, all devices, and no state left behind in torch."""
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,17 @@ from tritonamp.casts import dispatch
 from tritonamp.kernels import _facts, _multi_tensor
 
 HAS_GPU = torch.cuda.is_available()  # a real one: that in software comes and goes
+
+if not HAS_GPU:
+    # At each seed torch notes the stack for devices that are not there: that takes half a
+    # millisecond, and most tests seed several times.
+    def _if_in_software(callable: Callable[[], object], **kwargs: Any) -> None:
+        if torch.cuda.is_initialized():
+            callable()
+
+    torch.cuda.random._lazy_call = _if_in_software
+    for _module in (torch.xpu.random, torch.mtia):
+        _module._lazy_call = lambda callable, **kwargs: None
 
 # Tensors are small and a process of the tests has each core: threads would only wait for one
 # another. The variable is for the processes that tests start.
@@ -59,10 +71,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items.sort(key=lambda item: takes[item].index(True))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep all that is imported out of garbage collections, of which it would be the most."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+    _capture_warnings_alone(session.config)
+
+
+def _capture_warnings_alone(config: pytest.Config) -> None:
+    """Have pytest leave out what is logged below WARNING: torch.compile traces at DEBUG.
+
+    pytest's own option sets the level of the root logger, too. For that, logging forgets what it
+    knows of hundreds of loggers, twelve times for each test.
+    """
+    plugin = config.pluginmanager.get_plugin("logging-plugin")
+    if plugin is not None:
+        for handler in (plugin.caplog_handler, plugin.report_handler):
+            handler.setLevel(logging.WARNING)
 
 
 def pytest_sessionfinish() -> None:

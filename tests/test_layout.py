@@ -10,7 +10,7 @@ import inspect
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -69,38 +69,48 @@ def room(name: str) -> str:
     return parts[1] if parts[1] in TIER else "__init__"
 
 
-each_file = pytest.mark.parametrize("path", FILES, ids=shown)
-each_core_file = pytest.mark.parametrize(
-    "path",
-    [
-        p
-        for p in FILES
-        if room(f"tritonamp.{p.relative_to(PACKAGE).parts[0].removesuffix('.py')}")
-        not in PUBLIC_ONLY
-    ],
-    ids=shown,
-)
-each_entry_file = pytest.mark.parametrize(
-    "path",
-    [p for p in FILES if p.relative_to(PACKAGE).parts[0].removesuffix(".py") in PUBLIC_ONLY],
-    ids=shown,
-)
-each_kernel_file = pytest.mark.parametrize("path", KERNEL_FILES, ids=shown)
-each_op_file = pytest.mark.parametrize("path", OP_FILES, ids=shown)
-
-
-@functools.cache
-def tree(path: Path) -> ast.Module:
-    """Return what ``path`` holds, parsed once for all tests."""
-    return ast.parse(path.read_text())
-
-
 def module_name(path: Path) -> str:
     """The dotted name that ``path`` is installed under."""
     parts = ["tritonamp", *path.relative_to(ROOT).with_suffix("").parts]
     if parts[1] == "tritonamp":
         parts = parts[1:]
     return ".".join(parts).removesuffix(".__init__")
+
+
+def each(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Have a test look at each of the files. It fails with all files that it finds fault with."""
+
+    def on_each(test: Callable[[Path], None]) -> Callable[[], None]:
+        def test_all() -> None:
+            found = {}
+            for path in paths:
+                try:
+                    test(path)
+                except AssertionError as error:
+                    found[shown(path)] = str(error)
+            assert found == {}
+
+        test_all.__doc__ = test.__doc__
+        return test_all
+
+    return on_each
+
+
+def is_entry(path: Path) -> bool:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py") in PUBLIC_ONLY
+
+
+each_file = each(FILES)
+each_core_file = each([p for p in FILES if room(module_name(p)) not in PUBLIC_ONLY])
+each_entry_file = each([p for p in FILES if is_entry(p)])
+each_kernel_file = each(KERNEL_FILES)
+each_op_file = each(OP_FILES)
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    """Return what ``path`` holds, parsed once for all tests."""
+    return ast.parse(path.read_text())
 
 
 @functools.cache

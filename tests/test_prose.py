@@ -1,6 +1,7 @@
 """What docstrings and READMEs say: plain words, arguments that stand alone, names that exist."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,11 +56,14 @@ ELSEWHERE = {
 """Names in READMEs that belong to other projects, or to the reader's program."""
 
 
-def docstrings() -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of every docstring, those of constants included."""
-    for path in SOURCES:
-        for text in texts_of(ast.parse(path.read_text()).body):
-            yield f"{path.relative_to(ROOT)}:{text.lineno}", str(text.value)
+@functools.cache
+def docstrings() -> list[tuple[str, str]]:
+    """Return the place and the text of every docstring, those of constants included."""
+    return [
+        (f"{path.relative_to(ROOT)}:{text.lineno}", str(text.value))
+        for path in SOURCES
+        for text in texts_of(ast.parse(path.read_text()).body)
+    ]
 
 
 def texts_of(body: list[ast.stmt]) -> Iterator[ast.Constant]:

@@ -298,12 +298,12 @@ def half_of(name: str) -> torch.dtype:
 
 
 def all_on_fake_cuda(samples: dict[str, list[Call]]) -> Truth:
-    """What CUDA autocast gives now, for every op, variant and sample."""
+    """What CUDA autocast gives now, for every variant and sample of the ops that are compared."""
     return {
         (op, name): [
             on_fake_cuda(op, variant(call, *VARIANTS[name]), half_of(name)) for call in samples[op]
         ]
-        for op in sorted(COMPARED)
+        for op in sorted(COMPARED & samples.keys())
         for name in VARIANTS
     }
 
@@ -319,10 +319,13 @@ def all_on_cpu(samples: dict[str, list[Call]]) -> Truth:
 
 
 @pytest.fixture(scope="module")
-def stock(samples: dict[str, list[Call]]) -> tuple[Truth, Truth]:
-    """What torch does by itself: on fake CUDA, and on CPU."""
+def stock(request: pytest.FixtureRequest, samples: dict[str, list[Call]]) -> tuple[Truth, Truth]:
+    """What torch does by itself with the ops of the tests of this run: on fake CUDA, and on CPU."""
     assert not dispatch.is_registered()
-    return all_on_fake_cuda(samples), all_on_cpu(samples)
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    ops = {test.callspec.params["op"] for test in tests if {"op", "stock"} <= {*test.fixturenames}}
+    asked = {op: calls for op, calls in samples.items() if op in ops}
+    return all_on_fake_cuda(asked), all_on_cpu(asked)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from tritonamp.kernels.device import INTERPRETED, triton_version
 _TRITON = TorchVersion(triton_version() or "0")
 
 if INTERPRETED:
+    from gpuless import shortcuts
     from triton.runtime import interpreter
 
 FUSES = INTERPRETED and _TRITON >= "3.9"
@@ -35,6 +36,8 @@ if INTERPRETED:
         return found
 
     interpreter._get_np_dtype = _numpys
+
+    shortcuts.take()
 
 
 @contextlib.contextmanager

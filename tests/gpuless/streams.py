@@ -129,28 +129,26 @@ class Streams:
         if not self.has_several:
             return
         now = Use(what, stream, stream.clock)
-        written = {x.untyped_storage()._cdata for x in writes}
         for x in makes:
-            self._memories[x.untyped_storage()._cdata] = _memory(x, now)
+            storage = x.untyped_storage()
+            self._memories[storage._cdata] = _Memory(StorageWeakRef(storage), now)
         for x in writes:
             memory = self._memory(x)
             _check(now, x, memory.write, *memory.reads.values())
             memory.write, memory.reads = now, {}
         for x in reads:
-            if x.untyped_storage()._cdata not in written:
-                memory = self._memory(x)
+            memory = self._memory(x)
+            if memory.write is not now:
                 _check(now, x, memory.write)
                 memory.reads[stream] = now
 
     def _memory(self, x: Tensor) -> _Memory:
-        key = x.untyped_storage()._cdata
-        if key not in self._memories or self._memories[key].storage.expired():
-            self._memories[key] = _memory(x, self._before_second if x.is_cuda else None)
-        return self._memories[key]
-
-
-def _memory(x: Tensor, write: Use | None) -> _Memory:
-    return _Memory(StorageWeakRef(x.untyped_storage()), write)
+        storage = x.untyped_storage()
+        found = self._memories.get(storage._cdata)
+        if found is None or found.storage.expired():
+            write = self._before_second if x.is_cuda else None
+            found = self._memories[storage._cdata] = _Memory(StorageWeakRef(storage), write)
+        return found
 
 
 def _check(now: Use, x: Tensor, *before: Use | None) -> None:
@@ -164,4 +162,5 @@ def _check(now: Use, x: Tensor, *before: Use | None) -> None:
 def join(clocks: Clocks, others: Clocks) -> None:
     """Have what comes after ``clocks`` come after the others, too."""
     for stream, clock in others.items():
-        clocks[stream] = max(clock, clocks.get(stream, 0))
+        if clocks.get(stream, -1) < clock:
+            clocks[stream] = clock

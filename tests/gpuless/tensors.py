@@ -1,10 +1,11 @@
 """Tensors whose device is ``cuda:0`` and whose values are in main memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+from gpuless.facts import facts
 from gpuless.gpu import Gpu
 from torch import Tensor
 from torch._decomp import decomposition_table
@@ -48,9 +49,6 @@ class CudaTensor(Tensor):
         )
         wrapper.inner = inner
         return wrapper
-
-    def __init__(self, inner: Tensor) -> None:
-        pass
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _restored, (self.inner, self.requires_grad, getattr(self, "_is_param", False))
@@ -116,106 +114,143 @@ class FakeCudaMode(TorchDispatchMode):
         return run(CudaTensor.gpu, func, args, kwargs or {})
 
 
+NO_TREES = {bool, int, float, str, type(None), torch.device, torch.dtype, torch.memory_format}
+"""Types of most arguments that neither are tensors nor hold some."""
+
+
 def unwrap(tree: Any) -> Any:
     """Return the same arguments or results with the tensors of main memory."""
-    return _mapped(lambda x: x.inner if isinstance(x, CudaTensor) else x, tree)
+    return _mapped(_inner, CudaTensor, tree)
 
 
 def wrap(tree: Any) -> Any:
     """Return the same results with tensors of the GPU."""
-    return _mapped(lambda x: CudaTensor(x) if type(x) is Tensor else x, tree)
+    return _mapped(CudaTensor, Tensor, tree)
 
 
-def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Do as torch's ``tree_map``, in less time for what most operations take and return."""
+def _inner(tensor: CudaTensor) -> Tensor:
+    return tensor.inner
+
+
+def _mapped(function: Callable[[Any], Any], of: type, tree: Any) -> Any:
+    """Do as torch's ``tree_map_only``, in less time for what most operations take and return.
+
+    Args:
+        function: function of tensors.
+        of: type of the tensors that are mapped.
+        tree: nested lists, tuples and dictionaries.
+    """
     kind = type(tree)
+    if kind is of:
+        return function(tree)
+    if kind in NO_TREES:
+        return tree
     if kind is list or kind is tuple:
-        return kind([_mapped(function, x) for x in tree])
+        return kind([_mapped(function, of, x) for x in tree])
     if kind is dict:
-        return {key: _mapped(function, x) for key, x in tree.items()}
-    is_leaf = isinstance(tree, (Tensor, int, float, str)) or tree is None
-    return function(tree) if is_leaf else tree_map(function, tree)
+        return {key: _mapped(function, of, x) for key, x in tree.items()}
+    return tree_map(lambda x: function(x) if type(x) is of else x, tree)
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _tensors(args: Iterable[Any]) -> list[Tensor]:
     """Return all tensors that an operation is given, those of lists, too."""
-    given = [*args, *kwargs.values()]
-    every = [x for value in given for x in (value if isinstance(value, (list, tuple)) else [value])]
-    return [x for x in every if isinstance(x, Tensor)]
+    found = []
+    for value in args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [x for x in value if isinstance(x, Tensor)]
+    return found
 
 
 def run(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation with the tensors of main memory."""
-    tensors = _tensors(args, kwargs)
+    tensors, known = _tensors((*args, *kwargs.values())), facts(func)
     ours = any(isinstance(x, CudaTensor) for x in tensors)
-    device, name = kwargs.get("device"), func._schema.name.removeprefix("aten::")
-    to_gpu = ours if device is None else torch.device(device).type == "cuda"
-    to_cpu = device is not None and torch.device(device).type == "cpu"
+    device = kwargs.get("device")
+    kind = None if device is None else torch.device(device).type
+    to_gpu = ours if kind is None else kind == "cuda"
     if not ours and not to_gpu:
         return _on_host(gpu, func, args, kwargs)
-    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+    if known.is_composite:
         with FakeCudaMode():  # here autograd is over, which takes such operations to pieces
             return func.decompose(*args, **kwargs)
     if func.namespace == "tritonamp":  # a dispatch mode made an op of it: it launches by itself
+        name = known.name.removeprefix("tritonamp::")
         with FakeCudaMode():
-            return operations()[name.removeprefix("tritonamp::")].triton_function(*args, **kwargs)
-    if name == "_to_copy" and (to_cpu if ours else to_gpu):
+            return operations()[name].triton_function(*args, **kwargs)
+    if known.name == "_to_copy" and kind == ("cpu" if ours else "cuda"):
         return _moved(gpu, func, args[0], kwargs)
-    if name == "copy_" and len({type(x) is CudaTensor for x in args[:2]}) == 2:
+    if known.name == "copy_" and len({type(x) is CudaTensor for x in args[:2]}) == 2:
         _transfer(gpu, *args, **kwargs)
         return args[0]
     if ours:
-        if not _is_view(func):
-            reads = [] if name.startswith("new_") or name.endswith("_like") else tensors
-            gpu.use(name, reads=reads, writes=_tensors(_written(func, args, kwargs), {}))
-        _check(gpu, name, args, tensors)
-    kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-    if to_gpu and device is not None:
-        kwargs["device"] = torch.device("cpu")
-    inner = unwrap((args, kwargs))
+        if not known.is_view:
+            reads = tensors if known.reads_values else []
+            gpu.use(known.name, reads=reads, writes=_tensors(known.writes(args, kwargs)))
+        _check(gpu, known.name, args, tensors)
+    return _computed_on(gpu, func, args, kwargs, tensors, to_gpu)
+
+
+def _computed_on(
+    gpu: Gpu,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+    to_gpu: bool,
+) -> Any:
+    """Compute the operation; its result is on the GPU or on the CPU."""
+    known = facts(func)
+    given = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    if to_gpu and given.get("device") is not None:
+        given["device"] = torch.device("cpu")
+    inner = unwrap((args, given))
 
     def compute(args: Any, kwargs: Any) -> Any:
-        return _computed(gpu, func, name, args, kwargs)
+        return _computed(gpu, func, args, kwargs)
 
-    returns = func._schema.returns
-    if func._schema.is_mutable and all(r.alias_info is not None for r in returns):
-        if torch.Tag.inplace_view in func.tags:
+    if known.is_in_place:
+        if known.is_resize:
             compute(*inner)
             _apply_to_sizes(func, args, kwargs)
         else:
             gpu.do(lambda: compute(*inner))
-        written = _count_versions(_written(func, args, kwargs))
-        return None if not returns else written[0] if len(returns) == 1 else tuple(written)
-    if _is_view(func):
+        written = _count_versions(known.writes(args, kwargs))
+        returned = len(func._schema.returns)
+        return None if not returned else written[0] if returned == 1 else tuple(written)
+    if known.is_view:
         result = compute(*inner)
         # an inference tensor only where it is a view of one
         with torch.inference_mode(any(x.is_inference() for x in tensors)):
             return wrap(result)
     result = gpu.compute(compute, inner)
     if to_gpu and gpu.streams.has_several:
-        gpu.use(name, makes=[x for x in tree_leaves(result) if isinstance(x, Tensor)])
-    if name == "_pack_padded_sequence":
+        gpu.use(known.name, makes=[x for x in tree_leaves(result) if isinstance(x, Tensor)])
+    if known.name == "_pack_padded_sequence":
         return wrap(result[0]), result[1]  # sizes of batches are the host's
     return wrap(result) if to_gpu else result
 
 
-def _computed(gpu: Gpu, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _computed(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> Any:
     """Run the operation, also where only CUDA has it."""
-    if "_softmax" in name:  # from half CUDA computes in FP32, and rounds once
+    known = facts(func)
+    if "_softmax" in known.name:  # from half CUDA computes in FP32, and rounds once
         *given, last = args
-        out = last if name.endswith("data") else torch.float32 if last else given[0].dtype
+        backward = known.name.endswith("data")
+        out = last if backward else torch.float32 if last else given[0].dtype
         wide = [
             x.to(torch.promote_types(x.dtype, torch.float32)) if isinstance(x, Tensor) else x
             for x in given
         ]
-        return func(*wide, wide[0].dtype if name.endswith("data") else False).to(out)
+        return func(*wide, wide[0].dtype if backward else False).to(out)
     if func is torch.ops.aten.mm.dtype:  # half operands, an FP32 result
         a, b, out = args
         return a.to(out) @ b.to(out)
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if known.is_random:
         with gpu.random_numbers():
             return func(*args, **kwargs)
-    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU"):
+    if not known.is_on_cpu:
         if func not in decomposition_table:
             pytest.skip(f"{func} is CUDA's alone: the GPU in software has no arithmetic for it")
         func = decomposition_table[func]
@@ -232,25 +267,6 @@ def _apply_to_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             func(*args, **kwargs)
     finally:
         torch._C._set_meta_in_tls_dispatch_include(included)
-
-
-def _is_view(func: Any) -> bool:
-    """Return whether an operation uses no memory: it gives other sizes to its argument's."""
-    if func._schema.is_mutable:
-        return torch.Tag.inplace_view in func.tags
-    return any(r.alias_info is not None for r in func._schema.returns)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operation writes to."""
-    if not func._schema.is_mutable:
-        return []
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    return [
-        given[argument.name]
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
 
 
 def _count_versions(written: list[Any]) -> list[Any]:
@@ -272,7 +288,7 @@ def _on_host(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     result = func(*args, **{k: v for k, v in kwargs.items() if k != "pin_memory" or not v})
     if pinned:
         gpu.pin(result)
-    _count_versions(_written(func, args, kwargs))
+    _count_versions(facts(func).writes(args, kwargs))
     return result
 
 

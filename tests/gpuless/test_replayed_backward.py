@@ -61,7 +61,7 @@ def clipped_by_handle(training: Replayed) -> None:
         (torch.optim.AdamW, clipped_by_torch),
         (torch.optim.AdamW, clipped_by_handle),
         (torch.optim.Adadelta, scaler_steps),  # steps by itself
-        (torch.optim.Adadelta, clipped_by_torch),
+        *more([(torch.optim.Adadelta, clipped_by_torch)]),
     ],
 )
 def test_steps_use_what_a_replay_has_written(
