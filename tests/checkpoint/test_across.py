@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Net, same_bits
+from runs import OPTIMIZERS, named
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -20,10 +21,8 @@ from tritonamp.apex.optimizers import FusedAdam
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 FIXED = ["O0", "O3", "O4", "O5"]
-ADAMS: dict[str, Callable[..., Optimizer]] = {
-    "torch": torch.optim.AdamW,
-    "our": tritonamp.optim.AdamW,
-}
+ADAMS = named("AdamW", "our AdamW")
+sgd = OPTIMIZERS["SGD momentum"]
 Run = tuple[nn.Module, Optimizer, tritonamp.Amp]
 
 
@@ -74,10 +73,6 @@ def enabled(device: torch.device, handles: Callable[..., Any]) -> Callable[..., 
         return model, made, handles(model, made, level=level, **fields)
 
     return make
-
-
-def sgd(params: Any, **kwargs: Any) -> Optimizer:
-    return torch.optim.SGD(params, momentum=0.9, **kwargs)
 
 
 # levels
@@ -530,7 +525,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"expected .*, got state 4: \['exp_avg', 'exp_avg_sq'\] without \['step'\]$",
     ),
     "of SGD": (
-        lambda run: sgd([torch.ones(1)] * 0 + list(Net().parameters()), lr=0.1).state_dict(),
+        lambda run: sgd(Net().parameters(), lr=0.1).state_dict(),
         r"expected the state of an Adam .*, got the parameter groups have no betas, eps",
     ),
 }
@@ -539,7 +534,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize(
     ("level", "optimizer"),
-    [("O1", "torch"), ("O2", "torch"), ("O1", "our"), ("O2", "our"), ("plain", "our")],
+    [*itertools.product(["O1", "O2"], ADAMS), ("plain", "our AdamW")],
 )
 def test_optimizers_refuse_what_is_not_theirs(
     enabled: Callable[..., Run], device: torch.device, level: str, optimizer: str, wrong: str
@@ -692,14 +687,14 @@ def test_state_goes_through_torchs_functions(level: str, kind: str) -> None:
 def test_masters_are_unknown_to_torchs_functions() -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    model, optimizer, amp = fresh("O2", "torch", 0)
+    model, optimizer, amp = fresh("O2", "AdamW", 0)
     with pytest.raises(KeyError):
         get_optimizer_state_dict(model, optimizer)
     amp.disable()
 
 
 def test_a_step_on_zeros_of_the_users_own_is_a_step() -> None:
-    model, optimizer, amp = fresh("O1", "torch", 0)
+    model, optimizer, amp = fresh("O1", "AdamW", 0)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     with pytest.raises(RuntimeError, match=r"no amp\.backward\(loss\) fed this optimizer"):

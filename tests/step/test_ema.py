@@ -11,7 +11,7 @@ import torch
 from covering import more
 from gpuless.real_cuda import AnyCuda
 from helpers import same_bits, take_step
-from runs import LEVELS, Training
+from runs import LEVELS, Training, batch
 from small_models import TiedAndFrozen
 from torch import Tensor, nn
 
@@ -203,6 +203,23 @@ def test_each_parameter_follows_its_own_optimizer(device: torch.device) -> None:
     moved = {name for name, x in ema.state_dict().items() if not torch.equal(x, before[name])}
     assert moved == {"1.weight", "1.bias"}
     amp.disable()
+
+
+def test_buffers_wait_for_all_optimizers(device: torch.device, handles: Any) -> None:
+    """A skip of one optimizer keeps all averaged buffers, because a buffer belongs to none."""
+    models = [nn.BatchNorm1d(3).to(device) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp = handles(models, optimizers, level="O2")
+    average = amp.ema(0.5)
+    buffers = [name for name in average.state_dict() if "running" in name]
+    for skipped in (0, 1, None):
+        before = {name: average.state_dict()[name].clone() for name in buffers}
+        for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            loss = model(batch(i, 4, 3, device=device)).float().square().sum()
+            take_step(amp, optimizer, loss * (math.inf if i == skipped else 1.0))
+        average.update()
+        moved = [not torch.equal(before[name], average.state_dict()[name]) for name in buffers]
+        assert moved == [skipped is None] * 4
 
 
 def test_a_group_that_is_added(device: torch.device) -> None:
