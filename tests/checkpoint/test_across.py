@@ -225,7 +225,7 @@ def test_from_a_half_model(
 def test_into_plain_torch(
     enabled: Callable[..., Run], device: torch.device, level: str, optimizer: Any
 ) -> None:
-    """What goes on there is FP32 training: the same as by an O0 that has loaded it."""
+    """Plain torch trains on in FP32 with the bits of an O0 that has loaded the state."""
     run = enabled(level, optimizer)
     train(run, 0, 3)
     of_model, of_optimizer, of_amp = states(run)
@@ -250,7 +250,7 @@ def test_into_plain_torch(
 def test_names_with_a_prefix_are_refused_as_by_torch(
     enabled: Callable[..., Run], wrapped: bool
 ) -> None:
-    """What DistributedDataParallel puts in front: torch lists the keys and takes none."""
+    """DistributedDataParallel puts a prefix in front; torch lists the keys and takes none."""
     model, _, _ = run = enabled()
     before = states(run)
     target = nn.ModuleDict({"module": model}) if wrapped else model
@@ -290,7 +290,7 @@ def test_a_shape_that_does_not_fit_leaves_masters_and_halves_at_one(
 def test_masters_of_half_parameters(
     enabled: Callable[..., Run], device: torch.device, level: str, name: str, half: torch.dtype
 ) -> None:
-    """The model holds what they round to, and is loaded first."""
+    """The model holds the rounded masters, and is loaded first."""
     model = net(device, 1, half)
     alone = model, tritonamp.optim.AdamW(model.parameters(), lr=1e-2)
     train(alone, 0, 3)

@@ -124,7 +124,7 @@ class TwoModels:
         return [self.step(i) for i in range(start, end)]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, not copied."""
+        """Return the content of a checkpoint, not copied."""
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state()

@@ -1,6 +1,4 @@
-"""Where one cause of a skip ends and the next begins, and the texts, on what a device might have
-noted.
-"""
+"""Limits between the causes of a skip, and the texts, for numbers that a device might note."""
 
 import math
 from typing import Any

@@ -1,6 +1,4 @@
-"""What follows a skip: the operation is named, the module healed, the error raised; and nothing
-else changes.
-"""
+"""A skip names the operation, heals a module, or raises an error; nothing else changes."""
 
 import copy
 import logging
@@ -397,7 +395,7 @@ class Logarithm(nn.Module):
 
 
 def advice(device: torch.device, model: nn.Module, **fields: Any) -> str:
-    """Return what is to be done about a first step that is skipped."""
+    """Return the advice for a first step that is skipped."""
     torch.manual_seed(0)
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

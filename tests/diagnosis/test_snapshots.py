@@ -213,7 +213,7 @@ def test_what_a_model_made_is_no_data(how: str, device: torch.device) -> None:
 
 
 def test_masters_that_the_user_wrote_to(device: torch.device) -> None:
-    """They reach the half weights as at any forward, and stay what they are."""
+    """They reach the half weights as at any forward, and keep their values."""
     model = nn.Linear(8, 8).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp = tritonamp.enable(model, optimizer, level="O2")

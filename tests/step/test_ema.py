@@ -129,7 +129,7 @@ def test_what_its_state_holds(device: torch.device) -> None:
 def test_copy_to_a_plain_model(
     device: torch.device, level: str, disabled: bool, dtype: torch.dtype
 ) -> None:
-    """Rounded once, with buffers as at the last update, and what is not trained."""
+    """Averages are rounded once; buffers are of the last update; frozen parameters are copied."""
     run = Averaged(device, level)
     frozen = run.model.state_dict()["frozen.weight"].clone()
     for _ in range(3):
@@ -277,7 +277,7 @@ def test_the_state_loads_into_a_plain_model_that_is_trained_as_a_whole(
 
 @pytest.mark.parametrize("level", ["O2", *more(["O1"])])
 def test_a_cuda_graph_captures_it(gpu: AnyCuda, level: str) -> None:
-    """Replays, of which one is skipped, leave what eager steps leave; eager steps may follow."""
+    """Replays, one of them skipped, leave the bits of eager steps; eager steps may follow."""
     eager, captured = Averaged("cuda", level), Averaged("cuda", level)
     factors = [torch.ones((), device="cuda") for _ in range(2)]
 
