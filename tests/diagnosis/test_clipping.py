@@ -135,6 +135,7 @@ CLIPPINGS: dict[str, Callable[[Worked], Any]] = {
     "adaptive, 0.01": lambda run: adaptive(run, 0.01),
     "adaptive, 0.16": lambda run: adaptive(run, 0.16),
     "norm": lambda run: by_norm(run, 1.0, on_host=False),
+    "norm, no round number": lambda run: by_norm(run, 0.73, on_host=False),
     "norm, on the host": lambda run: by_norm(run, 5.0, on_host=True),
     "norm of each": each_by_norm,
 }

@@ -222,6 +222,23 @@ def test_buffers_wait_for_all_optimizers(device: torch.device, handles: Any) -> 
         assert moved == [skipped is None] * 4
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("way", ["loaded", "written"])
+def test_values_that_replace_those_of_the_step(device: torch.device, level: str, way: str) -> None:
+    """A checkpoint or the user may replace parameters between the step and the update."""
+    run = Averaged(device, level)
+    run.step()
+    before = run.ema.state_dict()["last.weight"].clone()
+    if way == "loaded":
+        run.model.load_state_dict({"last.weight": torch.full((3, 12), 0.5)}, strict=False)
+    else:
+        with torch.no_grad():
+            run.model.last.weight.fill_(0.5)
+    run.ema.update()
+    average = run.ema.state_dict()["last.weight"]
+    torch.testing.assert_close(average, DECAY * before + (1 - DECAY) * 0.5, rtol=1e-6, atol=1e-7)
+
+
 def test_a_group_that_is_added(device: torch.device) -> None:
     """Its averages begin where it does."""
     run = Averaged(device)
