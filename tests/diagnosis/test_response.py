@@ -347,18 +347,22 @@ def test_many_faults_of_another_kind_do_not_end_healing(device: torch.device) ->
             model(torch.randn(4, 8, device=device)).square().mean() + model.s.l.bias.sum(),
         )
     assert amp.stats()["healed"] == ["s"]
+    assert amp.state_dict()["faults"]["seen"] == 0, "the next faults run again"
     assert "domain error" not in amp.explain(), "the last fault is another one"
     amp.disable()
 
 
-def test_bad_batches_do_not_use_up_the_replays(start: Any) -> None:
+def test_bad_batches_do_not_use_up_the_replays(start: Any, caplog: Any) -> None:
     run = start(level="O2", on_nonfinite="heal")
     for i in range(10):
         run.step(i, size=float("inf"))
     assert run.amp.history[-1].cause == "data"
+    caplog.clear()
     for i in range(2):
         run.step(i)
     assert run.amp.stats()["healed"] == ["attention"]
+    (record,) = [r for r in caplog.records if "Healed" in r.getMessage()]
+    assert record.levelno == logging.WARNING, "though it is the twelfth skip in a row"
 
 
 # What is advised has been tried
