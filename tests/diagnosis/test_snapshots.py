@@ -177,6 +177,7 @@ def test_backward_from_the_gradients_that_arrived(device: torch.device) -> None:
     assert (fault.kind, fault.module) == ("scale_too_high", "1")
     fits = [g * (fault.fits / 2.0**24) for g in snapshot.grad_outputs]
     assert find_fault(model, snapshot.run, grad_outputs=fits, scale=fault.fits) is None
+    assert snapshot.weakened().grad_outputs is None, "it would hold their memory"
     amp.disable()
 
 
