@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import scaler
+from ranks import SMALL_STEPS, scaler
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -89,15 +89,12 @@ class InTurn(nn.Module):
         return result
 
 
-OPTIMIZERS: dict[str, Callable[[list[Any]], list[torch.optim.Optimizer]]] = {
-    "SGD": lambda params: [torch.optim.SGD(params, lr=0.1, momentum=0.5)],
-    "AdamW": lambda params: [torch.optim.AdamW(params, lr=0.01)],
-    "NAdam": lambda params: [torch.optim.NAdam(params, lr=0.01, foreach=False)],
-    "two": lambda params: [
+def two_optimizers(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Return an SGD for matrices and an AdamW for vectors."""
+    return [
         torch.optim.SGD([p for p in params if p.dim() > 1], lr=0.1),
         torch.optim.AdamW([p for p in params if p.dim() < 2], lr=0.01),
-    ],
-}
+    ]
 
 
 class Alone:
@@ -107,7 +104,10 @@ class Alone:
         models: one, or this rank's stages.
         amp: their handle.
         optimizers: one, or two.
-        factor: what losses are multiplied by.
+        factor: factor of the losses.
+
+    Args:
+        optimizer: a name in ``ranks.SMALL_STEPS``, or "two".
     """
 
     has_first_stage = has_last_stage = True
@@ -134,7 +134,9 @@ class Alone:
             block.layer.requires_grad_(not frozen)
         self.models: list[nn.Module] = self.stages([b.half() for b in blocks] if half else blocks)
         params = [p for model in self.models for p in model.parameters() if p.requires_grad]
-        self.optimizers = OPTIMIZERS[optimizer](params)
+        self.optimizers: list[torch.optim.Optimizer] = (
+            two_optimizers(params) if optimizer == "two" else [SMALL_STEPS[optimizer](params)]
+        )
         if options.get("dtype") is not torch.bfloat16 and options.get("level") in ("O1", "O2"):
             options["scaler"] = scaler()
         self.amp: tritonamp.Amp = enable(self.models, self.optimizers, **options)

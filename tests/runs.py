@@ -21,8 +21,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type) and kind is not torch.optim.Optimizer
     },
-    "SGD momentum": lambda params, **rest: torch.optim.SGD(params, **{"momentum": 0.9, **rest}),
-    "amsgrad": lambda params, **rest: torch.optim.AdamW(params, amsgrad=True, **rest),
+    "SGD momentum": partial(torch.optim.SGD, momentum=0.9),
+    "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
+    "fused AdamW": partial(torch.optim.AdamW, fused=True),
     "Lion": tritonamp.optim.Lion,
     "our Adam": tritonamp.optim.Adam,
     "our AdamW": tritonamp.optim.AdamW,

@@ -34,9 +34,7 @@ of_ranks = [
 
 
 def on_ranks(function: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """Makes ``function`` one that runs on all ranks; it takes a Pair, and returns what they
-    returned.
-    """
+    """Return a function that runs ``function`` on all ranks of a Pair and returns their results."""
     SCENARIOS[function.__name__] = function
     return lambda pair, **arguments: pair.run(function.__name__, **arguments)
 
@@ -139,7 +137,7 @@ class Pair:
 
 
 def serve(store: str, rank: str, number: str) -> None:
-    """What a rank does: reads names and arguments, writes a list of the result, or an error."""
+    """Read names and arguments on a rank, and write a list of the result, or an error."""
     importlib.import_module("every_test")  # what it does to Triton's interpreter
     answers, sys.stdout = sys.stdout, sys.stderr
     torch.set_num_threads(1)

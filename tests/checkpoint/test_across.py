@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Net, same_bits
+from runs import OPTIMIZERS, named
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -20,10 +21,8 @@ from tritonamp.apex.optimizers import FusedAdam
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 FIXED = ["O0", "O3", "O4", "O5"]
-ADAMS: dict[str, Callable[..., Optimizer]] = {
-    "torch": torch.optim.AdamW,
-    "our": tritonamp.optim.AdamW,
-}
+ADAMS = named("AdamW", "our AdamW")
+sgd = OPTIMIZERS["SGD momentum"]
 Run = tuple[nn.Module, Optimizer, tritonamp.Amp]
 
 
@@ -74,10 +73,6 @@ def enabled(device: torch.device, handles: Callable[..., Any]) -> Callable[..., 
         return model, made, handles(model, made, level=level, **fields)
 
     return make
-
-
-def sgd(params: Any, **kwargs: Any) -> Optimizer:
-    return torch.optim.SGD(params, momentum=0.9, **kwargs)
 
 
 # levels
@@ -230,7 +225,7 @@ def test_from_a_half_model(
 def test_into_plain_torch(
     enabled: Callable[..., Run], device: torch.device, level: str, optimizer: Any
 ) -> None:
-    """What goes on there is FP32 training: the same as by an O0 that has loaded it."""
+    """Plain torch trains on in FP32 with the bits of an O0 that has loaded the state."""
     run = enabled(level, optimizer)
     train(run, 0, 3)
     of_model, of_optimizer, of_amp = states(run)
@@ -255,7 +250,7 @@ def test_into_plain_torch(
 def test_names_with_a_prefix_are_refused_as_by_torch(
     enabled: Callable[..., Run], wrapped: bool
 ) -> None:
-    """What DistributedDataParallel puts in front: torch lists the keys and takes none."""
+    """DistributedDataParallel puts a prefix in front; torch lists the keys and takes none."""
     model, _, _ = run = enabled()
     before = states(run)
     target = nn.ModuleDict({"module": model}) if wrapped else model
@@ -295,7 +290,7 @@ def test_a_shape_that_does_not_fit_leaves_masters_and_halves_at_one(
 def test_masters_of_half_parameters(
     enabled: Callable[..., Run], device: torch.device, level: str, name: str, half: torch.dtype
 ) -> None:
-    """The model holds what they round to, and is loaded first."""
+    """The model holds the rounded masters, and is loaded first."""
     model = net(device, 1, half)
     alone = model, tritonamp.optim.AdamW(model.parameters(), lr=1e-2)
     train(alone, 0, 3)
@@ -530,7 +525,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"expected .*, got state 4: \['exp_avg', 'exp_avg_sq'\] without \['step'\]$",
     ),
     "of SGD": (
-        lambda run: sgd([torch.ones(1)] * 0 + list(Net().parameters()), lr=0.1).state_dict(),
+        lambda run: sgd(Net().parameters(), lr=0.1).state_dict(),
         r"expected the state of an Adam .*, got the parameter groups have no betas, eps",
     ),
 }
@@ -539,7 +534,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize(
     ("level", "optimizer"),
-    [("O1", "torch"), ("O2", "torch"), ("O1", "our"), ("O2", "our"), ("plain", "our")],
+    [*itertools.product(["O1", "O2"], ADAMS), ("plain", "our AdamW")],
 )
 def test_optimizers_refuse_what_is_not_theirs(
     enabled: Callable[..., Run], device: torch.device, level: str, optimizer: str, wrong: str
@@ -692,14 +687,14 @@ def test_state_goes_through_torchs_functions(level: str, kind: str) -> None:
 def test_masters_are_unknown_to_torchs_functions() -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    model, optimizer, amp = fresh("O2", "torch", 0)
+    model, optimizer, amp = fresh("O2", "AdamW", 0)
     with pytest.raises(KeyError):
         get_optimizer_state_dict(model, optimizer)
     amp.disable()
 
 
 def test_a_step_on_zeros_of_the_users_own_is_a_step() -> None:
-    model, optimizer, amp = fresh("O1", "torch", 0)
+    model, optimizer, amp = fresh("O1", "AdamW", 0)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     with pytest.raises(RuntimeError, match=r"no amp\.backward\(loss\) fed this optimizer"):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Net, disabled_after, take_step
+from runs import named
 from saves import bits_of
 from torch import Tensor, nn
 
@@ -30,17 +31,10 @@ LEVELS: dict[str, dict[str, Any]] = {
     "bf16 O1": {"level": "O4"},
     "bf16 O2": {"level": "O5"},
 }
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": torch.optim.AdamW,
-    "our AdamW": tritonamp.optim.AdamW,
-    "Adam amsgrad": lambda params, **kwargs: torch.optim.Adam(
-        params, amsgrad=True, eps=1e-4, **kwargs
-    ),
-    "SGD": lambda params, **kwargs: torch.optim.SGD(params, momentum=0.9, **kwargs),
-    "RMSprop": lambda params, **kwargs: torch.optim.RMSprop(
-        params, momentum=0.5, eps=1e-4, **kwargs
-    ),
-    "Adagrad": torch.optim.Adagrad,
+OPTIMIZERS = {
+    **named("AdamW", "our AdamW", "SGD momentum", "Adagrad"),
+    "Adam amsgrad": partial(torch.optim.Adam, amsgrad=True, eps=1e-4),
+    "RMSprop": partial(torch.optim.RMSprop, momentum=0.5, eps=1e-4),
 }
 SCALERS: dict[str, dict[str, Any]] = {
     "interval": {"init_scale": 2.0**8, "growth_interval": 2, "hysteresis": 2},
@@ -130,7 +124,7 @@ class TwoModels:
         return [self.step(i) for i in range(start, end)]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, not copied."""
+        """Return the content of a checkpoint, not copied."""
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state()
@@ -204,7 +198,7 @@ def assert_resumes_after_any_step(start: Callable[..., TwoModels], *case: str) -
         assert resumed.everything() == seen[end - 1], f"stopped after step {i}"
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD momentum"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_resumed_after_any_step(
     start: Callable[..., TwoModels], level: str, optimizer: str
@@ -220,13 +214,13 @@ def test_other_optimizers_resumed(
     assert_resumes_after_any_step(start, level, optimizer)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD momentum"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_headroom_resumed(start: Callable[..., TwoModels], level: str, optimizer: str) -> None:
     assert_resumes_after_any_step(start, level, optimizer, "headroom")
 
 
-@pytest.mark.parametrize(("level", "optimizer"), [("O1", "SGD"), ("O2", "AdamW")])
+@pytest.mark.parametrize(("level", "optimizer"), [("O1", "SGD momentum"), ("O2", "AdamW")])
 def test_through_a_file_to_the_end(
     start: Callable[..., TwoModels], level: str, optimizer: str, tmp_path: Path
 ) -> None:
@@ -243,7 +237,7 @@ def test_through_a_file_to_the_end(
         assert resumed.everything() == expected, f"stopped after step {i}"
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD momentum"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_into_objects_that_have_gone_on(
     start: Callable[..., TwoModels], level: str, optimizer: str
@@ -267,7 +261,7 @@ def test_into_objects_that_have_gone_on(
         assert run.everything() == expected
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "our AdamW", "SGD"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "our AdamW", "SGD momentum"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_in_any_order_with_a_healed_module(
     start: Callable[..., TwoModels], level: str, optimizer: str
@@ -289,7 +283,7 @@ def test_in_any_order_with_a_healed_module(
     assert resumed.amp.stats()["healed"] == []
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD momentum"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_loaded_before_enable(start: Callable[..., TwoModels], level: str, optimizer: str) -> None:
     straight = start(level, optimizer)

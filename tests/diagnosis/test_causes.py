@@ -230,7 +230,7 @@ def test_gradients_that_no_scale_helps(
 def test_a_nan_out_of_nothing_is_no_matter_of_the_scale(
     start: Any, value: float, cause: str
 ) -> None:
-    """The gradients of the steps before are far from what the format holds."""
+    """The gradients of earlier steps are far below the limit of the format."""
     run = start(scaler=tritonamp.GradScaler("cpu", init_scale=16.0))
     run.step()
     run.spoil(value)

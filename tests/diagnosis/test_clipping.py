@@ -96,9 +96,9 @@ def by_norm(run: Worked, most: float, on_host: bool) -> None:
         grad.mul_(float(factor) if on_host else factor)
 
 
-def each_by_norm(run: Worked) -> None:
+def each_by_norm(run: Worked, most: float = 1.0) -> None:
     for grad in run.grads():
-        grad.mul_(min(1.0, 1.0 / float(grad.float().norm())))
+        grad.mul_(min(1.0, most / float(grad.float().norm())))
 
 
 def foreach(run: Worked) -> None:
@@ -135,6 +135,7 @@ CLIPPINGS: dict[str, Callable[[Worked], Any]] = {
     "adaptive, 0.01": lambda run: adaptive(run, 0.01),
     "adaptive, 0.16": lambda run: adaptive(run, 0.16),
     "norm": lambda run: by_norm(run, 1.0, on_host=False),
+    "norm, no round number": lambda run: by_norm(run, 0.73, on_host=False),
     "norm, on the host": lambda run: by_norm(run, 5.0, on_host=True),
     "norm of each": each_by_norm,
 }
@@ -286,12 +287,20 @@ def test_ours(start: Any, device: torch.device, warned: Callable[..., Any]) -> N
 
 
 @pytest.mark.parametrize(
+    "work",
+    [on_each(lambda g: g.clamp_(-1e-3, 1e-3)), lambda run: each_by_norm(run, 5e-4)],
+    ids=["values", "norms"],
+)
+@pytest.mark.parametrize(
     "settings", [{"level": "O0"}, {"level": "O2", "dtype": torch.bfloat16}], ids=["O0", "bfloat16"]
 )
 def test_levels_without_a_scale(
-    start: Any, settings: dict[str, Any], warned: Callable[[], list[str]]
+    start: Any,
+    settings: dict[str, Any],
+    work: Callable[[Worked], Any],
+    warned: Callable[[], list[str]],
 ) -> None:
-    start(**settings).train_with(on_each(lambda g: g.clamp_(-1e-3, 1e-3)))
+    start(**settings).train_with(work)
     assert warned() == []
 
 

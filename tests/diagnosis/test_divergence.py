@@ -358,6 +358,7 @@ def test_growth_of_losses(
         ([1.0, 1e3, 1e6], 1200 / 0.1 / 4),  # with the weights of step 2 it was bad
         ([1e6, 1e5, 1e4, 1e3], 1200 / 1000 * 4 / 5),  # it became smaller until step 4
         ([1.0, 1.0, 1e3, 1e6], 1200 / 100 * 2 / 5),
+        ([1.0, 5.0, 9.0, 60.0], 1200 / 100 * 2 / 5),  # it grows by little at each step
         ([None] * 4, 1200 / 0.1 / 5),
     ],
 )

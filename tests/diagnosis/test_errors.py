@@ -60,7 +60,7 @@ def run(page: Section, number: int) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_apex() -> Iterator[None]:
-    """Undo what ``tritonamp.apex.install()`` did."""
+    """Undo ``tritonamp.apex.install()``."""
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
@@ -70,7 +70,7 @@ def no_apex() -> Iterator[None]:
 
 @pytest.fixture
 def before_training() -> Iterator[dict[Tensor, Tensor]]:
-    """What parameters hold when a forward first meets them."""
+    """Yield the values of parameters at their first forward."""
     values: dict[Tensor, Tensor] = {}
 
     def look(module: nn.Module, _: Any) -> None:

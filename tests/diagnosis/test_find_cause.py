@@ -1,6 +1,4 @@
-"""Where one cause of a skip ends and the next begins, and the texts, on what a device might have
-noted.
-"""
+"""Limits between the causes of a skip, and the texts, for numbers that a device might note."""
 
 import math
 from typing import Any
@@ -10,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp.diagnosis.causes import Cause, Explanation, Skip, find_cause
+from tritonamp.diagnosis.skips import NO_STEPS, Steps, Writer
 from tritonamp.kernels.decide import FAULT, HUGE, OVERFLOW
 
 INF, NAN = math.inf, math.nan
@@ -31,8 +30,13 @@ USUAL = Skip(
 )
 
 
-def explained(*batches: Any, known: dict[Tensor, str] | None = None, **fields: Any) -> Explanation:
-    return find_cause(USUAL._replace(**fields), batches, known or {})
+def explained(
+    *batches: Any,
+    known: dict[Tensor, str] | None = None,
+    steps: Steps = NO_STEPS,
+    **fields: Any,
+) -> Explanation:
+    return find_cause(USUAL._replace(**fields), batches, known or {}, steps)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +209,24 @@ def test_since_when() -> None:
     known = {nn.Parameter(torch.tensor([NAN])): "p"}
     assert "seen since step 12: p" in explained(known=known, since=12, outcome=FAULT).reason
     assert "seen at step 17: p" in explained(known=known, since=17, outcome=FAULT).reason
+
+
+def test_the_optimizer_at_fault_is_named_before_others() -> None:
+    known = {nn.Parameter(torch.tensor([NAN])): name for name in ("a", "b", "c")}
+    healthy = Writer("SGD", 0.5, torch.float16)
+    faulty = Writer("Adam", 0.25, torch.float16, zero_eps=1e-8)
+    for writers, named in (
+        (
+            {"a": healthy, "b": faulty, "c": healthy},
+            "Step 16 wrote them (Adam, lr=0.25): eps=1e-08",
+        ),
+        ({"b": healthy}, "Step 16 wrote them (SGD, lr=0.5): Lower the learning rate"),
+        ({}, "Skipped steps leave parameters alone"),
+    ):
+        found = explained(known=known, steps=Steps(writers), outcome=FAULT, wrote=16)
+        assert named in found.reason
+    unseen = explained(known=known, steps=Steps({"b": faulty}), outcome=FAULT)
+    assert "Step " not in unseen.reason  # other code may have written the parameters since
 
 
 def test_running_statistics_are_told_with_every_fault() -> None:

@@ -1,4 +1,4 @@
-"""Modules healed by hand or after faults: that FP32 cures them, and what is said if it does not."""
+"""FP32 cures modules that are healed by hand or after faults; a report says where it does not."""
 
 import logging
 from collections.abc import Callable
@@ -116,7 +116,7 @@ def test_by_hand_it_computes_in_fp32_and_then_as_before(
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return what was said about healing."""
+    """Return the logged lines about healing."""
     lines = [line for text in caplog.messages for line in text.splitlines()]
     return [line for line in lines if line.startswith(("Healed", "Not healed"))]
 
@@ -176,7 +176,7 @@ def test_what_no_precision_cures_is_not_healed(caplog: Any) -> None:
 def test_faults_that_come_again_widen_it_and_then_end_it(
     caplog: Any, monkeypatch: pytest.MonkeyPatch, helps: bool
 ) -> None:
-    """No trial says beforehand what helps: there is no memory for one."""
+    """Without memory for a trial, no remedy is known beforehand."""
     monkeypatch.setattr(tritonamp.diagnosis.replays, "remedy_of", lambda *_: None)
     _, amp = heal_in_training(Overflowing("LayerNorm") if helps else Beyond(), caplog, level="O3")
     assert amp.stats()["healed"] == ["inner", ""]

@@ -1,4 +1,4 @@
-"""What ranks have found, as one finding."""
+"""The findings of several ranks are combined into one."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""amp.watch and amp.ranges: what they show, when they read, what they leave alone."""
+"""amp.watch and amp.ranges: their numbers, the steps that they read, and no trace in training."""
 
 import copy
 import logging
@@ -30,7 +30,7 @@ run = started_on_cpu(Watched)
 
 
 class Kept(nn.Module):
-    """Keeps what a layer returns, and the gradient that comes back to it."""
+    """Keeps the output of a layer, and the gradient of the output."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def test_copies_do_not_watch(run: Any) -> None:
 
 
 class Growing(nn.Module):
-    """What a layer returns grows by 2 % a step."""
+    """The output of a layer grows by 2 % a step."""
 
     def __init__(self) -> None:
         super().__init__()

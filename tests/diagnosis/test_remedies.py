@@ -1,4 +1,4 @@
-"""What is tried against a fault, in which order, and when it ends."""
+"""Remedies that are tried against a fault, their order, and the end of the search."""
 
 from collections.abc import Callable, Collection
 

@@ -1,6 +1,4 @@
-"""What follows a skip: the operation is named, the module healed, the error raised; and nothing
-else changes.
-"""
+"""A skip names the operation, heals a module, or raises an error; nothing else changes."""
 
 import copy
 import logging
@@ -350,18 +348,22 @@ def test_many_faults_of_another_kind_do_not_end_healing(device: torch.device) ->
             model(torch.randn(4, 8, device=device)).square().mean() + model.s.l.bias.sum(),
         )
     assert amp.stats()["healed"] == ["s"]
+    assert amp.state_dict()["faults"]["seen"] == 0, "the next faults run again"
     assert "domain error" not in amp.explain(), "the last fault is another one"
     amp.disable()
 
 
-def test_bad_batches_do_not_use_up_the_replays(start: Any) -> None:
+def test_bad_batches_do_not_use_up_the_replays(start: Any, caplog: Any) -> None:
     run = start(level="O2", on_nonfinite="heal")
     for i in range(10):
         run.step(i, size=float("inf"))
     assert run.amp.history[-1].cause == "data"
+    caplog.clear()
     for i in range(2):
         run.step(i)
     assert run.amp.stats()["healed"] == ["attention"]
+    (record,) = [r for r in caplog.records if "Healed" in r.getMessage()]
+    assert record.levelno == logging.WARNING, "though it is the twelfth skip in a row"
 
 
 # What is advised has been tried
@@ -398,7 +400,7 @@ class Logarithm(nn.Module):
 
 
 def advice(device: torch.device, model: nn.Module, **fields: Any) -> str:
-    """Return what is to be done about a first step that is skipped."""
+    """Return the advice for a first step that is skipped."""
     torch.manual_seed(0)
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

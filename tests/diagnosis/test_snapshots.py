@@ -186,6 +186,7 @@ def test_backward_from_the_gradients_that_arrived(device: torch.device) -> None:
     assert (fault.kind, fault.module) == ("scale_too_high", "1")
     fits = [g * (fault.fits / 2.0**24) for g in snapshot.grad_outputs]
     assert find_fault(model, snapshot.run, grad_outputs=fits, scale=fault.fits) is None
+    assert snapshot.weakened().grad_outputs is None, "it would hold their memory"
     amp.disable()
 
 
@@ -222,7 +223,7 @@ def test_what_a_model_made_is_no_data(how: str, device: torch.device) -> None:
 
 
 def test_masters_that_the_user_wrote_to(device: torch.device) -> None:
-    """They reach the half weights as at any forward, and stay what they are."""
+    """They reach the half weights as at any forward, and keep their values."""
     model = nn.Linear(8, 8).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp = tritonamp.enable(model, optimizer, level="O2")

@@ -1,4 +1,4 @@
-"""What the log makes of numbers as a device might have noted them, read one by one or with gaps."""
+"""The log of numbers that a device might have noted, read one by one or with gaps."""
 
 import logging
 import math
@@ -29,7 +29,7 @@ RULE = ScaleRule(2.0, 0.5, 2000, 1, 2.0**-24, 2.0**24)
 
 
 class Names(NamedTuple):
-    """What a log asks about its model."""
+    """Names in a model, for a log."""
 
     parameters: Callable[[], Mapping[Tensor, str]]
     tensors: Callable[[], Mapping[Tensor, str]] = dict

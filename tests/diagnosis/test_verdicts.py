@@ -55,7 +55,10 @@ def test_judge(seen: Event, kind: str) -> None:
     assert judge(seen) == kind
 
 
-@pytest.mark.parametrize(("fits", "kind"), [(2.0**8, "scale_too_high"), (0.5, "gradient_overflow")])
+@pytest.mark.parametrize(
+    ("fits", "kind"),
+    [(2.0**8, "scale_too_high"), (1.0, "scale_too_high"), (0.5, "gradient_overflow")],
+)
 def test_judge_by_scale(fits: float, kind: str) -> None:
     assert judge(event("mm", "backward", exact=1e5), fits) == kind
 

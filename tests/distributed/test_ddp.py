@@ -114,7 +114,7 @@ def replicas_and_alone(
 
 @on_ranks
 def wide_gradients(order: str, level: str, **options: Any) -> list[float]:
-    """How far each gradient is from the mean, in FP32, of what the ranks' backwards give."""
+    """Return the distance of each gradient from the FP32 mean of the ranks' gradients."""
     how = {"loss_scale": 2.0**10, "grad_dtype": torch.float32, "share": joint}
     net = seeded_net()
     run = Replica(net, "SGD", level, order=order, ddp=options, **how)
@@ -241,7 +241,7 @@ def test_as_one_process_on_the_joint_batch(
 
 
 def meddle(kind: str, here: bool, net: nn.Module) -> None:
-    """After the all-reduce: one rank cleans what all have, or has what the others do not."""
+    """After the all-reduce, clean the gradients of one rank, or spoil those of one rank alone."""
     if kind == "cleaned" and not here:
         for p in net.parameters():
             p.grad.nan_to_num_(0.0, 0.0, 0.0)
@@ -251,7 +251,7 @@ def meddle(kind: str, here: bool, net: nn.Module) -> None:
 
 @on_ranks
 def in_the_third_step(kind: str, culprit: int, by_hand: bool, **how: Any) -> list[dict[str, Any]]:
-    """What became of a run with a fault in the third step, and of one without that step."""
+    """Return the ends of a run with a fault in the third step, and of one without that step."""
     here, found = dist.get_rank() == culprit, []
     fault = {"cleaned": "gradient"}.get(kind, kind) if here else None
     for faulty in (True, False):
@@ -332,7 +332,7 @@ def test_all_ranks_heal_what_one_has_found(pair: Pair, order: str) -> None:
 
 @on_ranks
 def small_state(order: str, state: str) -> dict[str, Any]:
-    """Train from different seeds, and save; what each rank has at the end."""
+    """Train from different seeds, and save; return the state of this rank at the end."""
     run = replica(order, "AdamW", "O2", seed=dist.get_rank(), state=state)
     run.walk(joint_batches(STEPS))
     values = [v for s in run.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
@@ -390,7 +390,7 @@ def offload_on_cpu() -> Iterator[None]:
 
 @on_ranks
 def offloaded(order: str, state: str) -> list[Any]:
-    """What a rank has after the same steps without and with ``offload``, one of them a skip."""
+    """Return the state after the same steps, one of them a skip, without and with ``offload``."""
     rank, found = dist.get_rank(), []
     for fields in ({}, {"offload": "state"}):
         with offload_on_cpu():
@@ -518,9 +518,7 @@ def test_uneven_inputs(pair: Pair, order: str, optimizer: str, level: str, fault
 
 @on_ranks
 def parted(how: str, steps: int) -> list[str]:
-    """What goes wrong on rank 1 between the first and the second step, and what is said about it
-    and when.
-    """
+    """Part rank 1 from the others between the first and the second step; return the messages."""
     run = replica("before", "SGD", "O1")
     wrapped = run.model
     with listening(logging.WARNING) as said:
@@ -610,7 +608,7 @@ def test_models_of_several_groups_are_refused(pair: Pair) -> None:
 
 
 def test_threads_run_one_enabled_model(device: torch.device) -> None:
-    """What nn.DataParallel does with replicas."""
+    """Threads run the model as nn.DataParallel runs replicas."""
     net = PartlyUsed().to(device)
     amp = tritonamp.enable(net, level="O2")
     inputs = [x.to(device) for x in joint_batches(8)]

@@ -50,7 +50,7 @@ class Entropy(nn.Module):
 
 
 class Scores(nn.Module):
-    """Beyond what float16 holds where inputs are large."""
+    """Scores that overflow float16 where inputs are large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def test_faults_of_several_ranks_are_one_report(pair: Pair, engine: str) -> None
 
 
 def param_dtypes(model: nn.Module) -> list[str]:
-    """What FSDP2 gathers in."""
+    """Return the dtypes in which FSDP2 gathers."""
     return [str(mp_policy(module).param_dtype) for module in fsdp2_modules(model)]
 
 
@@ -374,7 +374,7 @@ def test_all_ranks_raise_the_same_error(pair: Pair, engine: str, after: int) -> 
 
 
 class Meddler(nn.Module):
-    """Does in its forward what a test says, instead of the scores alone."""
+    """Scores whose forward also does the work that a test names."""
 
     def __init__(self, scores: nn.Module) -> None:
         super().__init__()
@@ -668,7 +668,7 @@ def beyond_half(level: str) -> list[Any]:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_what_a_layer_casts_is_healed_with_the_layer(pair: Pair, level: str) -> None:
-    """FSDP2 casts nothing: its layers find the FP32 input too large. What was tried is healed."""
+    """FSDP2 casts nothing, so layers find the FP32 input too large; tried modules are healed."""
     texts, healed, skipped, values = alike(beyond_half(pair, level=level))
     (report, *_) = [text for text in texts if text.startswith("step 3 skipped")]
     line = line_of(Scores.forward, "self.q(x)")

@@ -1,5 +1,4 @@
-"""What users put around DDP: hooks, accumulation, checkpointing, faults; two gloo ranks on CPU
-decide alike.
+"""Two gloo ranks on CPU decide alike, with hooks, accumulation, checkpointing and faults in DDP.
 
 The ranks are this file run as a script, see two_ranks.py.
 """
@@ -86,7 +85,7 @@ HOOKS = {
 
 @on_ranks
 def reduced(level: str, hook: str, gradients: list[float], view: bool) -> list[Any]:
-    """What a step makes of one gradient on each rank."""
+    """Return the results of a step on one gradient of each rank."""
     net = nn.Linear(1, 1, bias=False)
     run = Replica(
         net,

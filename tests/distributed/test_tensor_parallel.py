@@ -109,7 +109,7 @@ def optimizer_of(kind: str, model: nn.Module) -> Callable[..., torch.optim.Optim
 
 
 def part_of(way: str) -> Callable[[Tensor], Tensor]:
-    """What this rank reads of a batch: the two ranks of one part of the layers read the same."""
+    """Return a function that takes this rank's share; ranks with parts of one layer read alike."""
     rank = dist.get_rank()
     return (lambda x: x.chunk(2)[rank // 2]) if "FSDP2" in way else joint
 
@@ -339,7 +339,7 @@ def built(what: str) -> tuple[Any, dict[str, Any]]:
 
 @on_ranks
 def enabling_and_a_step(what: str) -> str:
-    """What enable, or a step, says."""
+    """Return the error of ``enable`` or of a step."""
     model, options = built(what)
     return refused(lambda: act_and_step(what, Shared(model, "SGD", share=joint, **options)))
 

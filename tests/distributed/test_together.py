@@ -45,7 +45,7 @@ def test_tensor_parallel_stages(pair: Pair, fault: str | None) -> None:
 
 @on_ranks
 def sharded_stages(folder: str) -> list[Any]:
-    """What save_sharded says, and the ends of a run and of one resumed from torch's checkpoint."""
+    """Return the error of save_sharded, and the ends of a run and of its resume by torch."""
     stage = dist.get_rank() // 2
     runs = [Replicated("FSDP2", level="O2", optimizer="AdamW", seed=seed) for seed in (0, 1)]
 
@@ -100,7 +100,7 @@ def test_torch_has_no_ddp_around_tensor_parallel_models(pair: Pair) -> None:
 
 
 def ranges(run: Alone) -> dict[str, float]:
-    """What ``amp.watch`` has read in the last step."""
+    """Return the readings of ``amp.watch`` in the last step."""
     watch = run.amp.watch(every=1)
     run.walk(stage_inputs(2))
     found = {f"{r.module} {r.direction}": r.absmax for r in run.amp.ranges()}

@@ -1,4 +1,4 @@
-"""What users do to an optimizer between two steps, against torch's own optimizer in FP32."""
+"""Changes that users make to an optimizer between two steps, against torch's own in FP32."""
 
 import logging
 import weakref

@@ -48,7 +48,7 @@ class CompiledSteps(Training):
 
     @staticmethod
     def batches() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Inputs, targets, and what to multiply the loss by."""
+        """Yield inputs, targets, and a factor of the loss."""
         torch.manual_seed(1)
         for number in range(STEPS):
             factor = torch.tensor(TOO_LARGE if number == OVERFLOWS else 1.0)
@@ -84,7 +84,7 @@ def with_all_there_is(run: CompiledSteps, x: Tensor, y: Tensor, factor: Tensor) 
 
 
 def of_two_losses(run: CompiledSteps, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
-    """As adversarial networks take it: what comes after the first step is compiled, too."""
+    """Take two steps, as adversarial networks do; the code after the first is compiled, too."""
     first = plain(run, x, y, factor)
     loss = run.loss(x, y, factor) + first.detach()
     run.amp.backward(loss)
@@ -148,7 +148,7 @@ def counts() -> tuple[int, int]:
 def trained(
     case: Case, step: Step, after: Callable[[], Any] = lambda: None
 ) -> tuple[list[Tensor], Any, list[Any]]:
-    """Return all numbers that a run leaves, its history, and what ``after`` says of each step."""
+    """Return all numbers of a run, its history, and the result of ``after`` for each step."""
     dropout = 0.1 if case.backend == "eager" else 0.0  # which others round otherwise
     numbers, said = [], []
     with CompiledSteps(case.level, case.dtype, case.optimizer, dropout) as run:
@@ -253,7 +253,7 @@ def test_half_parameters_without_enable() -> None:
 
 
 class Broken(nn.Module):
-    """A forward with a break of its own: what follows it is compiled apart, in every frame."""
+    """A forward with a graph break, after which each frame is compiled by itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ import torch
 from covering import more
 from gpuless.real_cuda import AnyCuda
 from helpers import same_bits, take_step
-from runs import LEVELS, Training
+from runs import LEVELS, Training, batch
 from small_models import TiedAndFrozen
 from torch import Tensor, nn
 
@@ -129,7 +129,7 @@ def test_what_its_state_holds(device: torch.device) -> None:
 def test_copy_to_a_plain_model(
     device: torch.device, level: str, disabled: bool, dtype: torch.dtype
 ) -> None:
-    """Rounded once, with buffers as at the last update, and what is not trained."""
+    """Averages are rounded once; buffers are of the last update; frozen parameters are copied."""
     run = Averaged(device, level)
     frozen = run.model.state_dict()["frozen.weight"].clone()
     for _ in range(3):
@@ -205,6 +205,40 @@ def test_each_parameter_follows_its_own_optimizer(device: torch.device) -> None:
     amp.disable()
 
 
+def test_buffers_wait_for_all_optimizers(device: torch.device, handles: Any) -> None:
+    """A skip of one optimizer keeps all averaged buffers, because a buffer belongs to none."""
+    models = [nn.BatchNorm1d(3).to(device) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp = handles(models, optimizers, level="O2")
+    average = amp.ema(0.5)
+    buffers = [name for name in average.state_dict() if "running" in name]
+    for skipped in (0, 1, None):
+        before = {name: average.state_dict()[name].clone() for name in buffers}
+        for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            loss = model(batch(i, 4, 3, device=device)).float().square().sum()
+            take_step(amp, optimizer, loss * (math.inf if i == skipped else 1.0))
+        average.update()
+        moved = [not torch.equal(before[name], average.state_dict()[name]) for name in buffers]
+        assert moved == [skipped is None] * 4
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("way", ["loaded", "written"])
+def test_values_that_replace_those_of_the_step(device: torch.device, level: str, way: str) -> None:
+    """A checkpoint or the user may replace parameters between the step and the update."""
+    run = Averaged(device, level)
+    run.step()
+    before = run.ema.state_dict()["last.weight"].clone()
+    if way == "loaded":
+        run.model.load_state_dict({"last.weight": torch.full((3, 12), 0.5)}, strict=False)
+    else:
+        with torch.no_grad():
+            run.model.last.weight.fill_(0.5)
+    run.ema.update()
+    average = run.ema.state_dict()["last.weight"]
+    torch.testing.assert_close(average, DECAY * before + (1 - DECAY) * 0.5, rtol=1e-6, atol=1e-7)
+
+
 def test_a_group_that_is_added(device: torch.device) -> None:
     """Its averages begin where it does."""
     run = Averaged(device)
@@ -260,7 +294,7 @@ def test_the_state_loads_into_a_plain_model_that_is_trained_as_a_whole(
 
 @pytest.mark.parametrize("level", ["O2", *more(["O1"])])
 def test_a_cuda_graph_captures_it(gpu: AnyCuda, level: str) -> None:
-    """Replays, of which one is skipped, leave what eager steps leave; eager steps may follow."""
+    """Replays, one of them skipped, leave the bits of eager steps; eager steps may follow."""
     eager, captured = Averaged("cuda", level), Averaged("cuda", level)
     factors = [torch.ones((), device="cuda") for _ in range(2)]
 

@@ -1,4 +1,4 @@
-"""tritonamp/step/optimizers.md says what everybody's optimizers do; those installed are tried."""
+"""Installed optimizers of other packages behave as tritonamp/step/optimizers.md says."""
 
 import everybodys
 import pytest

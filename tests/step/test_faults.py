@@ -55,7 +55,7 @@ class Faulty(Training):
 
 
 class Decided(NamedTuple):
-    """What ``amp.history`` should say of a step."""
+    """Expected record of a step in ``amp.history``."""
 
     step: int
     cause: str | None

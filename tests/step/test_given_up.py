@@ -181,7 +181,7 @@ def test_a_backward_after_an_early_decision_is_a_second_one(start: Any) -> None:
 
 
 def test_by_hand_the_scale_moves_with_the_update(start: Any) -> None:
-    """As torch's: ``scaler.update()`` counts what ``scaler.unscale_`` has found; a step is none."""
+    """``scaler.update()`` counts the findings of ``scaler.unscale_``, as in torch, but no step."""
     for spoil, scale, growth in ((0.0, 16.0, 0), (INF, 4.0, 0)):
         run = start()
         run.spoilt(spoil, by_scaler=True)

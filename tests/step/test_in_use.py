@@ -1,6 +1,4 @@
-"""From ``optimizer.step()`` to the kernels: what is launched, what moves, what a CUDA graph could
-capture.
-"""
+"""Launches and memory traffic of ``optimizer.step()``, which a CUDA graph could capture."""
 
 import logging
 import re
@@ -372,7 +370,7 @@ def test_a_kernel_that_does_not_compile_gives_way(
 
 
 class Tape(TorchDispatchMode):
-    """Remembers what runs, to run it again on the same memory, as a CUDA graph does."""
+    """Records operations, and runs them again on the same memory, as a CUDA graph does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calls inside ``torch.inference_mode``: what they leave is made of normal tensors."""
+"""Calls inside ``torch.inference_mode`` leave normal tensors."""
 
 from collections.abc import Callable
 from pathlib import Path

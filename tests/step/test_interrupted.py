@@ -213,7 +213,7 @@ def failing(optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_a_step_that_failed_twice_counts_once(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second time before there was a decision: what the first had moved is back already."""
+    """The second failure comes before a decision, when the first one is already undone."""
     run = start(
         "O2", "AdamW", scaler=tritonamp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     )
@@ -666,7 +666,7 @@ def test_a_failed_step_takes_back_no_record_but_its_own(start: Any, level: str) 
 
 
 def test_what_cannot_be_undone_keeps_its_record(start: Any) -> None:
-    """Kernels decide without copies of what was before: the decision stands if the step fails."""
+    """Kernels keep no copies of the old values, so the decision stands if the step fails."""
     if start("O0").device.type == "cpu" and not _launch.INTERPRETED:
         pytest.skip("no kernels here")
     run = start("O2", backend="triton")

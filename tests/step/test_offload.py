@@ -494,7 +494,7 @@ def test_the_host_does_not_wait(gpu: AnyCuda) -> None:
 
 
 def test_host_memory_is_read_after_copies(cuda: torch.device) -> None:
-    """Whoever asks for ``optimizer.state`` gets what the last step has written."""
+    """``optimizer.state`` holds the values that the last step has written."""
     plain, offloaded = Offloaded("cuda", False, backend="eager"), Offloaded("cuda", backend="eager")
     found = []
     for run in (plain, offloaded):

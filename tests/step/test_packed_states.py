@@ -118,6 +118,21 @@ def test_packed_states_load_into_other_dtypes(
     assert same([p.detach() for p in amp.master_params()], run.masters())
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@each_half
+def test_remainders_of_other_values_are_not_added(
+    handles: Any, half: torch.dtype, level: str
+) -> None:
+    """FP32 values that are no half values are newer than a packed state, and stay."""
+    run = HalfAlone(half).train(range(3))
+    other = nn.Linear(16, 16)
+    loaded = tritonamp.optim.AdamW(other.parameters(), lr=1e-3)
+    amp = handles(other, loaded, level=level, dtype=half)
+    before = [p.detach().clone() for p in amp.master_params()]
+    loaded.load_state_dict(run.optimizer.state_dict(packed=True))
+    assert same([p.detach() for p in amp.master_params()], before)
+
+
 def test_packed_states_that_cannot_be_exact_are_refused(handles: Any) -> None:
     run = HalfAlone(BF16).train([0])
     packed = copy.deepcopy(run.optimizer.state_dict(packed=True))

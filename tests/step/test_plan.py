@@ -288,7 +288,7 @@ Compared = Callable[[Callable[[], list[Tensor]]], list[bool]]
 
 @pytest.fixture
 def compared(again: list[bool], monkeypatch: pytest.MonkeyPatch) -> Compared:
-    """Compare what a training returns with plain steps'; return which were made as the last one."""
+    """Compare the result of a training with plain steps'; return which steps repeated the last."""
 
     def compare(training: Callable[[], list[Tensor]]) -> list[bool]:
         found = training()
@@ -383,7 +383,7 @@ def test_nothing_is_kept_of_state_that_was_replaced(device: torch.device) -> Non
 
 
 def test_versions_count_steps_again(device: torch.device, again: list[bool]) -> None:
-    """Autograd sees that a step has written to what it has saved."""
+    """Autograd sees that a step has written to saved tensors."""
     with Planned(device, "AdamW") as run:
         for _ in range(3):
             run.next_step()

@@ -2,13 +2,14 @@
 
 import copy
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from helpers import same_bits
-from runs import Training, batch
+from runs import Training, batch, grouped
 from torch import Tensor, nn
 
 import tritonamp
@@ -25,9 +26,11 @@ each_setting = pytest.mark.parametrize("setting", SETTINGS)
 class OfSgd(Training):
     """Trains with an SGD of a test's setting, in FP32 by torch if it is not enabled."""
 
-    def __init__(self, device: torch.device, **setting: Any) -> None:
+    def __init__(
+        self, device: torch.device, kind: Callable[..., Any] = torch.optim.SGD, **setting: Any
+    ) -> None:
         model = lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))  # noqa: E731
-        sgd = partial(torch.optim.SGD, **{"lr": 0.1, **setting})
+        sgd = partial(kind, **{"lr": 0.1, **setting})
         super().__init__(model, sgd, None, device, lr=None)
 
     def enabled(self, level: str = "O0") -> Any:
@@ -67,6 +70,16 @@ def test_torchs_bits_with_skips_in_between(
             run.steps(*steps)
     run.amp = None
     run.steps(4, 5)
+    assert same_bits(run.found(), expected.found())
+
+
+def test_one_group_of_two_is_dampened(device: torch.device) -> None:
+    """The first step that is taken sets the momentum of this group to the gradient, undampened."""
+    how = {"kind": grouped("SGD", dampening=0.5), "momentum": 0.9, "foreach": False}
+    expected = OfSgd(device, **how).steps(0, 1)
+    run = OfSgd(device, **how)
+    with run.enabled():
+        run.steps(None, 0, 1)
     assert same_bits(run.found(), expected.found())
 
 

@@ -1,4 +1,4 @@
-"""``Amp.sleep`` and ``wake``: what only training needs leaves the device, and comes back."""
+"""``Amp.sleep`` and ``wake``: tensors that only training needs leave the device, and come back."""
 
 import copy
 import math

@@ -114,7 +114,7 @@ def test_bytes_a_parameter(handles: Callable[..., Any], state: str, due: float) 
 
 
 def test_averages_keep_no_fp32_values(handles: Callable[..., Any]) -> None:
-    """What ``update`` reads is gone afterwards: the next step would have to hold it."""
+    """``update`` frees the values that it reads, so that the next step need not hold them."""
     model = nn.Linear(1024, 1024, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     amp = handles(model, optimizer, level="O2", dtype=BF16, state="8bit")
@@ -132,7 +132,7 @@ def test_averages_keep_no_fp32_values(handles: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("bits", [0x3F808000, 0x3F818000, 0x3F818001, 0xBF808000])
 def test_ties_between_bfloat16_numbers_are_loaded(handles: Callable[..., Any], bits: int) -> None:
-    """A half value of "8bit" is rounded away from 0 there, what a loader writes to the even one."""
+    """At a tie "8bit" rounds half values away from 0, and a loader rounds to the even one."""
     signed = bits - (1 << 32) if bits >> 31 else bits
     value = torch.tensor([signed] * 6, dtype=torch.int32).view(torch.float32).view(2, 3)
     model = nn.Linear(3, 2, bias=False)
@@ -525,7 +525,7 @@ def test_a_write_to_a_master_of_before_the_step_raises(run: Any) -> None:
 
 @each_state
 def test_writes_to_half_parameters_are_seen(run: Any, state: str) -> None:
-    """A master is within half a unit of what was written (state="fp32": it is that, or closer)."""
+    """A master is within half a unit of the written value, or equals it (state="fp32")."""
     trained = run(state).steps(0)
     list(trained.amp.master_params())
     weight = trained.model.first.weight
