@@ -10,7 +10,6 @@ from tritonamp import demo
 from tritonamp.commands import check, doctor, explain
 from tritonamp.commands.migrate import command as migrate
 
-
 _COMMANDS = {
     "check": (check, "what half precision would do to a model, before it is trained"),
     "demo": (demo, "train two small models at every level: a table and a picture"),
