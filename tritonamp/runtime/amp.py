@@ -28,7 +28,7 @@ from tritonamp.policy import Policy
 from tritonamp.runtime.parts import Parts, Request
 from tritonamp.scaler import GradScaler
 from tritonamp.step.ema import EMA
-from tritonamp.step.stage_loss import StageLoss
+from tritonamp.step.stage_loss import stage_loss
 from tritonamp.step.state_loading import settle_state
 from tritonamp.watched.graph import gradient_leaves, nodes
 
@@ -190,9 +190,8 @@ class Amp:
         self._check_fed(None)
         check_pipeline(loss_fn, self.policy)
         self._parts.ranks.join_stages(process_group)
-        return StageLoss(
-            loss_fn, self._parts.first_loss.check_loss, self._parts.pending.begin_backward
-        )
+        parts = self._parts
+        return stage_loss(loss_fn, parts.first_loss.check_loss, parts.pending.begin_backward)
 
     @property
     def _is_stage(self) -> bool:
@@ -366,8 +365,7 @@ class Amp:
         average = EMA(
             decay,
             self._parts.models,
-            self._parts.weights,
-            self._parts.stepper.outcomes,
+            self._parts.stepper,
             self._parts.fp32_values,
             self._parts.backend.requested,
             self._check_trains,

@@ -27,7 +27,6 @@ from tritonamp.diagnosis.unseen_writes import UnseenWrites
 from tritonamp.distributed.fsdp import assumed_policies
 from tritonamp.distributed.ranks import Ranks, Resumable
 from tritonamp.distributed.replay_ranks import ReplayRanks
-from tritonamp.distributed.sharding import Sharding
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._shards import to_local
 from tritonamp.kernels.device import Backend
@@ -211,45 +210,17 @@ def _enable_models(
     ranks.assume(assumed)
     if enabled_models.dtypes.has_changed:
         ranks.rebuild()
-    weights = {
-        o: _master_weights(o, policy, context.fp32_values, came_half, ranks.sharding)
-        for o in optimizers
-    }
+    weights = {}
+    for optimizer in optimizers:
+        if policy.trains_fp32_values:
+            # frozen parameters, too, if the cast has made them FP32
+            wide = [p for p in came_half if p.requires_grad or p.dtype is torch.float32]
+            if widen_state(optimizer, wide):
+                logger.warning(_ROUNDED_STATE, type(optimizer).__name__)
+        masters = MasterWeights(optimizer, context.fp32_values, policy, ranks.sharding)
+        masters.load_master_params()
+        weights[optimizer] = masters
     return enabled_models, weights
-
-
-def _master_weights(
-    optimizer: Optimizer,
-    policy: Policy,
-    fp32_values: Fp32Values,
-    came_half: Sequence[Tensor],
-    sharding: Sharding | None,
-) -> MasterWeights:
-    """Give an optimizer FP32 values to step on, and FP32 state for parameters that came half.
-
-    Args:
-        optimizer: the optimizer.
-        policy: policy of the ``Amp``.
-        fp32_values: FP32 values of the models' half tensors.
-        came_half: parameters that were half before ``enable``.
-        sharding: how parameters are spread over ranks; None: each rank has whole parameters.
-    """
-    if policy.trains_fp32_values:
-        # frozen parameters, too, if the cast has made them FP32
-        wide = [p for p in came_half if p.requires_grad or p.dtype is torch.float32]
-        if widen_state(optimizer, wide):
-            logger.warning(_ROUNDED_STATE, type(optimizer).__name__)
-    weights = MasterWeights(
-        optimizer,
-        fp32_values,
-        policy.trains_fp32_values,
-        policy.grad_dtype,
-        sharding=sharding,
-        packs=state_format(optimizer, policy.state) == "8bit",
-        offloads=policy.offload is not None,
-    )
-    weights.load_master_params()
-    return weights
 
 
 class _Names(NamedTuple):

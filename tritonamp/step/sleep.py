@@ -91,7 +91,7 @@ class Sleep:
     def _refuse_graphs(self) -> None:
         captured = {
             "optimizer.step()": any(o.captured for o in self._stepper.outcomes.values()),
-            "amp.scaler.scale(loss)": self._stepper.has_captured_scale,
+            "amp.scaler.scale(loss)": self._stepper.scaler.is_replayed,
             "ema.update()": any(average.captured for average in self._averages),
         }
         found = [what for what, is_so in captured.items() if is_so]

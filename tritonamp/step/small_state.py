@@ -248,7 +248,7 @@ def numbered_params(
     return zip(numbers, params, strict=True)
 
 
-def state_format(optimizer: Optimizer, wanted: str = STATES[0]) -> str:
+def state_format(optimizer: Optimizer, wanted: str) -> str:
     """Return the format of an optimizer's state.
 
     Args:
