@@ -10,52 +10,36 @@ from tritonamp import demo
 from tritonamp.commands import check, doctor, explain
 from tritonamp.commands.migrate import command as migrate
 
+_COMMANDS = {
+    "check": (check, "what half precision would do to a model, before it is trained"),
+    "demo": (demo, "train two small models at every level: a table and a picture"),
+    "doctor": (doctor, "what this machine has, which backend each operation will use, and why"),
+    "explain": (explain, "what an error means, and its cure, by its text"),
+    "migrate": (migrate, "what to write in scripts for torch.amp or apex"),
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
-    elif args.command == "doctor":
-        return doctor.run(args, parser.error)
-    elif args.command == "check":
-        return check.run(args, parser.error)
-    elif args.command == "explain":
-        return explain.run(args, parser.error)
-    elif args.command == "migrate":
-        return migrate.run(args, parser.error)
-    else:
-        try:
-            demo.run(args)
-        except tritonamp.UnsupportedDeviceError as error:
-            parser.exit(1, f"{error}\n")
+        return 0
+    command, _ = _COMMANDS[args.command]
+    if command is not demo:
+        return command.run(args, parser.error)
+    try:
+        demo.run(args)
+    except tritonamp.UnsupportedDeviceError as error:
+        parser.exit(1, f"{error}\n")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tritonamp", description=tritonamp.__doc__)
     commands = parser.add_subparsers(dest="command", metavar="command")
-    check.add_arguments(
-        commands.add_parser(
-            "check", help="what half precision would do to a model, before it is trained"
-        )
-    )
-    demo.add_arguments(
-        commands.add_parser(
-            "demo", help="train two small models at every level: a table and a picture"
-        )
-    )
-    doctor.add_arguments(
-        commands.add_parser(
-            "doctor", help="what this machine has, which backend each operation will use, and why"
-        )
-    )
-    explain.add_arguments(
-        commands.add_parser("explain", help="what an error means, and its cure, by its text")
-    )
-    migrate.add_arguments(
-        commands.add_parser("migrate", help="what to write in scripts for torch.amp or apex")
-    )
+    for name, (command, what) in _COMMANDS.items():
+        command.add_arguments(commands.add_parser(name, help=what))
     return parser
 
 

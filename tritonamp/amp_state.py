@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tritonamp.diagnosis.log import COUNTS
@@ -10,8 +11,6 @@ from tritonamp.policy import STATES
 from tritonamp.scaler import GradScaler
 
 _OWN = {"loss_scalers", "counts", "loss_scale"}
-# a state that is written by hand may lack these
-_EXTRA = {"healed", "faults", "schedulers", "outliers", "state"}
 _COUNTED_LATER = {"outliers", "vetoes", "huge_gradients"}  # not in older states
 _SCALER = set(GradScaler("cpu").state_dict())
 _SCALER_SINCE = {"_hysteresis_tracker", "_ceiling"}  # not in those of torch
@@ -38,10 +37,10 @@ class ResumeState(NamedTuple):
     scalers: dict[int, dict[str, Any]] | None
     counts: dict[str, int]
     loss_scale: str | float
-    healed: list[str]
-    faults: dict[str, Any]
-    schedulers: list[dict[str, Any]]
-    outliers: dict[str, list[float]]
+    healed: Sequence[str] = ()
+    faults: Mapping[str, Any] = {}
+    schedulers: Sequence[dict[str, Any]] = ()
+    outliers: Mapping[str, list[float]] = {}
     state: str = STATES[0]
 
     def to_dict(self) -> dict[str, Any]:
@@ -49,6 +48,10 @@ class ResumeState(NamedTuple):
         fields = self._asdict()
         scalers = fields.pop("scalers") or {}
         return {"loss_scalers": {str(i): state for i, state in scalers.items()}, **fields}
+
+
+# a state that is written by hand may lack these
+_EXTRA = set(ResumeState._field_defaults)
 
 
 def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> ResumeState:
@@ -93,15 +96,10 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
     if _OWN <= keys <= _OWN | _EXTRA and all(
         map(_is_scaler_state, state_dict["loss_scalers"].values())
     ):
+        scalers = {int(i): state for i, state in state_dict["loss_scalers"].items()}
+        extra = {name: state_dict[name] for name in _EXTRA if state_dict.get(name)}
         return ResumeState(
-            scalers={int(i): state for i, state in state_dict["loss_scalers"].items()},
-            counts=_checked_counts(state_dict["counts"]),
-            loss_scale=state_dict["loss_scale"],
-            healed=list(state_dict.get("healed") or []),
-            faults=dict(state_dict.get("faults") or {}),
-            schedulers=list(state_dict.get("schedulers") or []),
-            outliers=dict(state_dict.get("outliers") or {}),
-            state=state_dict.get("state", STATES[0]),
+            scalers, _checked_counts(state_dict["counts"]), state_dict["loss_scale"], **extra
         )
     if _is_scaler_state(state_dict):
         scalers = {0: state_dict}
@@ -121,7 +119,7 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
     # these formats do not say whether the scale was fixed: one that is as ours may have been
     same = all(state["scale"] == loss_scale for state in scalers.values())
     none = dict.fromkeys(COUNTS, 0)
-    return ResumeState(scalers, none, loss_scale if same else "dynamic", [], {}, [], {})
+    return ResumeState(scalers, none, loss_scale if same else "dynamic")
 
 
 def _checked_counts(counts: Any) -> dict[str, int]:

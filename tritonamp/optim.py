@@ -15,7 +15,8 @@ from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._multi_tensor import Memory
 from tritonamp.policy import HALF_DTYPES, STATES
 from tritonamp.step.adam import ADAM
-from tritonamp.step.fused import FusedRule, FusedStep, scalar
+from tritonamp.step.fused import FusedStep
+from tritonamp.step.fused_rule import FusedRule, scalar
 from tritonamp.step.gradients import Gradients
 from tritonamp.step.lion import LION
 from tritonamp.step.muon import MUON, MUON_AND_ADAMW, is_adamws

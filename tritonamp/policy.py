@@ -118,14 +118,7 @@ class Policy:
 
         Dtypes are written by name, classes in ``fp32_modules`` as "module:name".
         """
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain = {
-            name: _dtype_name(v) if isinstance(v, torch.dtype) else v for name, v in fields.items()
-        }
-        plain["fp32_modules"] = [
-            _class_name(m) if isinstance(m, type) else m for m in self.fp32_modules
-        ]
-        return json.dumps(plain, indent=2)
+        return json.dumps(vars(self), default=_name, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> "Policy":
@@ -197,12 +190,10 @@ def _normalised_cast_inputs(given: Any, dtype: torch.dtype) -> Any:
     return tuple(given) or False if isinstance(given, Iterable) else given
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _class_name(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
+def _name(value: torch.dtype | type) -> str:
+    if isinstance(value, type):
+        return f"{value.__module__}:{value.__qualname__}"
+    return str(value).removeprefix("torch.")
 
 
 def _named_class(text: str) -> type:
@@ -230,11 +221,10 @@ def _bad_values(policy: Policy) -> Iterable[str]:
             f"dtype: expected torch.float16 or torch.bfloat16, got {policy.dtype!r} (for FP32 "
             "training use level='O0')"
         )
-    for name in (
-        field.name for field in dataclasses.fields(policy) if field.type in (bool, "bool")
-    ):
-        if not isinstance(getattr(policy, name), bool):
-            yield f"{name}: expected True or False, got {getattr(policy, name)!r}"
+    for field in dataclasses.fields(policy):
+        value = getattr(policy, field.name)
+        if field.type is bool and not isinstance(value, bool):
+            yield f"{field.name}: expected True or False, got {value!r}"
     if not isinstance(policy.cast_inputs, bool):
         yield from _bad_cast_inputs(policy.cast_inputs)
     scale = policy.loss_scale
@@ -242,26 +232,9 @@ def _bad_values(policy: Policy) -> Iterable[str]:
         yield f"loss_scale: expected 'dynamic' or a positive finite number, got {scale!r}"
     if not _is_number(policy.init_scale) or not 0 < policy.init_scale < math.inf:
         yield f"init_scale: expected a positive finite number, got {policy.init_scale!r}"
-    if policy.cast_outputs not in (None, torch.float32, *HALF_DTYPES):
-        yield (
-            "cast_outputs: expected torch.float32, a half dtype or None, got "
-            f"{policy.cast_outputs!r}"
-        )
-    if policy.softmax_dtype not in (None, torch.float32):
-        yield (
-            "softmax_dtype: expected None (keep the input's dtype) or torch.float32, got "
-            f"{policy.softmax_dtype!r}"
-        )
-    if policy.grad_dtype not in (None, torch.float32):
-        yield (
-            "grad_dtype: expected None (gradients have their parameter's dtype) or torch.float32, "
-            f"got {policy.grad_dtype!r}"
-        )
-    if policy.state_dict_dtype not in (torch.float32, policy.dtype):
-        yield (
-            f"state_dict_dtype: expected torch.float32 or the policy's {policy.dtype}, got "
-            f"{policy.state_dict_dtype!r}"
-        )
+    for name, (allowed, expected) in _choices(policy).items():
+        if getattr(policy, name) not in allowed:
+            yield f"{name}: expected {expected}, got {getattr(policy, name)!r}"
     if (
         isinstance(policy.raise_after, bool)
         or not isinstance(policy.raise_after, int)
@@ -274,15 +247,21 @@ def _bad_values(policy: Policy) -> Iterable[str]:
             "skip_outliers: expected None or how many standard deviations, a number above 0 such "
             f"as 6.0, got {sigmas!r}"
         )
-    if policy.state not in STATES:
-        yield f"state: expected one of {', '.join(map(repr, STATES))}, got {policy.state!r}"
-    if policy.offload not in (None, "state"):
-        yield f"offload: expected None or 'state', got {policy.offload!r}"
-    if policy.on_nonfinite not in ON_NONFINITE:
-        yield (
-            f"on_nonfinite: expected one of {', '.join(map(repr, ON_NONFINITE))}, got "
-            f"{policy.on_nonfinite!r}"
-        )
+
+
+def _choices(policy: Policy) -> dict[str, tuple[tuple[Any, ...], str]]:
+    """Return the values that a field can have, and their description, by name of the field."""
+    fp32, half = torch.float32, policy.dtype
+    kept = "None (gradients have their parameter's dtype) or torch.float32"
+    return {
+        "cast_outputs": ((None, fp32, *HALF_DTYPES), "torch.float32, a half dtype or None"),
+        "softmax_dtype": ((None, fp32), "None (keep the input's dtype) or torch.float32"),
+        "grad_dtype": ((None, fp32), kept),
+        "state_dict_dtype": ((fp32, half), f"torch.float32 or the policy's {half}"),
+        "state": (STATES, f"one of {', '.join(map(repr, STATES))}"),
+        "offload": ((None, "state"), "None or 'state'"),
+        "on_nonfinite": (ON_NONFINITE, f"one of {', '.join(map(repr, ON_NONFINITE))}"),
+    }
 
 
 def _bad_cast_inputs(given: Any) -> Iterable[str]:

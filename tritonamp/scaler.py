@@ -69,6 +69,10 @@ class GradScaler(torch.amp.GradScaler):
             effect under ``tritonamp.enable``, which knows the ranks. Pickles and deep copies lack
             the group.
 
+    Attributes:
+        is_replayed: whether a CUDA graph has captured ``scale`` without ``update``. Its replays
+            scale losses unseen by the host.
+
     Raises:
         ValueError: bounds contradict one another.
     """
@@ -128,14 +132,13 @@ class GradScaler(torch.amp.GradScaler):
         self._max_scale = max_scale
         self._hysteresis = hysteresis
         self._memory: Tensor | None = None  # of ``scale_state``
-        self._hysteresis_tracker: Tensor | None = None
+        self._scale_state: ScaleState | None = None
         self._largest: Tensor | None = None  # unscaled gradient seen since the last update()
         self._loss_nonfinite: Tensor | None = None  # of the losses scaled since the last update()
         self._scaled = False  # was any loss?
-        self._replayed = False  # may a CUDA graph have scaled one, without a word to the host?
+        self.is_replayed = False
         self._memories = _memories_of_gradients()
         self._init_hysteresis_tracker = hysteresis
-        self._ceiling: Tensor | None = None
         self._init_ceiling = max_scale
 
     def clone(self) -> "GradScaler":
@@ -182,7 +185,7 @@ class GradScaler(torch.amp.GradScaler):
         # in place: replays of a CUDA graph do it again
         torch.maximum(self._loss_nonfinite, nonfinite, out=self._loss_nonfinite)
         self._scaled = True
-        self._replayed |= is_capturing(nonfinite.device)
+        self.is_replayed |= is_capturing(nonfinite.device)
         return scaled
 
     def scale_tensor(self, device: torch.device) -> Tensor:
@@ -203,12 +206,12 @@ class GradScaler(torch.amp.GradScaler):
         # one piece of memory, of which one launch makes a copy; each at a multiple of 16 bytes
         self._memory = torch.zeros(4, 4, dtype=torch.float32, device=dev)
         floats, integers = self._memory[:, 0], self._memory.view(torch.int32)[:, 0]
-        self._scale, self._ceiling = floats[0], floats[1]
-        self._growth_tracker, self._hysteresis_tracker = integers[2], integers[3]
+        self._scale_state = ScaleState(floats[0], integers[2], integers[3], floats[1])
+        self._scale, self._growth_tracker, hysteresis_tracker, ceiling = self._scale_state
         self._scale.copy_(scale)
         self._growth_tracker.copy_(growth_tracker)
-        self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
-        self._ceiling.fill_(self._init_ceiling)
+        hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+        ceiling.fill_(self._init_ceiling)
         self._loss_nonfinite = torch.zeros((), dtype=torch.float32, device=dev)
 
     @property
@@ -220,11 +223,6 @@ class GradScaler(torch.amp.GradScaler):
         """
         return self._loss_nonfinite if self._scaled else None
 
-    @property
-    def is_replayed(self) -> bool:
-        """Whether a CUDA graph has captured ``scale`` without ``update``."""
-        return self._replayed
-
     def take_loss_nonfinite(self) -> Tensor:
         """Return the flag of the losses scaled since the last update, and reset it.
 
@@ -233,7 +231,7 @@ class GradScaler(torch.amp.GradScaler):
         assert self._loss_nonfinite is not None
         flag = self._loss_nonfinite.clone()
         if is_capturing(flag.device):
-            self._replayed = False  # each replay resets its own losses
+            self.is_replayed = False  # each replay resets its own losses
         self._reset_losses()
         return flag
 
@@ -249,16 +247,13 @@ class GradScaler(torch.amp.GradScaler):
     def _reset_losses(self) -> None:
         if self._loss_nonfinite is not None:
             self._loss_nonfinite.zero_()
-        self._scaled = self._replayed
+        self._scaled = self.is_replayed
 
     @property
     def scale_state(self) -> ScaleState:
         """The tensors that move after each decision; they exist once a loss was scaled."""
-        assert self._scale is not None and self._growth_tracker is not None
-        assert self._hysteresis_tracker is not None and self._ceiling is not None
-        return ScaleState(
-            self._scale, self._growth_tracker, self._hysteresis_tracker, self._ceiling
-        )
+        assert self._scale_state is not None
+        return self._scale_state
 
     @property
     def scale_memory(self) -> Tensor:
@@ -378,16 +373,16 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: a closure was passed, or ``step`` was called twice since the last update.
         """
+        if not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
         closure = args[0] if args else kwargs.get("closure")
-        if self._enabled and closure is not None:
+        if closure is not None:
             raise RuntimeError(
                 "Closure use is not currently supported if GradScaler is enabled: a skipped step "
                 "cannot run it again"
             )
-        if self._enabled and hasattr(optimizer, "_amp_unscale_"):
+        if hasattr(optimizer, "_amp_unscale_"):
             return optimizer._amp_step(self)  # type: ignore[attr-defined]
-        if not self._enabled:
-            return super().step(optimizer, *args, **kwargs)
         kwargs.pop("closure", None)
         args = args[1:]
         if self._is_without_gradients(optimizer):
@@ -501,36 +496,29 @@ class GradScaler(torch.amp.GradScaler):
         A ``hysteresis`` above 1 and mode "headroom" have keys of their own.
         """
         state = super().state_dict()
+        tracker, ceiling = self._hysteresis_and_ceiling()
         if self._enabled and self._hysteresis > 1:
-            tracker = self._hysteresis_tracker
-            state["_hysteresis_tracker"] = (
-                self._init_hysteresis_tracker if tracker is None else int(tracker)
-            )
+            state["_hysteresis_tracker"] = tracker
         if self._enabled and self.mode == "headroom":
-            state["_ceiling"] = (
-                self._init_ceiling if self._ceiling is None else float(self._ceiling)
-            )
+            state["_ceiling"] = ceiling
         return state
+
+    def _hysteresis_and_ceiling(self) -> tuple[int, float]:
+        """Return the numbers that torch's scaler does not have. Reads the device."""
+        if self._scale_state is None:
+            return self._init_hysteresis_tracker, self._init_ceiling
+        _, _, tracker, ceiling = self._scale_state
+        return int(tracker), float(ceiling)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        if self._enabled and self._hysteresis_tracker is not None:
-            state["_init_hysteresis_tracker"] = int(self._hysteresis_tracker)
-        if self._enabled and self._ceiling is not None:
-            state["_init_ceiling"] = float(self._ceiling)
-        passing = (
-            "_memory",
-            "_hysteresis_tracker",
-            "_ceiling",
-            "_loss_nonfinite",
-            "_largest",
-            "_process_group",
-        )
+        state["_init_hysteresis_tracker"], state["_init_ceiling"] = self._hysteresis_and_ceiling()
+        passing = ("_memory", "_scale_state", "_loss_nonfinite", "_largest", "_process_group")
         return {**state, **dict.fromkeys(passing), "_memories": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._scaled = self._replayed = False
+        self._scaled = self.is_replayed = False
         self._memories = _memories_of_gradients()
 
     @leaves_inference_mode
@@ -547,12 +535,11 @@ class GradScaler(torch.amp.GradScaler):
         self._init_scale = min(max(self._init_scale, self._min_scale), self._max_scale)
         self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
         self._init_ceiling = state_dict.get("_ceiling", self._max_scale)
-        if self._scale is not None:
-            self._scale.fill_(self._init_scale)
-        if self._hysteresis_tracker is not None:
-            self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
-        if self._ceiling is not None:
-            self._ceiling.fill_(self._init_ceiling)
+        if self._scale_state is not None:
+            scale, _, tracker, ceiling = self._scale_state
+            scale.fill_(self._init_scale)
+            tracker.fill_(self._init_hysteresis_tracker)
+            ceiling.fill_(self._init_ceiling)
 
 
 def _memories_of_gradients() -> "weakref.WeakKeyDictionary[Optimizer, Memory]":

@@ -4,6 +4,7 @@ tritonamp itself does not import this module: ``import tritonamp.testing``.
 """
 
 import contextlib
+import functools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -217,14 +218,10 @@ class FaultInjector:
         """Register the hooks that let the fault happen, and return their handles."""
         model, optimizer = self._model, self._optimizer
 
-        def raise_fault(*_: Any) -> NoReturn:
-            self._raise_fault(fault)
+        raise_fault = functools.partial(self._raise_fault, fault)
 
         def spoil_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return self._spoil_tree(fault, (args, kwargs))
-
-        def spoil_gradient(param: Tensor) -> None:
-            self._spoil_gradient(fault, param)
 
         if fault.kind == "loss":
             return []
@@ -235,6 +232,7 @@ class FaultInjector:
             return [optimizer.register_step_pre_hook(raise_fault)]
         if fault.kind in ("gradient", "missing gradient"):
             param = model.get_parameter(fault.place)
+            spoil_gradient = functools.partial(self._spoil_gradient, fault)
             return [param.register_post_accumulate_grad_hook(spoil_gradient)]
         module = model.get_submodule(fault.place)
         if fault.kind == "error in forward":
@@ -242,7 +240,7 @@ class FaultInjector:
         change = self._spoil_tree if fault.kind == "overflow" else self._hook_gradient
         return [module.register_forward_hook(lambda module, args, output: change(fault, output))]
 
-    def _raise_fault(self, fault: Fault) -> NoReturn:
+    def _raise_fault(self, fault: Fault, *_: Any) -> NoReturn:
         self._happened = True
         if fault.kind == "out of memory":
             raise torch.OutOfMemoryError("injected: out of memory")

@@ -25,10 +25,10 @@ from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.names import parameter_names
 from tritonamp.policy import Policy
-from tritonamp.runtime.parts import Parts, Request, build_parts
+from tritonamp.runtime.parts import Parts, Request
 from tritonamp.scaler import GradScaler
 from tritonamp.step.ema import EMA
-from tritonamp.step.stage_loss import StageLoss
+from tritonamp.step.stage_loss import stage_loss
 from tritonamp.step.state_loading import settle_state
 from tritonamp.watched.graph import gradient_leaves, nodes
 
@@ -63,7 +63,7 @@ class Amp:
     def __init__(self, request: Request) -> None:
         self.scaler = request.scaler
         self._scalers = {0: request.scaler}
-        self._built = build_parts(request, _StepState(self))
+        self._built = Parts(request, _StepState(self))
         dispatch.acquire()
         copies.acquire(self._parts.fp32_values)
         scaled_gradients.acquire(self._parts.scaled_gradients)
@@ -83,7 +83,7 @@ class Amp:
         Raises RuntimeError while these are asleep; ``autocast`` and ``wake`` read ``_built``
         instead.
         """
-        self._built.sleep.asleep.check_training()
+        self._built.fp32_values.asleep.check_training()
         return self._built
 
     def __enter__(self) -> "Amp":
@@ -92,7 +92,7 @@ class Amp:
 
     def __exit__(self, *exception: object) -> None:
         if self._enabled:  # unless it was disabled inside
-            if self._built.sleep.asleep.training:
+            if self._built.fp32_values.asleep.training:
                 self.wake()
             self.disable()
 
@@ -190,9 +190,8 @@ class Amp:
         self._check_fed(None)
         check_pipeline(loss_fn, self.policy)
         self._parts.ranks.join_stages(process_group)
-        return StageLoss(
-            loss_fn, self._parts.first_loss.check_loss, self._parts.pending.begin_backward
-        )
+        parts = self._parts
+        return stage_loss(loss_fn, parts.first_loss.check_loss, parts.pending.begin_backward)
 
     @property
     def _is_stage(self) -> bool:
@@ -366,8 +365,7 @@ class Amp:
         average = EMA(
             decay,
             self._parts.models,
-            self._parts.weights,
-            self._parts.stepper.outcomes,
+            self._parts.stepper,
             self._parts.fp32_values,
             self._parts.backend.requested,
             self._check_trains,
@@ -382,7 +380,7 @@ class Amp:
     def autocast(self) -> Iterator[None]:
         """Run code of your own under the op policy: a loss, a method that is not ``forward``."""
         self._check_enabled("autocast")
-        self._built.sleep.asleep.check_weights()
+        self._built.fp32_values.asleep.check_weights()
         with self._built.context.entered():
             yield
 

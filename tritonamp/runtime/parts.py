@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from tritonamp.casts.enabled_models import EnabledModels
 from tritonamp.casts.healing import Healing
 from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.past_forward import FirstLoss
-from tritonamp.class_swap import install
+from tritonamp.class_swap import base_class, install
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.clipping import ClippedGradients
 from tritonamp.diagnosis.log import StepLog
@@ -28,7 +27,6 @@ from tritonamp.diagnosis.unseen_writes import UnseenWrites
 from tritonamp.distributed.fsdp import assumed_policies
 from tritonamp.distributed.ranks import Ranks, Resumable
 from tritonamp.distributed.replay_ranks import ReplayRanks
-from tritonamp.distributed.sharding import Sharding
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._shards import to_local
 from tritonamp.kernels.device import Backend
@@ -40,13 +38,12 @@ from tritonamp.step.enabled_optimizer import EnabledOptimizer
 from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload, check_offload
 from tritonamp.step.pending import PendingDecisions
-from tritonamp.step.rules import rule_of
+from tritonamp.step.rules import rule_of, zero_eps
 from tritonamp.step.schedulers import SchedulerSteps
 from tritonamp.step.sleep import Sleep
 from tritonamp.step.small_state import check_state, state_format
 from tritonamp.step.state_loading import check_codes, widen_masters, widen_state
 from tritonamp.step.stepper import Stepper
-from tritonamp.step.writers import writers
 
 logger = logging.getLogger("tritonamp")
 
@@ -82,9 +79,14 @@ class Request(NamedTuple):
     around_step: Callable[[Optimizer], AbstractContextManager[Any]]
 
 
-@dataclass(frozen=True)
 class Parts:
     """The objects of one ``Amp`` that work together.
+
+    Making them enables the models and optimizers.
+
+    Args:
+        request: arguments of ``enable``.
+        step_state: state, apart from parameters, that a rank takes over from another rank.
 
     Attributes:
         models: enabled models.
@@ -108,114 +110,78 @@ class Parts:
         scaled_gradients: detector of torch functions that get gradients with a loss scale.
     """
 
-    models: list[nn.Module]
-    optimizers: list[Optimizer]
-    backend: Backend
-    fp32_values: Fp32Values
-    context: EnabledContext
-    ranks: Ranks
-    enabled_models: EnabledModels
-    weights: Weights
-    healing: Healing
-    forwards: Forwards
-    log: StepLog
-    response: Response
-    replays: Replays
-    pending: PendingDecisions
-    stepper: Stepper
-    schedulers: SchedulerSteps
-    sleep: Sleep
-    first_loss: FirstLoss
-    scaled_gradients: ScaledGradients
+    def __init__(self, request: Request, step_state: Resumable) -> None:
+        _check_steps(request)  # before anything is changed
+        policy, optimizers = request.policy, request.optimizers
+        self.models = request.models
+        self.optimizers = optimizers
+        self.backend = request.backend
+        offloads = policy.offload is not None and len(optimizers) > 0
+        offload = Offload(request.device) if offloads else None
+        self.fp32_values = Fp32Values(offload)
+        modules = list(dict.fromkeys([*request.models, *request.given]))
+        self.ranks = Ranks(modules, self.fp32_values, step_state)
+        self.forwards = Forwards(gradients=policy.on_nonfinite != "skip")
+        self.context = EnabledContext(
+            policy,
+            request.backend.requested,
+            request.device.type,
+            self.fp32_values,
+            # without an optimizer no decision would ever let go of the batches
+            observer=self.forwards if optimizers else None,
+            ranks=self.ranks,
+        )
+        self.enabled_models, self.weights = _enable_models(request, self.context, self.ranks)
+        dtypes = self.enabled_models.dtypes
+        self.healing = Healing(self.models, policy, self.context, dtypes, self.ranks.rebuild)
+        self.first_loss = FirstLoss(self.models, watches=self.context.autocast)
+        self._add_diagnosis(policy)
+        self._add_step(request, offload)
 
+    def _add_diagnosis(self, policy: Policy) -> None:
+        names, together = _Names(self.models, self.weights), ReplayRanks(self.ranks)
+        self.log = StepLog(names, policy.dtype, log_skips=policy.on_nonfinite == "skip")
+        forwards, healing = self.forwards, self.healing
+        self.replays = Replays(self.models, policy, self.log, forwards, healing, together)
+        self.response = Response(policy, self.log, healing, forwards, self.replays, together)
 
-def build_parts(request: Request, step_state: Resumable) -> Parts:
-    """Enable models and optimizers, and return the objects that work on them from then on.
-
-    Args:
-        request: arguments of ``enable``.
-        step_state: state, apart from parameters, that a rank takes over from another rank.
-    """
-    models, policy, backend = request.models, request.policy, request.backend.requested
-    _check_steps(request)  # before anything is changed
-    offloads = policy.offload is not None and len(request.optimizers) > 0
-    offload = Offload(request.device) if offloads else None
-    fp32_values = Fp32Values(offload)
-    ranks = Ranks(list(dict.fromkeys([*models, *request.given])), fp32_values, step_state)
-    forwards = Forwards(gradients=policy.on_nonfinite != "skip")
-    context = EnabledContext(
-        policy,
-        backend,
-        request.device.type,
-        fp32_values,
-        # without an optimizer no decision would ever let go of the batches
-        observer=forwards if request.optimizers else None,
-        ranks=ranks,
-    )
-    enabled_models, weights = _enable_models(request, context, ranks)
-    healing = Healing(models, policy, context, enabled_models.dtypes, ranks.rebuild)
-    log, replays, response = _build_diagnosis(request, weights, healing, forwards, ranks)
-    pending = PendingDecisions(policy, backend, request.scaler, weights, ranks)
-    scaled_gradients = ScaledGradients(
-        partial(_scaled_params, policy, pending, weights),
-        partial(_params_without_optimizer, policy, models, weights),
-        partial(_half_params, models),
-    )
-    names = _Names(models, weights).tensors
-    looks = UnseenWrites(names), ClippedGradients(names, scaled_gradients)
-    decider = Decider(weights, pending, log, forwards, ranks, policy.skip_outliers, *looks)
-    stepper = Stepper(
-        policy,
-        backend,
-        request.scaler,
-        weights,
-        pending,
-        decider,
-        ranks,
-        response,
-        fp32_values.asleep,
-        offload,
-        request.around_step,
-    )
-    schedulers = SchedulerSteps(stepper.outcomes, log, ranks)
-    for optimizer in request.optimizers:
-        install(optimizer, EnabledOptimizer, stepper)
-    return Parts(
-        models=models,
-        optimizers=request.optimizers,
-        backend=request.backend,
-        fp32_values=fp32_values,
-        context=context,
-        ranks=ranks,
-        enabled_models=enabled_models,
-        weights=weights,
-        healing=healing,
-        forwards=forwards,
-        log=log,
-        response=response,
-        replays=replays,
-        pending=pending,
-        stepper=stepper,
-        schedulers=schedulers,
-        sleep=Sleep(models, weights, pending, stepper, fp32_values.asleep),
-        first_loss=FirstLoss(models, watches=context.autocast),
-        scaled_gradients=scaled_gradients,
-    )
-
-
-def _build_diagnosis(
-    request: Request,
-    weights: Weights,
-    healing: Healing,
-    forwards: Forwards,
-    ranks: Ranks,
-) -> tuple[StepLog, Replays, Response]:
-    """Return the log of steps, the replays of skipped steps, and the response to a skip."""
-    models, policy = request.models, request.policy
-    together = ReplayRanks(ranks)
-    log = StepLog(_Names(models, weights), policy.dtype, log_skips=policy.on_nonfinite == "skip")
-    replays = Replays(models, policy, log, forwards, healing, together)
-    return log, replays, Response(policy, log, healing, forwards, replays, together)
+    def _add_step(self, request: Request, offload: Offload | None) -> None:
+        policy, backend, scaler = request.policy, request.backend.requested, request.scaler
+        weights, ranks = self.weights, self.ranks
+        self.pending = PendingDecisions(policy, backend, scaler, weights, ranks)
+        self.scaled_gradients = ScaledGradients(
+            partial(_scaled_params, policy, self.pending, weights),
+            partial(_params_without_optimizer, policy, self.models, weights),
+            partial(_half_params, self.models),
+        )
+        names = _Names(self.models, weights).tensors
+        decider = Decider(
+            weights,
+            self.pending,
+            self.log,
+            self.forwards,
+            ranks,
+            policy.skip_outliers,
+            UnseenWrites(names),
+            ClippedGradients(names, self.scaled_gradients),
+        )
+        self.stepper = Stepper(
+            policy,
+            backend,
+            scaler,
+            weights,
+            self.pending,
+            decider,
+            ranks,
+            self.response,
+            self.fp32_values.asleep,
+            offload,
+            request.around_step,
+        )
+        self.schedulers = SchedulerSteps(self.stepper.outcomes, self.log, ranks)
+        self.sleep = Sleep(self.models, self.stepper)
+        for optimizer in self.optimizers:
+            install(optimizer, EnabledOptimizer, self.stepper)
 
 
 def _check_steps(request: Request) -> None:
@@ -244,45 +210,17 @@ def _enable_models(
     ranks.assume(assumed)
     if enabled_models.dtypes.has_changed:
         ranks.rebuild()
-    weights = {
-        o: _master_weights(o, policy, context.fp32_values, came_half, ranks.sharding)
-        for o in optimizers
-    }
+    weights = {}
+    for optimizer in optimizers:
+        if policy.trains_fp32_values:
+            # frozen parameters, too, if the cast has made them FP32
+            wide = [p for p in came_half if p.requires_grad or p.dtype is torch.float32]
+            if widen_state(optimizer, wide):
+                logger.warning(_ROUNDED_STATE, type(optimizer).__name__)
+        masters = MasterWeights(optimizer, context.fp32_values, policy, ranks.sharding)
+        masters.load_master_params()
+        weights[optimizer] = masters
     return enabled_models, weights
-
-
-def _master_weights(
-    optimizer: Optimizer,
-    policy: Policy,
-    fp32_values: Fp32Values,
-    came_half: Sequence[Tensor],
-    sharding: Sharding | None,
-) -> MasterWeights:
-    """Give an optimizer FP32 values to step on, and FP32 state for parameters that came half.
-
-    Args:
-        optimizer: the optimizer.
-        policy: policy of the ``Amp``.
-        fp32_values: FP32 values of the models' half tensors.
-        came_half: parameters that were half before ``enable``.
-        sharding: how parameters are spread over ranks; None: each rank has whole parameters.
-    """
-    if policy.trains_fp32_values:
-        # frozen parameters, too, if the cast has made them FP32
-        wide = [p for p in came_half if p.requires_grad or p.dtype is torch.float32]
-        if widen_state(optimizer, wide):
-            logger.warning(_ROUNDED_STATE, type(optimizer).__name__)
-    weights = MasterWeights(
-        optimizer,
-        fp32_values,
-        policy.trains_fp32_values,
-        policy.grad_dtype,
-        sharding=sharding,
-        packs=state_format(optimizer, policy.state) == "8bit",
-        offloads=policy.offload is not None,
-    )
-    weights.load_master_params()
-    return weights
 
 
 class _Names(NamedTuple):
@@ -306,7 +244,18 @@ class _Names(NamedTuple):
 
     def writers(self) -> dict[str, Writer]:
         """Return parameter name to a description of the optimizer that steps on the parameter."""
-        return writers(self.weights.values(), self.parameters())
+        names = self.parameters()
+        return {
+            names[param]: Writer(
+                base_class(type(optimizer)).__name__,
+                float(group["lr"]) if "lr" in group else None,
+                master.dtype,
+                zero_eps(optimizer, group, master.dtype),
+            )
+            for optimizer, w in self.weights.items()
+            for param, master, group in w.with_groups()
+            if param in names
+        }
 
 
 def _scaled_params(policy: Policy, pending: PendingDecisions, weights: Weights) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from tritonamp.kernels import adamw as _adamw
 from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.adamw_8bit import adamw_8bit
-from tritonamp.step.fused import FusedRule, Operation, scalar
+from tritonamp.step.fused_rule import FusedRule, Operation, scalar
 
 
 class FusedAdamRule(FusedRule):

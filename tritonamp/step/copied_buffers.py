@@ -60,7 +60,7 @@ class CopiedBuffers:
     def _add(self, places: list[_Place], fp32_values: Fp32Values) -> None:
         buffers = [place.buffer() for place in places]
         is_half = buffers[0].dtype in HALF_DTYPES
-        values = [_fp32_of(buffer, fp32_values) for buffer in buffers] if is_half else buffers
+        values = [fp32_of(buffer, fp32_values) for buffer in buffers] if is_half else buffers
         # One launch joins the buffers, and one copies them, because models have hundreds of small
         # buffers.
         flat = torch.cat([value.reshape(-1) for value in values])
@@ -99,6 +99,10 @@ def _places(models: Sequence[nn.Module]) -> list[_Place]:
     return places
 
 
-def _fp32_of(half: Tensor, fp32_values: Fp32Values) -> Tensor:
-    value = fp32_values.get(half) if half in fp32_values else half
-    return value.detach().to(half.device, torch.float32)
+def fp32_of(tensor: Tensor, fp32_values: Fp32Values) -> Tensor:
+    """Return the FP32 (or FP64) value of a model's tensor, on the device of ``tensor``."""
+    # Parameters of a healed module are FP32 themselves, though ``Fp32Values`` still has a value for
+    # them.
+    has_other = tensor.dtype in HALF_DTYPES and tensor in fp32_values
+    value = fp32_values.read(tensor) if has_other else tensor
+    return value.detach().to(tensor.device, torch.promote_types(tensor.dtype, torch.float32))

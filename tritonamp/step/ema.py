@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from tritonamp.distributed.ddp import unwrapped
 from tritonamp.distributed.sharding import full_tensor
@@ -17,10 +16,9 @@ from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.device import is_capturing, refuse_capture
 from tritonamp.kernels.ema import ema
 from tritonamp.names import prefixes
-from tritonamp.policy import HALF_DTYPES
-from tritonamp.step.copied_buffers import CopiedBuffers
+from tritonamp.step.copied_buffers import CopiedBuffers, fp32_of
 from tritonamp.step.master_weights import MasterWeights
-from tritonamp.step.outcomes import StepOutcomes
+from tritonamp.step.stepper import Stepper
 
 
 class EMA:
@@ -38,8 +36,7 @@ class EMA:
     Args:
         decay: share of an average that an update keeps, in [0, 1).
         models: averaged models.
-        weights: optimizer to its master weights.
-        outcomes: step outcomes by optimizer.
+        stepper: stepper of the ``Amp``.
         fp32_values: FP32 values of the models' half tensors.
         backend: "auto", "triton" or "eager".
         check_trains: function that raises if the models are not in training.
@@ -52,8 +49,7 @@ class EMA:
         self,
         decay: float,
         models: Sequence[nn.Module],
-        weights: Mapping[Optimizer, MasterWeights],
-        outcomes: Mapping[Optimizer, StepOutcomes],
+        stepper: Stepper,
         fp32_values: Fp32Values,
         backend: str,
         check_trains: Callable[[], None],
@@ -61,17 +57,16 @@ class EMA:
         self.decay = decay
         self.captured = False
         self._models = models
-        self._weights = weights
-        self._outcomes = outcomes
+        self._stepper = stepper
         self._fp32_values = fp32_values
         self._backend = backend
         self._check_trains = check_trains
         self._averages: dict[Tensor, Tensor] = {}  # by parameter of the model
-        self._memories = {optimizer: Memory() for optimizer in weights}
+        self._memories = {optimizer: Memory() for optimizer in stepper.weights}
         # A tensor that is made in inference mode could not be written to outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self._buffers = CopiedBuffers(models, fp32_values)
-            for w in weights.values():
+            for w in stepper.weights.values():
                 self._averages_of(self._values_to_average(w))
 
     @property
@@ -97,7 +92,7 @@ class EMA:
         """
         self._check_trains()
         with torch.inference_mode(False), torch.no_grad():
-            for optimizer, w in self._weights.items():
+            for optimizer, w in self._stepper.weights.items():
                 # a checkpoint may have been loaded since the step
                 w.refresh()
                 values = self._values_to_average(w)
@@ -109,7 +104,8 @@ class EMA:
                     averages=averages,
                     params=list(values.values()),
                 )
-                ema(lists, self._decay, self._outcomes[optimizer].found_inf, self._backend)
+                found_inf = self._stepper.outcomes[optimizer].found_inf
+                ema(lists, self._decay, found_inf, self._backend)
             # A buffer belongs to no optimizer, so its copy waits for all of them.
             self._buffers.update(self._any_found_inf())
 
@@ -126,21 +122,14 @@ class EMA:
             if average is None:
                 # each replay would begin the average again at the value of that moment
                 refuse_capture(param.device, "the average of a parameter")
-                average = self._averages[param] = self._fp32_value(param).clone()
+                average = self._averages[param] = fp32_of(param, self._fp32_values).clone()
             averages.append(average)
         return averages
 
-    def _fp32_value(self, param: Tensor) -> Tensor:
-        """Return the FP32 (or FP64) value of ``param``, on the device of ``param``."""
-        # Parameters of a healed module are FP32 themselves, though ``Fp32Values`` still has a value
-        # for them.
-        has_other = param.dtype in HALF_DTYPES and param in self._fp32_values
-        value = self._fp32_values.read(param) if has_other else param
-        return value.detach().to(param.device, torch.promote_types(param.dtype, torch.float32))
-
     def _any_found_inf(self) -> Tensor | None:
         """Return a 0-d flag, not 0 if any optimizer's last step was a skip; None: no step yet."""
-        flags = [o.found_inf for o in self._outcomes.values() if o.found_inf is not None]
+        outcomes = self._stepper.outcomes.values()
+        flags = [o.found_inf for o in outcomes if o.found_inf is not None]
         if len(flags) < 2:
             return flags[0] if flags else None
         return torch.stack([transfer(flag, flags[0].device) for flag in flags]).amax()
@@ -196,7 +185,7 @@ class EMA:
             raise ValueError(f"model: expected {len(self._models)} model(s), got {len(given)}")
         values = self.state_dict()
         values |= {
-            name: self._fp32_value(param)
+            name: fp32_of(param, self._fp32_values)
             for name, param in self._named_parameters()
             if param not in self._averages
         }
@@ -216,7 +205,10 @@ class EMA:
                     "model: expected one with values, got one on the meta device: call "
                     "model.to_empty(device=...) before ema.copy_to"
                 )
-            whole = {name: _gathered_for(own[name], value) for name, value in state.items()}
+            whole = {}
+            for name, value in state.items():
+                gathers = is_sharded(value) and not is_sharded(own[name])
+                whole[name] = full_tensor(value) if gathers else value
             targets.append((target, whole))
         for target, state in targets:
             # not strict, because results of ``get_extra_state`` are in a model's state, but not
@@ -228,14 +220,6 @@ class EMA:
         for prefix, model in zip(prefixes(self._models), self._models, strict=True):
             for name, param in model.named_parameters(remove_duplicate=False):
                 yield prefix + name, param
-
-
-def _gathered_for(target: Any, value: Tensor) -> Tensor:
-    """Return the whole of a sharded tensor that goes into a plain one, else ``value``.
-
-    All ranks take part.
-    """
-    return full_tensor(value) if is_sharded(value) and not is_sharded(target) else value
 
 
 def _check_same_tensors(call: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from tritonamp.kernels import lion as _lion
 from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.lion_8bit import lion_8bit
-from tritonamp.step.fused import FusedRule, Operation, scalar
+from tritonamp.step.fused_rule import FusedRule, Operation, scalar
 
 
 class FusedLionRule(FusedRule):

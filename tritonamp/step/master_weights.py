@@ -14,6 +14,7 @@ from tritonamp.kernels._facts import grads as grads_of
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._transfer import transfer
+from tritonamp.policy import Policy
 from tritonamp.step.gradients import Gradients, GradientState
 from tritonamp.step.masters import Masters
 from tritonamp.step.shown_gradients import LentGradients, ShownGradients
@@ -35,8 +36,7 @@ class MasterWeights(Masters):
     """The masters of one optimizer, and the gradients that it steps on.
 
     Args:
-        optimizer, fp32_values, trains_fp32_values, sharding, packs, offloads: as for ``Masters``.
-        grad_dtype: ``Policy.grad_dtype``.
+        optimizer, fp32_values, policy, sharding: as for ``Masters``.
 
     Attributes:
         state: state of the gradients.
@@ -47,20 +47,17 @@ class MasterWeights(Masters):
         self,
         optimizer: Optimizer,
         fp32_values: Fp32Values,
-        trains_fp32_values: bool,
-        grad_dtype: torch.dtype | None = None,
-        sharding: Sharding | None = None,
-        packs: bool = False,
-        offloads: bool = False,
+        policy: Policy,
+        sharding: Sharding | None,
     ) -> None:
         # Before the base class, whose ``__init__`` calls ``adopt``.
         self.state = GradientState.CLEAR
         self.decision: Scale | None = None
         self._statistics: dict[int, Memory] = {}  # by number of copies
         self._set_aside: dict[Tensor, Tensor] = {}  # true gradients, while SCALED by another loss
-        self._shown = ShownGradients(grad_dtype)  # true gradients, in ``.grad`` of half parameters
+        self._shown = ShownGradients(policy.grad_dtype)  # true gradients, in ``.grad`` of halves
         self._lent_gradients = LentGradients()
-        super().__init__(optimizer, fp32_values, trains_fp32_values, sharding, packs, offloads)
+        super().__init__(optimizer, fp32_values, policy, sharding)
 
     def fp32_values(self, *, lends: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter of the model and its FP32 value.

@@ -14,8 +14,8 @@ from tritonamp.kernels._facts import versions
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._shards import any_sharded
 from tritonamp.kernels.cast import cast
-from tritonamp.policy import HALF_DTYPES
-from tritonamp.step.small_state import has_master, take_master
+from tritonamp.policy import HALF_DTYPES, Policy
+from tritonamp.step.small_state import has_master, state_format, take_master
 from tritonamp.step.state_loading import widen_state
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -31,10 +31,8 @@ class Masters:
     Args:
         optimizer: the optimizer; its ``param_groups`` and ``state`` are changed.
         fp32_values: FP32 values of the models' half tensors.
-        trains_fp32_values: ``Policy.trains_fp32_values``.
+        policy: policy of the ``Amp``.
         sharding: how parameters are spread over ranks; None: each rank has whole parameters.
-        packs: keep FP32 values packed.
-        offloads: keep FP32 values in host memory between steps.
 
     Attributes:
         optimizer: the optimizer, whose ``param_groups`` hold the masters.
@@ -44,17 +42,15 @@ class Masters:
         self,
         optimizer: Optimizer,
         fp32_values: Fp32Values,
-        trains_fp32_values: bool,
-        sharding: Sharding | None = None,
-        packs: bool = False,
-        offloads: bool = False,
+        policy: Policy,
+        sharding: Sharding | None,
     ) -> None:
         self.optimizer = optimizer
         self._fp32_values = fp32_values
-        self._trains_fp32_values = trains_fp32_values
+        self._trains_fp32_values = policy.trains_fp32_values
         self._sharding = sharding
-        self._packs = packs
-        self._lends = packs or offloads
+        self._packs = state_format(optimizer, policy.state) == "8bit"
+        self._lends = self._packs or policy.offload is not None
         self._memory = Memory()
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
         # The same in the order of the groups. A step hands these lists on as they are: to make

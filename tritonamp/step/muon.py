@@ -15,7 +15,7 @@ from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.step.adam import ADAM
-from tritonamp.step.fused import FusedRule, Operation, scalar
+from tritonamp.step.fused_rule import FusedRule, Operation, scalar
 
 
 class FusedMuonRule(FusedRule):
@@ -37,7 +37,7 @@ class FusedMuonRule(FusedRule):
     offloads = OPTIMIZERS["Muon"].in_parts
 
     def operation(self, lists: UpdateLists) -> Operation:
-        return _on_matrices
+        return _step
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
         """Return the hyperparameters of one group.
@@ -90,9 +90,6 @@ class FusedMuonAndAdamRule(FusedMuonRule):
     optional = tuple(state_keys)
     counts_steps = True
 
-    def operation(self, lists: UpdateLists) -> Operation:
-        return _on_matrices_and_others
-
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
         if not is_adamws(group):
             return super().hyperparameters(optimizer, group)
@@ -111,31 +108,23 @@ def is_adamws(group: Mapping[str, Any]) -> bool:
     return "betas" in group
 
 
-def _on_matrices(
+def _step(
     lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str
 ) -> None:
     from tritonamp.kernels import muon as _muon  # here, because few runs step by it
 
     # Asked for its side effect: it keeps the plan of these lists in the memory, by which the next
-    # step sees that the state is in shape. Muon's own launches work on other lists.
+    # step sees that the state is in shape. The launches below work on other lists.
     lists.tensors.uses_triton(backend, _muon.MUON)
-    _muon.muon(MuonLists(lists), grad_scale, found_inf, backend)
-
-
-def _on_matrices_and_others(
-    lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str
-) -> None:
-    from tritonamp.kernels import muon as _muon  # here, because few runs step by it
-
-    # as above: keeps the plan of all parameters, while the two operations see a part each
-    lists.tensors.uses_triton(backend, _muon.MUON)
-    matrices = _lists_of_kind(lists, MuonRule, ("momentum_buffers",), ())
+    matrices = lists
+    if any(isinstance(rule, _adamw.AdamRule) for rule in lists.rules):
+        matrices = _lists_of_kind(lists, MuonRule, ("momentum_buffers",), ())
+        moments = "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"
+        others = _lists_of_kind(lists, _adamw.AdamRule, (*moments, "steps"), _adamw.OPTIONAL)
+        if len(others.tensors):
+            _adamw.adamw(others, grad_scale, found_inf, backend)
     if len(matrices.tensors):
         _muon.muon(MuonLists(matrices), grad_scale, found_inf, backend)
-    moments = "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"
-    others = _lists_of_kind(lists, _adamw.AdamRule, (*moments, "steps"), _adamw.OPTIONAL)
-    if len(others.tensors):
-        _adamw.adamw(others, grad_scale, found_inf, backend)
 
 
 def _lists_of_kind(

@@ -12,7 +12,8 @@ from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._optimizers import IN_PARTS, in_words
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels.device import is_capturing
-from tritonamp.step.small_state import PACKED, StateRule
+from tritonamp.step.fused_rule import FusedRule
+from tritonamp.step.small_state import PACKED
 
 PART = 1 << 26
 """Largest number of bytes in one part of a step; a larger tensor is a part of its own."""
@@ -21,7 +22,7 @@ PART = 1 << 26
 _ALIGNED = 256
 
 
-def check_offload(optimizer: Optimizer, rule: StateRule | None, device: torch.device) -> None:
+def check_offload(optimizer: Optimizer, rule: FusedRule | None, device: torch.device) -> None:
     """Raise ValueError unless the masters and the state of ``optimizer`` can be offloaded.
 
     Args:
@@ -54,7 +55,7 @@ def check_offload(optimizer: Optimizer, rule: StateRule | None, device: torch.de
         )
 
 
-def host_keys(rule: StateRule) -> frozenset[str]:
+def host_keys(rule: FusedRule) -> frozenset[str]:
     """Return the keys in an optimizer's state whose tensors are in host memory."""
     return frozenset((*rule.state_keys.values(), PACKED))
 

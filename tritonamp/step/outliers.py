@@ -23,9 +23,10 @@ class OutlierWindows:
 
     def __init__(self, sigmas: float | None) -> None:
         self._sigmas = sigmas
-        # weak: an ``Amp`` drops scalers when it loads a state, and their windows go with them
+        # Weak: an ``Amp`` drops scalers when it loads a state, and their windows go with them. A
+        # loaded window is in main memory until the next loss, since only a decision knows the
+        # device.
         self._windows: weakref.WeakKeyDictionary[GradScaler, Tensor] = weakref.WeakKeyDictionary()
-        self._loaded: weakref.WeakKeyDictionary[GradScaler, Any] = weakref.WeakKeyDictionary()
 
     def limit(self, scaler: GradScaler, device: torch.device) -> Limit | None:
         """Return the limit for losses that ``scaler`` scales; None: the policy has no limit.
@@ -37,33 +38,27 @@ class OutlierWindows:
         if self._sigmas is None:
             return None
         window = self._windows.get(scaler)
-        # a window on another device is replaced by an empty one
         if window is None or window.device != device:
             # each replay would empty a window that was made inside of the graph
             refuse_capture(device, "the window of outliers")
-            window = new_window(device)
-            if scaler in self._loaded:
-                upload(torch.tensor(self._loaded.pop(scaler)), window)
+            loaded, window = window, new_window(device)
+            if loaded is not None:
+                upload(loaded, window)
             self._windows[scaler] = window
         return Limit(window, float(self._sigmas))
 
     def state(self, scalers: Mapping[int, GradScaler]) -> dict[str, list[float]]:
         """Return the windows as plain values, by loss_id. Reads the device."""
-        # A loss that has not come since a resume is still in its loaded form, and is saved again.
-        loaded = {str(i): self._loaded[s] for i, s in scalers.items() if s in self._loaded}
-        return loaded | {
-            str(i): self._windows[s].tolist() for i, s in scalers.items() if s in self._windows
-        }
+        return {str(i): self._windows[s].tolist() for i, s in scalers.items() if s in self._windows}
 
     def load_state(self, state: Mapping[str, Any], scalers: Mapping[int, GradScaler]) -> None:
         """Continue from a result of ``state``; windows that the state lacks are emptied."""
         if self._sigmas is None:
             return
         for i, scaler in scalers.items():
-            values = list(state.get(str(i)) or [0.0] * WINDOW)
+            values = torch.tensor(state.get(str(i)) or [0.0] * WINDOW, dtype=torch.float32)
             if scaler in self._windows:
                 # in place, because a CUDA graph may write there
-                upload(torch.tensor(values), self._windows[scaler])
+                upload(values, self._windows[scaler])
             elif str(i) in state:
-                # ``limit`` makes the window, since only a decision knows the device
-                self._loaded[scaler] = values
+                self._windows[scaler] = values

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from tritonamp.class_swap import base_class
 from tritonamp.step.adam import ADAM
-from tritonamp.step.fused import FusedRule
+from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.muon import MUON
 from tritonamp.step.sgd import SGD
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from tritonamp.kernels import sgd as _sgd
 from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._update_lists import UpdateLists
-from tritonamp.step.fused import FusedRule, Operation, scalar
+from tritonamp.step.fused_rule import FusedRule, Operation, scalar
 
 
 class FusedSGDRule(FusedRule):

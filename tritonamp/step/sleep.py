@@ -1,20 +1,16 @@
 """Sleep: tensors of one ``Amp`` leave the device between phases of training, and come back."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tritonamp.asleep import Asleep
 from tritonamp.nested import leaves
 from tritonamp.step.ema import EMA
 from tritonamp.step.host_memory import HostMemory
 from tritonamp.step.interrupts import Uninterrupted
-from tritonamp.step.master_weights import MasterWeights
-from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.stepper import Stepper
 
 
@@ -30,24 +26,11 @@ class Sleep:
 
     Args:
         models: enabled models.
-        weights: optimizer to its master weights.
-        pending: pending decisions.
         stepper: stepper of the ``Amp``.
-        asleep: record of the tensors that are away from the device.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        weights: Mapping[Optimizer, MasterWeights],
-        pending: PendingDecisions,
-        stepper: Stepper,
-        asleep: Asleep,
-    ) -> None:
-        self.asleep = asleep
+    def __init__(self, models: Sequence[nn.Module], stepper: Stepper) -> None:
         self._models = models
-        self._weights = weights
-        self._pending = pending
         self._stepper = stepper
         # Weak: an average that the user drops is gone with its memory.
         self._averages: weakref.WeakSet[EMA] = weakref.WeakSet()
@@ -79,7 +62,8 @@ class Sleep:
         # were made inside of it. Ctrl-C waits, so that all tensors have moved or none.
         with Uninterrupted(), torch.inference_mode(False):
             self._host = HostMemory(plain)
-            self.asleep.training, self.asleep.weights = True, weights
+            asleep = self._stepper.asleep
+            asleep.training, asleep.weights = True, weights
         return self._host.nbytes
 
     def wake_up(self) -> None:
@@ -94,10 +78,11 @@ class Sleep:
         with Uninterrupted(), torch.inference_mode(False):
             self._host.put_back()
             self._host = None
-            self.asleep.training = self.asleep.weights = False
+            asleep = self._stepper.asleep
+            asleep.training = asleep.weights = False
 
     def _refuse_backward(self) -> None:
-        if self._pending.is_in_backward:
+        if self._stepper.pending.is_in_backward:
             raise RuntimeError(
                 "amp.sleep() inside of `with amp.scale_loss(...)`: expected a call after the "
                 "block, whose backward writes gradients"
@@ -106,7 +91,7 @@ class Sleep:
     def _refuse_graphs(self) -> None:
         captured = {
             "optimizer.step()": any(o.captured for o in self._stepper.outcomes.values()),
-            "amp.scaler.scale(loss)": self._stepper.has_captured_scale,
+            "amp.scaler.scale(loss)": self._stepper.scaler.is_replayed,
             "ema.update()": any(average.captured for average in self._averages),
         }
         found = [what for what, is_so in captured.items() if is_so]
@@ -117,7 +102,7 @@ class Sleep:
             )
 
     def _training_tensors(self) -> Iterator[Tensor]:
-        for optimizer, w in self._weights.items():
+        for optimizer, w in self._stepper.weights.items():
             yield from w.memory()
             yield from (x for x in leaves(dict(optimizer.state)) if isinstance(x, Tensor))
         for average in self._averages:

@@ -1,7 +1,7 @@
 """Optimizer state in fewer bytes: from FP32 to each of ``policy.STATES``, and back."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from tritonamp.kernels._small_state import (
 )
 from tritonamp.kernels.cast import rounds_to
 from tritonamp.policy import HALF_DTYPES, STATES
+from tritonamp.step.fused_rule import FusedRule
 
 PACKED = "moments"
 """Key of the moments of state "8bit", which are one uint8 tensor."""
@@ -39,23 +40,7 @@ IN_THE_FORMAT = frozenset({*HALF_DTYPES, torch.float32})
 _FORMATS = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}  # moments that "8bit" knows, in order
 
 
-class StateRule(Protocol):
-    """The part of ``FusedRule`` that this file and offload.py use.
-
-    Both files are imported by fused.py, so they cannot import ``FusedRule`` itself.
-    """
-
-    @property
-    def states(self) -> tuple[str, ...]: ...
-
-    @property
-    def state_keys(self) -> Mapping[str, str]: ...
-
-    @property
-    def offloads(self) -> bool: ...
-
-
-def check_state(state: str, optimizer: Optimizer, rule: StateRule | None) -> None:
+def check_state(state: str, optimizer: Optimizer, rule: FusedRule | None) -> None:
     """Raise ValueError unless ``optimizer`` can keep its state in the format ``state``.
 
     Args:
@@ -209,7 +194,7 @@ def packing_problems(
         )
 
 
-def in_fp32(state: Mapping[str, Any], rule: StateRule, param: Tensor) -> dict[str, Any]:
+def in_fp32(state: Mapping[str, Any], rule: FusedRule, param: Tensor) -> dict[str, Any]:
     """Return one parameter's state with moments in FP32, by the keys of torch's optimizers."""
     wide = dict(state)
     strides = wide.pop(ORDER, None) or memory_strides(param)
@@ -226,7 +211,7 @@ def in_fp32(state: Mapping[str, Any], rule: StateRule, param: Tensor) -> dict[st
 
 
 def fp32_state_dict(
-    state_dict: dict[str, Any], optimizer: Optimizer, rule: StateRule | None
+    state_dict: dict[str, Any], optimizer: Optimizer, rule: FusedRule | None
 ) -> dict[str, Any]:
     """Return a result of ``optimizer.state_dict()`` with FP32 moments, which every format loads."""
     # an optimizer around another one may have a format of its own
@@ -248,7 +233,7 @@ def numbered_params(
     return zip(numbers, params, strict=True)
 
 
-def state_format(optimizer: Optimizer, wanted: str = STATES[0]) -> str:
+def state_format(optimizer: Optimizer, wanted: str) -> str:
     """Return the format of an optimizer's state.
 
     Args:

@@ -11,11 +11,15 @@ from tritonamp.kernels._transfer import transfer
 from tritonamp.policy import HALF_DTYPES
 
 
-class StageLoss:
-    """Calls a loss function; a backward of its result has the gradients of the scaled loss.
+def stage_loss(
+    loss_fn: Callable[..., Tensor],
+    check_loss: Callable[[Tensor], None],
+    begin_backward: Callable[[Tensor], Tensor],
+) -> Callable[..., Tensor]:
+    """Return a loss function; a backward of its result has the gradients of the scaled loss.
 
     The schedule runs the backward itself and hands the losses to the user. Therefore losses keep
-    their value, and the scale goes into their gradient.
+    their value, and the scale goes into their gradient. Half losses become FP32.
 
     Args:
         loss_fn: function of a micro-batch's output and target.
@@ -24,28 +28,19 @@ class StageLoss:
             the scale, 0-d.
     """
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Tensor],
-        check_loss: Callable[[Tensor], None],
-        begin_backward: Callable[[Tensor], Tensor],
-    ) -> None:
-        self._loss_fn = loss_fn
-        self._check_loss = check_loss
-        self._begin_backward = begin_backward
+    def scale_gradient(loss: Tensor, grad: Tensor) -> Tensor:
+        return grad * transfer(begin_backward(loss), grad.device)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the loss, in FP32 if it is half."""
-        loss = self._loss_fn(*args, **kwargs)
+    def scaled_loss(*args: Any, **kwargs: Any) -> Tensor:
+        loss = loss_fn(*args, **kwargs)
         # An evaluation, or a stage that infers shapes, has no backward to scale.
         if not loss.requires_grad or pipeline_work() is Work.SHAPES:
             return loss
-        self._check_loss(loss)
+        check_loss(loss)
         # The scale multiplies the gradient of the FP32 loss. In half, 65536 would be inf.
         wide = loss.float() if loss.dtype in HALF_DTYPES else loss
         # The detached loss: with the loss itself the hook would hold the graph that holds the hook.
-        wide.register_hook(partial(self._scale_gradient, wide.detach()))
+        wide.register_hook(partial(scale_gradient, wide.detach()))
         return wide
 
-    def _scale_gradient(self, loss: Tensor, grad: Tensor) -> Tensor:
-        return grad * transfer(self._begin_backward(loss), grad.device)
+    return scaled_loss

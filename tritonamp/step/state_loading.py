@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from tritonamp.class_swap import is_installed
 from tritonamp.nested import map_leaves
 from tritonamp.policy import HALF_DTYPES
-from tritonamp.step.fused import FusedRule
+from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.offload import host_keys
 from tritonamp.step.rules import has_half_state, keeps_fp32_state, rule_of
 from tritonamp.step.small_state import (
@@ -215,7 +215,7 @@ def widen_state(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
 def check_codes(optimizer: Optimizer, rule: FusedRule | None) -> None:
     """Raise ValueError if torch has rounded packed state while the optimizer was not enabled."""
     for param in [p for group in optimizer.param_groups for p in group["params"]]:
-        state = optimizer.state.get(param, {}) if rule is not None else {}
+        state = optimizer.state.get(param, {})
         if rule is None or PACKED not in state:
             continue
         problem = next(packing_problems(state, len(_needed_moments(rule)), param, False), None)

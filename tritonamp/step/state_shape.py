@@ -1,31 +1,22 @@
 """The form in which steps take an optimizer's state."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels.device import refuse_capture
+from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.offload import Offload, host_keys
 from tritonamp.step.small_state import (
     IN_THE_FORMAT,
     ORDER,
     PACKED,
-    StateRule,
     in_fp32,
     packed_moments,
 )
-
-
-class ShapedRule(StateRule, Protocol):
-    """The part of ``FusedRule`` that this file uses; fused.py imports this file."""
-
-    @property
-    def counts_steps(self) -> bool: ...
-
-    def has(self, name: str, group: dict[str, Any]) -> bool: ...
 
 
 class StateShape:
@@ -38,7 +29,7 @@ class StateShape:
         offload: host memory of the state; None: the state is on the parameters' devices.
     """
 
-    def __init__(self, rule: ShapedRule, state: str, offload: Offload | None) -> None:
+    def __init__(self, rule: FusedRule, state: str, offload: Offload | None) -> None:
         self._rule = rule
         self._state = state
         self._offload = offload
@@ -72,7 +63,7 @@ class StateShape:
         state = states[param]
         wanted = self.format_of(param)
         if PACKED in state and wanted != "8bit":
-            self._unpack(param, state, PACKED, ORDER)
+            self._unpack(param, state)
         # before the state is made: a parameter without moments takes its first step
         is_new = any(state.get(key) is None for key in keys) and PACKED not in state
         shaped = self._step_count(param, state) if self.counts_steps(wanted) else {}
@@ -123,15 +114,16 @@ class StateShape:
         # Codes lie in the parameter's order of memory. ``model.to(memory_format=...)`` has changed
         # that order since, so the codes are made again from FP32.
         if PACKED in state and state.setdefault(ORDER, strides) != strides:
-            self._unpack(param, state, PACKED, ORDER)
+            self._unpack(param, state)
         if PACKED in state:
             return {}
         moments = [state.pop(key, None) for key in keys]
         return {PACKED: packed_moments(moments, param), ORDER: strides}
 
-    def _unpack(self, param: Tensor, state: dict[str, Any], *keys: str) -> None:
-        """Turn the codes under some keys of a state into FP32 moments."""
+    def _unpack(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Turn the codes of a state into FP32 moments."""
         refuse_capture(param.device, "the optimizer's state")
         if self._offload is not None:
             self._offload.wait()
-        state |= in_fp32({k: state.pop(k) for k in keys if k in state}, self._rule, param)
+        codes = {key: state.pop(key) for key in (PACKED, ORDER) if key in state}
+        state |= in_fp32(codes, self._rule, param)

@@ -1,6 +1,5 @@
 """From a backward to the new weights: decide, then step or skip."""
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -51,7 +50,7 @@ class Stepper:
         around_step: function that makes a context manager for each step of an optimizer.
 
     Attributes:
-        weights, pending, decider, asleep, offload, around_step: the arguments.
+        scaler, weights, pending, decider, asleep, offload, around_step: the arguments.
         outcomes: step outcomes by optimizer.
         plain_backwards: detector of backwards whose loss was not scaled.
     """
@@ -67,9 +66,10 @@ class Stepper:
         ranks: Ranks,
         respond: Callable[[bool], None],
         asleep: Asleep,
-        offload: Offload | None = None,
-        around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
+        offload: Offload | None,
+        around_step: Callable[[Optimizer], AbstractContextManager[Any]],
     ) -> None:
+        self.scaler = scaler
         self.weights = weights
         self.pending = pending
         self.decider = decider
@@ -79,7 +79,6 @@ class Stepper:
         self.outcomes = {optimizer: StepOutcomes() for optimizer in weights}
         self._policy = policy
         self._backend = backend
-        self._scaler = scaler
         self._ranks = ranks
         self._respond = respond
         self._fused: dict[Optimizer, FusedStep | None] = {}
@@ -166,14 +165,9 @@ class Stepper:
                 norm = torch.where(skip, torch.zeros_like(norm), norm)
         return norm
 
-    @property
-    def has_captured_scale(self) -> bool:
-        """Whether a CUDA graph has captured the scaling of a loss without the scaler's update."""
-        return self._scaler.is_replayed
-
     def check_scaler(self, scaler: Any) -> None:
         """Raise RuntimeError if ``scaler`` is not the GradScaler of this ``Amp``."""
-        if scaler is not self._scaler:
+        if scaler is not self.scaler:
             raise RuntimeError(
                 "this optimizer was enabled with another GradScaler: use amp.scaler, or "
                 "tritonamp.enable(..., scaler=scaler) with a tritonamp.GradScaler"
