@@ -72,6 +72,7 @@ def test_steps_are_those_of_fp32(layout: str, kind: str, level: str, half: torch
         assert model.edges.layout is LAYOUTS[layout](matrix()).layout
         assert model.edges.dtype is FP32  # as it came
         amp.ranges(), amp.explain()
+        assert "nothing overflows" in amp.explain(replay=lambda: model(x).square().mean())
         state = model.state_dict()
     for name, expected in plain.state_dict().items():
         found = state[name].to_dense().float()

@@ -44,7 +44,7 @@ def test_tensors_are_replaced_for_the_block_and_keep_their_hooks(trial: str) -> 
     weight = model.head.weight
     node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     node.register_hook(lambda *_: heard.append(weight))
-    with getattr(amp._parts.replays._trials, trial)():
+    with getattr(amp._parts.healing, trial)():
         model(torch.arange(5))
         assert model.dtypes == {torch.float32}
     after = [*model.parameters(), *model.buffers()]
@@ -56,7 +56,7 @@ def test_tensors_are_replaced_for_the_block_and_keep_their_hooks(trial: str) -> 
 
 def test_a_weight_that_several_modules_hold_is_fp32_in_all_of_them() -> None:
     model, amp = started(torch.bfloat16)
-    with amp._parts.replays._trials.in_fp32(["embedding"]):
+    with amp._parts.healing.in_fp32(["embedding"]):
         model(torch.arange(5))
         assert model.embedding.weight is model.head.weight
     assert model.head_dtype is torch.float32 and torch.bfloat16 in model.dtypes

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from tritonamp.names import prefixes, tensor_names
@@ -19,10 +20,11 @@ class ModelNames:
             for name, module in model.named_modules():
                 self.modules.setdefault(module, (front + name).rstrip("."))
         for tensor, name in tensor_names(models).items():
-            self._weights.setdefault(storage_id(tensor), {})[name] = tensor
+            if tensor.layout is torch.strided:  # a sparse tensor has no storage of its own
+                self._weights.setdefault(storage_id(tensor), {})[name] = tensor
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of all parameters and buffers."""
+        """Yield name and tensor of all strided parameters and buffers."""
         for own in self._weights.values():
             yield from own.items()
 

@@ -217,7 +217,8 @@ def _fp32_values(models: list[nn.Module]) -> list[Fp32Values]:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.dtype is not other.dtype or one.shape != other.shape:
+    """Return whether two tensors hold equal bits; False for sparse tensors."""
+    if one.dtype is not other.dtype or one.shape != other.shape or one.layout is not torch.strided:
         return False
     bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
     return torch.equal(*bits)
