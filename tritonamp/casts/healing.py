@@ -88,12 +88,13 @@ class Healing:
 
     def _set_healed(self, names: Sequence[str]) -> None:
         """Make the modules of these names, and no others, compute in FP32."""
+        modules = dict.fromkeys((*self._policy.fp32_modules, *filter(None, names)))
+        # first, because it may raise
+        policy = dataclasses.replace(self._policy, fp32_modules=tuple(modules))
         for name in self.names:
             if name not in names:
                 self._model_dtypes.unwiden(self.find(name))
-        self.names = list(dict.fromkeys(names))
-        modules = (*self._policy.fp32_modules, *filter(None, self.names))
-        self.policy = dataclasses.replace(self._policy, fp32_modules=tuple(dict.fromkeys(modules)))
+        self.policy, self.names = policy, list(dict.fromkeys(names))
         self._undo.close()
         healed = [self.find(name) for name in self.names]
         # models last: they take the classes off modules inside, healed ones, too
