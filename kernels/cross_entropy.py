@@ -248,13 +248,12 @@ def cross_entropy(
     return CROSS_ENTROPY(backend, x, target, dim, ignore_index, smoothing, temperature, entropy)
 
 
-VARIANTS = {
+VARIANTS = {  # options of the samples
     "": Options(-100, 0.0, 1.0, False),
     "smoothed": Options(-100, 0.1, 1.0, False),
     "tokens": Options(NO_CLASS, 0.0, 1.25, False),
     "entropy": Options(NO_CLASS, 0.0, 1.25, True),
 }
-"""Options of the samples."""
 
 
 def sample_targets(x: Tensor, dim: int, ignored: bool) -> Tensor:

@@ -271,6 +271,7 @@ def _launch_of(
     sizes = (*lengths, float(max_norm or 0.0), *_numbers(rule), *squares)
     clips, numbers = max_norm is not None, RECORD if records else 0
     flags = OUTLYING, EXCEEDING, VETOED
+    # the kernel's names of outcomes and places are numbers from 0 on
     constants = (clips, moves, numbers, _BLOCK, *range(LOSS), *flags, LARGEST_SQUARE)
     return Launch(decide_kernel, (1, 1, 1), sizes, constants, 4)
 

@@ -191,7 +191,7 @@ def refuse_capture(device: torch.device, what: str) -> None:
     if is_capturing(device):
         raise RuntimeError(
             f"expected {what} before a CUDA graph is captured, got a capture that makes it, and "
-            "each replay would begin with it anew: run a whole step on the same parameters outside "
+            "each replay would make it again: run a whole step on the same parameters outside "
             "of the capture first"
         )
 

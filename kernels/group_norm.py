@@ -129,7 +129,7 @@ def _forward(
     ``last`` tells whether channels are neighbours in memory. ``dtypes`` are those of x, weight and
     bias; None for a weight that is missing.
     """
-    given, *weights = dtypes
+    given, weight, bias = dtypes
     statistics = dense((2, shape[0] * groups))
     # a grid of 0 programs is an invalid launch
     if 0 in shape:
@@ -140,7 +140,7 @@ def _forward(
             group_norm_kernel if t.whole else group_norm_long_kernel,
             (t.images * t.blocks, 1, 1),
             (t.blocks, *t.sizes, float(eps)),
-            (*(each is not None for each in weights), *t.layout),
+            (weight is not None, bias is not None, *t.layout),
             t.num_warps,
         )
 

@@ -211,7 +211,9 @@ def group_norm_backward_triton(
     dtypes, last = (grad.dtype, x.dtype, w.dtype), form is not torch.contiguous_format
     flags = weight is not None, dweight, dbias
     launch, room = _launch(x.shape, groups, last, dtypes, flags)
-    parts, of_lines = x.new_empty_strided(*room, dtype=torch.float32), stats.unbind()
+    of_lines = stats.unbind()
+    parts = x.new_empty_strided(*room, dtype=torch.float32)
+    # valid pointers also if no sum is wanted
     of_weights = parts.unbind() or of_lines
     launch(grad, x, w, *of_lines, dx, of_weights[0], of_weights[-1])
     # the partial sums are added by one more launch in one order, because atomics on floats vary

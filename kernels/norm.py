@@ -120,7 +120,7 @@ def _forward(
 
     ``dtypes`` are those of x, the result, weight and bias; None for a weight that is missing.
     """
-    given, dtype, *weights = dtypes
+    given, dtype, weight, bias = dtypes
     lines = numel // n if n else 0
     # mean and rstd are rows of one tensor, which takes one allocation
     statistics = dense((1 + center, lines))
@@ -132,7 +132,7 @@ def _forward(
         norm_kernel if t.whole else norm_long_kernel,
         (t.grid[0], 1, 1),
         (*t.sizes, float(eps)),
-        (added, center, *(each is not None for each in weights), *t.layout),
+        (added, center, weight is not None, bias is not None, *t.layout),
         t.num_warps,
         # only the loop spills without the limit
         None if t.whole else MAX_REGISTERS,

@@ -200,7 +200,7 @@ def _backward(
 
     ``dtypes`` are those of the incoming gradient, the output and the result.
     """
-    *_, dtype = dtypes
+    _, _, dtype = dtypes
     t = _backward_tiling(shape, dim, WIDEST // max(each.itemsize for each in dtypes))
     # a grid of 0 programs is an invalid launch
     if t.lines * t.n == 0:

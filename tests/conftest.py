@@ -49,7 +49,7 @@ def pytest_collection(session: pytest.Session) -> None:
     """Register what every test gets, which imports torch, where tests are collected.
 
     The process that starts the others does not collect, and they would wait for it to import torch.
-    What is imported and collected stays: a garbage collection would walk it in vain.
+    Imported and collected objects stay, so a garbage collection would walk them in vain.
     """
     gc.disable()
     session.config.pluginmanager.register(importlib.import_module("every_test"))

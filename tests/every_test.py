@@ -30,15 +30,15 @@ from tritonamp.kernels import _facts, _multi_tensor
 HAS_GPU = torch.cuda.is_available()  # a real one: that in software comes and goes
 
 if not HAS_GPU:
-    # At each seed torch notes the stack for devices that are not there: that takes half a
+    # Without this, torch records the stack at each seed for absent devices. That takes half a
     # millisecond, and most tests seed several times.
-    def _if_in_software(callable: Callable[[], object], **kwargs: Any) -> None:
+    def _if_in_software(call: Callable[[], object], **kwargs: Any) -> None:
         if torch.cuda.is_initialized():
-            callable()
+            call()
 
     torch.cuda.random._lazy_call = _if_in_software
     for _module in (torch.xpu.random, torch.mtia):
-        _module._lazy_call = lambda callable, **kwargs: None
+        _module._lazy_call = lambda call, **kwargs: None
 
 # Tensors are small and a process of the tests has each core: threads would only wait for one
 # another. The variable is for the processes that tests start.
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep all that is imported out of garbage collections, of which it would be the most."""
+    """Freeze all imported objects, because garbage collections would mostly walk these."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -80,10 +80,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _capture_warnings_alone(config: pytest.Config) -> None:
-    """Have pytest leave out what is logged below WARNING: torch.compile traces at DEBUG.
+    """Make pytest capture no log lines below WARNING, because torch.compile traces at DEBUG.
 
-    pytest's own option sets the level of the root logger, too. For that, logging forgets what it
-    knows of hundreds of loggers, twelve times for each test.
+    pytest's own option would also set the level of the root logger. Then logging clears the caches
+    of hundreds of loggers, twelve times for each test.
     """
     plugin = config.pluginmanager.get_plugin("logging-plugin")
     if plugin is not None:

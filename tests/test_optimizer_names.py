@@ -81,7 +81,7 @@ TEXTS: dict[Callable[[], None], str] = {
     '"fp32", "bf16" and "8bit"; SGD "fp32" and "bf16"',
     offload: "expected an optimizer that steps in parts, Adam, AdamW, SGD or Lion (torch's, or of "
     "tritonamp.optim), got a Adagrad",
-    unscale: "tritonamp.optim.AdamW (Adam, SGD, Lion) in the place of this optimizer keeps them",
+    unscale: "tritonamp.optim.AdamW (Adam, SGD, Lion) instead of this optimizer keeps them",
 }
 
 

@@ -1,4 +1,4 @@
-"""What docstrings and READMEs say: plain words, arguments that stand alone, names that exist."""
+"""Docstrings, messages and READMEs have plain words, full entries of arguments, and real names."""
 
 import ast
 import functools
@@ -66,6 +66,16 @@ def docstrings() -> list[tuple[str, str]]:
     ]
 
 
+def strings() -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of every string of the product, of errors and logs above all."""
+    for path in SOURCES:
+        place = path.relative_to(ROOT)
+        if place.parts[0] in ("tritonamp", "kernels"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield f"{place}:{node.lineno}", node.value
+
+
 def texts_of(body: list[ast.stmt]) -> Iterator[ast.Constant]:
     """Yield the texts that are statements by themselves, on every level."""
     for statement in body:
@@ -100,7 +110,7 @@ def words_of_code() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("texts", [docstrings, pages])
+@pytest.mark.parametrize("texts", [docstrings, strings, pages])
 def test_words_are_plain(texts):
     found = [(place, m[0]) for place, text in texts() for m in DIALECT.finditer(text)]
     assert found == []

@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def until_nobody_reads() -> int:
+def until_reader_leaves() -> int:
     """Run ``main``; end quietly with status 1 if the reader of the output has gone."""
     try:
         status = main()
@@ -56,4 +56,4 @@ def until_nobody_reads() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(until_nobody_reads())
+    sys.exit(until_reader_leaves())

@@ -78,7 +78,7 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
             got = len(window) if isinstance(window, (list, tuple)) else type(window).__name__
             raise ValueError(
                 f"amp.load_state_dict: expected {WINDOW} numbers in a window of outliers, got "
-                f"{got} for loss_id {of_loss}: leave 'outliers' out, and they are counted anew"
+                f"{got} for loss_id {of_loss}: leave 'outliers' out, and they are counted again"
             )
     if state.loss_scale == loss_scale:
         return state

@@ -318,7 +318,7 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(
                 "Attempting to unscale FP16 gradients: the optimizer holds float16 parameters. "
                 'tritonamp.enable(model, optimizer, level="O2") keeps FP32 masters of them and '
-                f"unscales into those; tritonamp.optim.AdamW ({', '.join(others)}) in the place of "
+                f"unscales into those; tritonamp.optim.AdamW ({', '.join(others)}) instead of "
                 "this optimizer keeps them without enable"
             )
         groups = self._groups(grads)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tritonamp.__main__ import until_nobody_reads
+from tritonamp.__main__ import until_reader_leaves
 
 
 def test_a_reader_that_has_gone_ends_a_command_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,4 +13,4 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.argv", ["tritonamp", "explain"])
     with os.fdopen(writer, "w") as gone:
         monkeypatch.setattr("sys.stdout", gone)
-        assert until_nobody_reads() == 1
+        assert until_reader_leaves() == 1

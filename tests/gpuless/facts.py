@@ -1,4 +1,4 @@
-"""What the GPU in software needs to know of an operation, asked of torch once for each."""
+"""Properties of operations that the GPU in software needs, read from torch once for each."""
 
 import functools
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ import torch
 
 @dataclass(frozen=True)
 class Facts:
-    """What never changes of an operation.
+    """The properties of one operation, which never change.
 
     Attributes:
         name: its name, without "aten::".
         is_composite: whether torch computes it by other operations.
-        is_view: whether it uses no memory, and gives other sizes to its argument's.
-        is_resize: whether it gives its argument itself other sizes, as ``t_`` does.
-        is_in_place: whether all that it returns are arguments that it writes.
+        is_view: whether it touches no values, and only gives other sizes to its argument's memory.
+        is_resize: whether it gives other sizes to its argument itself, as ``t_`` does.
+        is_in_place: whether all results are arguments that it writes.
         reads_values: whether it reads more than the sizes of its arguments.
         written: positions and names of the arguments that it writes.
         is_random: whether it takes random numbers.
@@ -40,7 +40,7 @@ class Facts:
 
 @functools.cache
 def facts(func: Any) -> Facts:
-    """Return the facts of an operation."""
+    """Return the properties of an operation."""
     schema, keys = func._schema, torch._C.DispatchKey
     name = schema.name.removeprefix("aten::")
     returned = [r.alias_info is not None for r in schema.returns]

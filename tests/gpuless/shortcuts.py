@@ -1,4 +1,4 @@
-"""Shortcuts through Triton's interpreter, which makes the same types again for each result."""
+"""Shortcuts for Triton's interpreter, which otherwise makes equal types again for each result."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 
 OVERFLOWS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-"""What NumPy calls the operations that are checked for overflow."""
+"""NumPy's functions for operations that the interpreter checks for overflow, by Triton's names."""
 
 
 def take() -> None:
@@ -74,7 +74,7 @@ def _if_shapes_differ(broadcast: Callable[..., Any]) -> Any:
 
 
 def _if_it_overflows(check: Callable[..., None]) -> Any:
-    """Let only what overflows be checked by other operations, which raise."""
+    """Run Triton's check, which raises, only where NumPy finds an overflow."""
 
     def binary_op_sanitize_overflow_impl(
         self: Any, lhs: tl.tensor, rhs: tl.tensor, binary_op: Any

@@ -115,7 +115,7 @@ class FakeCudaMode(TorchDispatchMode):
 
 
 NO_TREES = {bool, int, float, str, type(None), torch.device, torch.dtype, torch.memory_format}
-"""Types of most arguments that neither are tensors nor hold some."""
+"""Frequent types of arguments that are no tensors and hold none."""
 
 
 def unwrap(tree: Any) -> Any:
@@ -200,7 +200,7 @@ def _computed_on(
     tensors: list[Tensor],
     to_gpu: bool,
 ) -> Any:
-    """Compute the operation; its result is on the GPU or on the CPU."""
+    """Compute the operation. With ``to_gpu`` its result is on the GPU, else on the CPU."""
     known = facts(func)
     given = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     if to_gpu and given.get("device") is not None:

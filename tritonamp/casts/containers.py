@@ -17,7 +17,7 @@ def sequence_of(value: Any, changed: dict[int, Any]) -> Any:
     items = [changed.get(i, item) for i, item in enumerate(value)]
     if kind is list:
         return items
-    if torch.compiler.is_compiling():  # it cannot follow the checks
+    if torch.compiler.is_compiling():  # torch.compile cannot follow the checks below
         named = isinstance(value, tuple) and hasattr(value, "_fields")
         return kind(*items) if named else kind(items)
     copied = _tuple if isinstance(value, tuple) else _copy

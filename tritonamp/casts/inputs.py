@@ -91,6 +91,7 @@ def cast_arguments(
 def wanted_names(wanted: tuple[str | int, ...], signature: Signature) -> tuple[str, ...]:
     """Return the names of the arguments that ``wanted`` has by name or position."""
     named = dict(enumerate(signature.positional))
+    # "" is the name of no argument: the forward has no such position
     return tuple(named.get(w, "") if isinstance(w, int) else w for w in wanted)
 
 

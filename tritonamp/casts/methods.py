@@ -59,7 +59,11 @@ def other_users(model: nn.Module, names: set[str]) -> list[str]:
     cls = base_class(type(model))
     classes, entered = _written_classes(cls), entered_methods(model, cls)
     methods = {name for cls in classes for name in vars(cls)} - {"__init__", "forward", *entered}
-    return sorted(m for m in methods if any(u.of_self & names for u in _used(classes, m)))
+
+    def takes(method: str) -> bool:
+        return any(used.of_self & names for used in _used(classes, method))
+
+    return sorted(filter(takes, methods))
 
 
 def _used(classes: tuple[type, ...], method: str) -> Iterator[UsedNames]:

@@ -61,12 +61,13 @@ def _kept_names(model: nn.Module, policy: Policy) -> Iterator[tuple[nn.Module, r
 
 def kept_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
     """Return the modules inside ``model`` that it asks to keep in FP32 under ``policy``."""
-    return [
-        module
-        for owner, pattern in _kept_names(model, policy)
-        for name, module in owner.named_modules(remove_duplicate=False)
-        if (match := pattern.search(name)) is not None and match.end() == len(name)
-    ]
+    found = []
+    for owner, pattern in _kept_names(model, policy):
+        for name, module in owner.named_modules(remove_duplicate=False):
+            match = pattern.search(name)
+            if match is not None and match.end() == len(name):
+                found.append(module)
+    return found
 
 
 def kept_tensors(model: nn.Module, policy: Policy) -> set[Tensor]:

@@ -17,7 +17,7 @@ from tritonamp.policy import HALF_DTYPES
 class Stock:
     """One op at one autocast key, without tritonamp's rules.
 
-    A rule calls it, or runs a function under it.
+    A rule calls it for the result of the op, or calls ``run_without_rules`` for other functions.
 
     Attributes:
         plans: choices that rules keep, by key.

@@ -1,4 +1,4 @@
-"""Other tensors for modules inside a block: FP32 ones for half ones."""
+"""Modules hold other tensors inside a block: FP32 ones instead of half ones."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +11,12 @@ from tritonamp.policy import HALF_DTYPES
 
 @contextlib.contextmanager
 def replaced(modules: Iterable[nn.Module], others: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Replace parameters and buffers of modules by ``others`` inside the block."""
+    """Replace parameters and buffers of modules inside the block.
+
+    Args:
+        modules: modules that may hold the tensors, also several times.
+        others: tensor of a module to its replacement.
+    """
     modules = list(dict.fromkeys(modules))
     held = [
         (tensors, name, tensor)
@@ -41,7 +46,7 @@ def _refresh(rnn: nn.RNNBase) -> None:
 
 
 def wide_weights(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Make a module compute with FP32 copies of its half parameters, where FSDP2 gathered them.
+    """Make a module compute with FP32 copies of half parameters that FSDP2 gathered.
 
     These parameters were gathered together with those of a module around it. Modules that are
     sharded by themselves are gathered in FP32. Gradients arrive at the half parameters.

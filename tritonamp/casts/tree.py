@@ -59,7 +59,7 @@ def cast_tree(value: Any, cast: Cast) -> Any:
 def _cast(value: Any, cast: Cast) -> Any:
     """Return the cast value; None where nothing changes, or nothing can.
 
-    torch.compile cannot ask by ``is`` whether the result is the value itself.
+    Without None the caller would have to compare by ``is``, which torch.compile cannot.
     """
     if isinstance(value, Tensor):
         passes = value.dtype not in cast.sources or isinstance(value, cast.passes)

@@ -112,7 +112,8 @@ def errors_of_writes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise error if error.__context__ in (None, outer) else error.__context__ from None
+        behind = error.__context__
+        raise (error if behind in (None, outer) else behind) from None
 
 
 def write(path: str, content: dict[str, Any]) -> None:

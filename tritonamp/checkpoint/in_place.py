@@ -34,7 +34,7 @@ def load_into(content: Mapping[str, Any], objects: Mapping[str, Any], call: str)
     stateful = [name for name, state in content.items() if _has_state(state)]
     check_names(content, stateful, objects, f"{call}: ", "have it returned as it is")
     pairs = [p for name, value in objects.items() for p in _pairs(name, value, content[name])]
-    faults = [fault for pair in pairs if (fault := _fault(pair))]
+    faults = [*filter(None, map(_fault, pairs))]
     if faults:
         raise ValueError(f"{call}: {'; '.join(faults)}. Nothing was changed")
     pairs.sort(key=lambda pair: loading_turn(pair.owner))

@@ -158,7 +158,8 @@ def _open(path: str) -> Checkpoint:
         return found
     if files is not None:
         files.close()
-    raise (ValueError if os.path.exists(path) else FileNotFoundError)(faults[0])
+    kind = ValueError if os.path.exists(path) else FileNotFoundError
+    raise kind(faults[0])
 
 
 def _read_manifest(files: Folder) -> Manifest:

@@ -43,14 +43,14 @@ class RNGState:
             raise ValueError(
                 f"RNGState.load_state_dict: expected the random states of {ranks} rank(s), got "
                 f"those of {len(saved)}: no choice of them would give the same numbers; leave them "
-                "out and seed each rank anew"
+                "out and seed each rank again"
             )
         states, devices = saved[rank()], torch.cuda.device_count()
         if states["cuda"] and len(states["cuda"]) != devices:
             raise ValueError(
                 f"RNGState.load_state_dict: expected the random states of {devices} CUDA "
                 f"device(s), got those of {len(states['cuda'])}: show this process as many "
-                "(CUDA_VISIBLE_DEVICES), or leave them out and seed anew"
+                "(CUDA_VISIBLE_DEVICES), or leave them out and seed again"
             )
         cuda = {torch.device("cuda", i): state for i, state in enumerate(states["cuda"])}
         Generators(states["python"], states["numpy"], states["torch"], cuda).restore()

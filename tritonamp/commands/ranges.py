@@ -17,7 +17,7 @@ import tritonamp
 
 VALUES, GRADIENTS, SCALED = "tab:blue", "tab:orange", "tab:green"
 LOST, POOR, FULL = "#d62728", "#f2c14e", "white"
-# name, what its values do, and color of each part of the axis, from left to right
+# parts of the axis from left to right: name, fate of the values there, color
 PARTS = [
     ("zero", "become zero", LOST),
     ("fewer bits", "lose bits", POOR),

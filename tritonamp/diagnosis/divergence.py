@@ -32,7 +32,7 @@ class Growth(NamedTuple):
     weights: float = 1.0  # the same for the weights, beyond growth at an even pace
     usual_loss: float = 0.0  # magnitude in good steps, 0 where it is not known
     after: int = 0  # the last step whose loss was usual
-    losses: tuple[float | None, float] = (None, math.inf)  # there, and now; None: not known
+    losses: tuple[float | None, float] = (None, math.inf)  # in step ``after``; now. None: unknown
     largest: tuple[float, float] = (0.0, 0.0)  # the largest weight before it grew, and now
 
     @property

@@ -80,7 +80,7 @@ class History:
     def add_skip(self, found: Explanation, scale: float) -> None:
         """Note a skip, and the loss scale of its decision."""
         skip, cause = found.skip, found.cause
-        # bad parameters last, so the text names the step at which they were first seen
+        # parameters stay inf or NaN, so their text names the step that saw it first
         self.since = (self.since or skip.step) if cause is Cause.PARAMETERS else 0
         self.causes[cause.value] += 1
         self.records.append(

@@ -4,6 +4,7 @@ import itertools
 import logging
 import math
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -52,7 +53,7 @@ class LiveRanges:
         self._seen = 0  # decisions that the host has counted
         self._last: list[RangeRecord] = []  # of the last step that was read
         # by module, steps and magnitudes of the last outputs that were read
-        self._points: dict[str, list[tuple[int, float]]] = {}
+        self._points: dict[str, deque[tuple[int, float]]] = {}
         self._warned: set[str] = set()
         self._handles = [
             module.register_forward_hook(RangeHook(forward, backward, self._on, backend))
@@ -128,8 +129,8 @@ class LiveRanges:
         """Return the record with ``steps_left``."""
         if record.direction != "forward":  # gradients move with the loss scale
             return record
-        earlier = self._points.get(record.module, [])[1 - POINTS :]
-        points = self._points[record.module] = [*earlier, (record.step, record.absmax)]
+        points = self._points.setdefault(record.module, deque(maxlen=POINTS))
+        points.append((record.step, record.absmax))
         return record._replace(steps_left=steps_left(points, torch.finfo(record.dtype).max))
 
 

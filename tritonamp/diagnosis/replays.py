@@ -60,7 +60,7 @@ class Replays:
     _forwards: Forwards
     _healing: Healing
     _ranks: ReplayRanks
-    # tried remedies, by kind of fault, module and healed modules
+    # tried remedies, by kind of fault, its module and the names of healed modules
     _remedies: dict[tuple[str | None, ...], Remedy | None] = dataclasses.field(default_factory=dict)
 
     def model_of(self, module: str) -> str:
@@ -157,7 +157,7 @@ class Replays:
         return result_of(self._models, run, around)
 
     def _remedy(self, fault: FaultReport, find_again: Callable[..., Any]) -> Remedy | None:
-        """Return the remedy for a fault. It is tried once until modules are healed."""
+        """Return the remedy for a fault. It is tried once, and again after a heal."""
         key = fault.kind, fault.module, *self._healing.names
         if key not in self._remedies:
             try:
@@ -206,7 +206,8 @@ class Replays:
                 "write_bundle: expected a failing batch, got none: no step was skipped whose "
                 "forward could run again"
             )
-        fault, last = next(iter(self.replay().faults), None), self._log.last
+        fault = next(iter(self.replay().faults), None)
+        last = self._log.last
         to_blame = [fault.rank] if fault is not None else last.skip.at_fault if last else []
         writer = next((r for r in to_blame if r in failed), next(iter(failed)))
         state = self._ranks.full_state(self._models[failed[writer]], keep=rank() == writer)

@@ -64,7 +64,7 @@ _ADVICE = {
     Cause.DIVERGENCE: (
         "No precision helps: lower the learning rate{rates}, warm it up over the first steps, clip "
         "gradients (amp.clip_grad_norm_(1.0)), and look for outliers in data and targets. The "
-        "weights are spoilt: begin anew, or from the last good checkpoint."
+        "weights are spoilt: begin again, or from the last good checkpoint."
     ),
     Cause.EXHAUSTED: (
         "The scale is at its minimum, so the gradients overflow by themselves: look for inf and "

@@ -22,7 +22,7 @@ logger = logging.getLogger("tritonamp")
 
 def fsdp2_modules(model: nn.Module) -> list[Any]:
     """Return the modules inside ``model`` that ``fully_shard`` was called on."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # nobody has used it if it is not there
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # None: no model uses it
     return [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
 
 

@@ -8,7 +8,7 @@ class Work(Enum):
     """The purpose for which a stage runs code."""
 
     STAGE = "the forward of a stage, on a micro-batch"
-    SHAPES = "a forward, or a loss, on memory that nobody has written, to learn shapes and dtypes"
+    SHAPES = "a forward, or a loss, on memory without values, to learn shapes and dtypes"
 
 
 def pipeline_work() -> Work | None:
@@ -19,7 +19,7 @@ def pipeline_work() -> Work | None:
     to learn shapes; torch 2.14 also runs the loss function and a backward.
     """
     package = sys.modules.get("torch.distributed.pipelining")
-    if package is None:  # nobody has used it
+    if package is None:  # no pipeline has used it
         return None
     stage = vars(package.stage)
     found, frame = None, sys._getframe().f_back

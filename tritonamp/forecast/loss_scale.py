@@ -85,7 +85,8 @@ def outlook(records: Sequence[TensorRecord], dtype: torch.dtype) -> Outlook:
     scale = max(max_scale / MARGIN, MIN_SCALE)
     if dtype is torch.bfloat16 and max_scale >= 1:
         scale = 1.0
-    values, slopes = (sum((r.sizes.exponents for r in part), Counter()) for part in (stored, grads))
+    values = sum((record.sizes.exponents for record in stored), Counter())
+    slopes = sum((record.sizes.exponents for record in grads), Counter())
     return Outlook(
         stored=len(stored),
         overflows=sum(r.sizes.overflows(dtype) and not r.excused for r in stored),

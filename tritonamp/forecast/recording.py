@@ -56,7 +56,7 @@ class TensorRecord:
         scaled: whether the tensor is multiplied by the loss scale.
         sources: records of the op's inputs.
         excused: whether an overflow is harmless, such as a mask that a softmax takes as -inf.
-        replaced: whether the record of the tensor's cast to half takes the place of this record.
+        replaced: whether the record of the tensor's cast to half replaces this record.
     """
 
     place: Place

@@ -168,7 +168,7 @@ class Magnitudes(NamedTuple):
 
 
 def vanishing(exponents: Counter[int], dtype: torch.dtype, scale: float = 1.0) -> float:
-    """Return the share of values that become zero in ``dtype`` times ``scale``.
+    """Return the share of nonzero values that become zero in ``dtype`` times ``scale``.
 
     ``scale`` is a power of two.
     """
@@ -176,7 +176,7 @@ def vanishing(exponents: Counter[int], dtype: torch.dtype, scale: float = 1.0) -
 
 
 def subnormal(exponents: Counter[int], dtype: torch.dtype) -> float:
-    """Return the share of values that become subnormal in ``dtype``."""
+    """Return the share of nonzero values that become subnormal in ``dtype``."""
     below_normal = _share_below(exponents, torch.finfo(dtype).smallest_normal)
     return below_normal - vanishing(exponents, dtype)
 

@@ -131,7 +131,7 @@ class LentValue(ABC):
             raise RuntimeError(
                 f"an FP32 value of {self.made_by} was written to after a step (or amp.sleep()): "
                 "expected a tensor from amp.master_params() or amp.named_master_params() after "
-                "that, got an earlier one, whose values nobody reads any more: ask for it again, "
+                "that, got an earlier one, whose values are no longer read: ask for it again, "
                 "then write"
             )
         if view is None:

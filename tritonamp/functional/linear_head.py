@@ -22,17 +22,16 @@ class LinearHead:
     On CUDA operands have ``dtype``. On a CPU half operands are widened because half products
     are slow there. Logits are rounded once, as on a Tensor Core.
 
-    Attributes:
-        dtype: dtype of logits and their gradients.
-        wide: dtype of sums, FP32 or FP64.
-        operand: dtype of the products' operands.
-        weight: weight of the layer as an operand, [v, d].
-        bias: bias of the layer as an operand, [v], or None.
-
     Args:
-        dtype: dtype of the logits.
+        dtype: dtype of logits and their gradients.
         weight: weight of the layer in any dtype, [v, d].
         bias: bias of the layer in any dtype, [v], or None.
+
+    Attributes:
+        dtype: the argument.
+        wide: dtype of sums, FP32 or FP64.
+        operand: dtype of the products' operands.
+        weight, bias: the arguments in ``operand``.
     """
 
     def __init__(self, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> None:
@@ -137,7 +136,7 @@ class RowsOfLayer(NamedTuple):
         return is_under_transforms() or self.input.is_meta or not self.targets.numel()
 
     def arguments(self) -> tuple[Any, ...]:
-        """Return the arguments of ``LossOfLinear``: rows [r, d], targets [r], defaults."""
+        """Return the arguments of ``LossOfLinear``: with rows [r, d], targets [r] and defaults."""
         features = self.input.shape[-1]
         rows, targets = self.input.reshape(-1, features), self.targets.reshape(-1)
         dtype = dtype_of_logits(self.input, self.weight)

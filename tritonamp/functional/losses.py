@@ -20,8 +20,6 @@ Tensors = tuple[Tensor | None, ...]
 class LineLosses(NamedTuple):
     """Cross entropies of lines of logits and, with ``entropy``, the entropies of the lines.
 
-    The first fields are arguments of the kernels' operations, in their order.
-
     Attributes:
         dim: dimension of the classes.
         ignore_index: target of lines with loss 0; ``NO_CLASS``: none.
@@ -40,16 +38,19 @@ class LineLosses(NamedTuple):
 
     def of(self, logits: Tensor, targets: Tensor) -> tuple[Results, Tensor]:
         """Return the results in the shape of ``targets``, and the statistics for the gradient."""
-        losses, stats = _cross_entropy(logits, targets, *self[:5], self._backend_for(logits))
+        dim, ignored, smoothing, temperature, entropy, _ = self
+        how = dim, ignored, smoothing, temperature, entropy, self._backend_for(logits)
+        losses, stats = _cross_entropy(logits, targets, *how)
         return ((losses, stats[2]) if self.entropy else (losses,)), stats
 
     def gradient(
         self, logits: Tensor, targets: Tensor, grads: Sequence[Tensor], stats: Tensor
     ) -> Tensor:
         """Return the gradient of the logits for the gradients of the results."""
-        grad = torch.stack(tuple(grads)) if self.entropy else grads[0].unsqueeze(0)
-        backend = self._backend_for(logits)
-        return cross_entropy_backward(logits, targets, grad, stats, *self[:4], backend)
+        dim, ignored, smoothing, temperature, entropy, _ = self
+        grad = torch.stack(tuple(grads)) if entropy else grads[0].unsqueeze(0)
+        how = dim, ignored, smoothing, temperature, self._backend_for(logits)
+        return cross_entropy_backward(logits, targets, grad, stats, *how)
 
     def by_torch(self, logits: Tensor, targets: Tensor) -> Results:
         """Return the results by operations that may be differentiated any number of times."""

@@ -32,7 +32,8 @@ class Norm(torch.autograd.Function):
     ) -> Tensor:
         y, stats = compute(x, weight, bias) if compute else _norm.norm(x, weight, bias, *args)
         ctx.save_for_backward(x, weight, bias, stats)
-        ctx.args = args
+        n, eps, center, _, backend = args
+        ctx.args = n, eps, center, backend
         return y
 
     @staticmethod
@@ -81,7 +82,7 @@ def _gradients(
         dbias: whether the bias's gradient is needed.
     """
     x, weight, bias, stats = ctx.saved_tensors
-    n, eps, center, *_, backend = ctx.args  # of Norm with the result's dtype in between
+    n, eps, center, backend = ctx.args
     if torch.is_grad_enabled():
         # A gradient of the gradient needs statistics that are functions of x.
         stats = _norm.norm_torch(x, None, None, n, eps, center, x.dtype)[1]

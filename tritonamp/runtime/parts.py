@@ -82,7 +82,7 @@ class Request(NamedTuple):
 class Parts:
     """The objects of one ``Amp`` that work together.
 
-    Making them enables the models and optimizers.
+    To make a ``Parts`` enables the models and optimizers.
 
     Args:
         request: arguments of ``enable``.

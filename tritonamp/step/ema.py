@@ -191,25 +191,10 @@ class EMA:
         }
         # All models are checked before one is written, so that an error changes nothing. Sharded
         # averages are gathered here, too, in the same order on all ranks.
-        targets = []
-        for prefix, target in zip(prefixes(self._models), map(unwrapped, given), strict=True):
-            state = {
-                name.removeprefix(prefix): value
-                for name, value in values.items()
-                if name.startswith(prefix)
-            }
-            own = target.state_dict()
-            _check_same_tensors("ema.copy_to", state, own)
-            if any(isinstance(x, Tensor) and x.is_meta for x in own.values()):
-                raise ValueError(
-                    "model: expected one with values, got one on the meta device: call "
-                    "model.to_empty(device=...) before ema.copy_to"
-                )
-            whole = {}
-            for name, value in state.items():
-                gathers = is_sharded(value) and not is_sharded(own[name])
-                whole[name] = full_tensor(value) if gathers else value
-            targets.append((target, whole))
+        targets = [
+            (target, _state_for(target, prefix, values))
+            for prefix, target in zip(prefixes(self._models), map(unwrapped, given), strict=True)
+        ]
         for target, state in targets:
             # not strict, because results of ``get_extra_state`` are in a model's state, but not
             # averaged
@@ -220,6 +205,26 @@ class EMA:
         for prefix, model in zip(prefixes(self._models), self._models, strict=True):
             for name, param in model.named_parameters(remove_duplicate=False):
                 yield prefix + name, param
+
+
+def _state_for(target: nn.Module, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values whose names have the prefix, checked and gathered for ``target``."""
+    own = target.state_dict()
+    state = {
+        name.removeprefix(prefix): value
+        for name, value in values.items()
+        if name.startswith(prefix)
+    }
+    _check_same_tensors("ema.copy_to", state, own)
+    if any(isinstance(x, Tensor) and x.is_meta for x in own.values()):
+        raise ValueError(
+            "model: expected one with values, got one on the meta device: call "
+            "model.to_empty(device=...) before ema.copy_to"
+        )
+    for name, value in state.items():
+        if is_sharded(value) and not is_sharded(own[name]):
+            state[name] = full_tensor(value)
+    return state
 
 
 def _check_same_tensors(call: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -98,7 +98,7 @@ class Sleep:
         if found:
             raise RuntimeError(
                 f"amp.sleep(): expected no CUDA graph, got one that has captured {found[0]}: its "
-                "replays would use memory that is gone. Enable anew, and train without graphs"
+                "replays would use memory that is gone. Enable again, and train without graphs"
             )
 
     def _training_tensors(self) -> Iterator[Tensor]:

@@ -115,15 +115,20 @@ def _untouched(
             finally:
                 for module, own in buffers:
                     module._buffers.update(own)
-                with torch.no_grad():
-                    for tensor, value in [*values, *writes.values()]:
-                        if not _same_bits(tensor, value):  # a view that was expanded takes no copy
-                            tensor.copy_(value)
+                _write_back([*values, *writes.values()])
     finally:
         for module, flag in zip(modules, flags, strict=True):
             module.training = flag
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad
+
+
+@torch.no_grad()
+def _write_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Write values into tensors that now hold others."""
+    for tensor, value in values:
+        if not _same_bits(tensor, value):  # a view that was expanded takes no copy
+            tensor.copy_(value)
 
 
 class _Replay:

@@ -107,7 +107,7 @@ class Watch(PlacedOps):
         if not call.schema.written:
             for t in results:
                 self.memories.of(t).unwritten |= call.allocates
-            # nor views of memory that is still to be written to
+            # views of memory without values have none either
             results = [t for t in results if not self.memories.of(t).unwritten]
         elif call.allocates:
             return
