@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ def replaced(modules: Iterable[nn.Module], others: Mapping[Tensor, Tensor]) -> I
         others: tensor of a module to its replacement.
     """
     modules = list(dict.fromkeys(modules))
-    held = [
+    held: list[tuple[dict[str, Any], str, Any]] = [
         (tensors, name, tensor)
         for module in modules
         for tensors in (module._parameters, module._buffers)

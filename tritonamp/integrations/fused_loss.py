@@ -60,7 +60,7 @@ class _Rows(_StaysHalf):
             return self.call.logits().as_subclass(_StaysHalf).view(*size)
         return _Rows.of(self.call._replace(rows=rows.reshape(-1, rows.shape[-1])))
 
-    def cross_entropy(
+    def cross_entropy(  # type: ignore[override]
         self, target: Tensor, *, ignore_index: int, reduction: str, **unused: Any
     ) -> Tensor:
         """Return the loss of the logits, of which one chunk exists at a time."""
