@@ -18,14 +18,7 @@ from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels.decide import (
-    LOSS,
-    OUTLYING,
-    RECORD,
-    Evidence,
-    total_norm,
-    unscaled_amax,
-)
+from tritonamp.kernels.decide import LOSS, OUTLYING, RECORD, Evidence, total_norm, unscaled_amax
 from tritonamp.kernels.device import tl, triton
 
 SIZE = 64  # values kept, that of this step included

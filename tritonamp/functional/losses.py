@@ -38,19 +38,17 @@ class LineLosses(NamedTuple):
 
     def of(self, logits: Tensor, targets: Tensor) -> tuple[Results, Tensor]:
         """Return the results in the shape of ``targets``, and the statistics for the gradient."""
-        dim, ignored, smoothing, temperature, entropy, _ = self
-        how = dim, ignored, smoothing, temperature, entropy, self._backend_for(logits)
-        losses, stats = _cross_entropy(logits, targets, *how)
+        how = self.dim, self.ignore_index, self.smoothing, self.temperature, self.entropy
+        losses, stats = _cross_entropy(logits, targets, *how, self._backend_for(logits))
         return ((losses, stats[2]) if self.entropy else (losses,)), stats
 
     def gradient(
         self, logits: Tensor, targets: Tensor, grads: Sequence[Tensor], stats: Tensor
     ) -> Tensor:
         """Return the gradient of the logits for the gradients of the results."""
-        dim, ignored, smoothing, temperature, entropy, _ = self
-        grad = torch.stack(tuple(grads)) if entropy else grads[0].unsqueeze(0)
-        how = dim, ignored, smoothing, temperature, self._backend_for(logits)
-        return cross_entropy_backward(logits, targets, grad, stats, *how)
+        grad = torch.stack(tuple(grads)) if self.entropy else grads[0].unsqueeze(0)
+        how = self.dim, self.ignore_index, self.smoothing, self.temperature
+        return cross_entropy_backward(logits, targets, grad, stats, *how, self._backend_for(logits))
 
     def by_torch(self, logits: Tensor, targets: Tensor) -> Results:
         """Return the results by operations that may be differentiated any number of times."""

@@ -10,13 +10,7 @@ from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels.device import refuse_capture
 from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.offload import Offload, host_keys
-from tritonamp.step.small_state import (
-    IN_THE_FORMAT,
-    ORDER,
-    PACKED,
-    in_fp32,
-    packed_moments,
-)
+from tritonamp.step.small_state import IN_THE_FORMAT, ORDER, PACKED, in_fp32, packed_moments
 
 
 class StateShape:
