@@ -177,7 +177,10 @@ class TensorLists:
         orders: Sequence[Hashable] = (),
         numbers: Sequence[int] | None = None,
     ) -> "TensorLists":
-        """Return new ``TensorLists`` in which ``lists`` replace or extend these."""
+        """Return new ``TensorLists`` in which ``lists`` replace or extend these.
+
+        Arguments are those of ``TensorLists``, but None for ``numbers`` keeps the present ones.
+        """
         return TensorLists(
             memory=self.memory,
             numbers=self.numbers if numbers is None else numbers,

@@ -78,7 +78,7 @@ def module_name(path: Path) -> str:
 
 
 def each(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
-    """Have a test look at each of the files. It fails with all files that it finds fault with."""
+    """Return a decorator that runs a test on each file. A failure lists all files at fault."""
 
     def on_each(test: Callable[[Path], None]) -> Callable[[], None]:
         def test_all() -> None:
@@ -109,7 +109,7 @@ each_op_file = each(OP_FILES)
 
 @functools.cache
 def tree(path: Path) -> ast.Module:
-    """Return what ``path`` holds, parsed once for all tests."""
+    """Return the syntax tree of ``path``, which is parsed once for all tests."""
     return ast.parse(path.read_text())
 
 

@@ -1,16 +1,16 @@
 """Tensors whose device is ``cuda:0`` and whose values are in main memory."""
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from gpuless.facts import facts
 from gpuless.gpu import Gpu
+from gpuless.nested import mapped, tensors_of
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from tritonamp.kernels._implementations import operations
 
@@ -114,58 +114,23 @@ class FakeCudaMode(TorchDispatchMode):
         return run(CudaTensor.gpu, func, args, kwargs or {})
 
 
-NO_TREES = {bool, int, float, str, type(None), torch.device, torch.dtype, torch.memory_format}
-"""Frequent types of arguments that are no tensors and hold none."""
-
-
 def unwrap(tree: Any) -> Any:
     """Return the same arguments or results with the tensors of main memory."""
-    return _mapped(_inner, CudaTensor, tree)
+    return mapped(_inner, CudaTensor, tree)
 
 
 def wrap(tree: Any) -> Any:
     """Return the same results with tensors of the GPU."""
-    return _mapped(CudaTensor, Tensor, tree)
+    return mapped(CudaTensor, Tensor, tree)
 
 
 def _inner(tensor: CudaTensor) -> Tensor:
     return tensor.inner
 
 
-def _mapped(function: Callable[[Any], Any], of: type, tree: Any) -> Any:
-    """Do as torch's ``tree_map_only``, in less time for what most operations take and return.
-
-    Args:
-        function: function of tensors.
-        of: type of the tensors that are mapped.
-        tree: nested lists, tuples and dictionaries.
-    """
-    kind = type(tree)
-    if kind is of:
-        return function(tree)
-    if kind in NO_TREES:
-        return tree
-    if kind is list or kind is tuple:
-        return kind([_mapped(function, of, x) for x in tree])
-    if kind is dict:
-        return {key: _mapped(function, of, x) for key, x in tree.items()}
-    return tree_map(lambda x: function(x) if type(x) is of else x, tree)
-
-
-def _tensors(args: Iterable[Any]) -> list[Tensor]:
-    """Return all tensors that an operation is given, those of lists, too."""
-    found = []
-    for value in args:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [x for x in value if isinstance(x, Tensor)]
-    return found
-
-
 def run(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation with the tensors of main memory."""
-    tensors, known = _tensors((*args, *kwargs.values())), facts(func)
+    tensors, known = tensors_of((*args, *kwargs.values())), facts(func)
     ours = any(isinstance(x, CudaTensor) for x in tensors)
     device = kwargs.get("device")
     kind = None if device is None else torch.device(device).type
@@ -187,7 +152,7 @@ def run(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if ours:
         if not known.is_view:
             reads = tensors if known.reads_values else []
-            gpu.use(known.name, reads=reads, writes=_tensors(known.writes(args, kwargs)))
+            gpu.use(known.name, reads=reads, writes=tensors_of(known.writes(args, kwargs)))
         _check(gpu, known.name, args, tensors)
     return _computed_on(gpu, func, args, kwargs, tensors, to_gpu)
 

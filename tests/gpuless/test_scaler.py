@@ -22,7 +22,7 @@ READS = {"our AdamW": 0, "fused AdamW": 0, "AdamW": 1, "SGD": 1}
 @pytest.mark.parametrize(
     ("kind", "dtype", "clip"),
     [
-        # nobody else takes half gradients
+        # no other optimizer takes half gradients
         *[
             ("our AdamW", half, clip)
             for half in (torch.float16, torch.bfloat16)
