@@ -85,7 +85,7 @@ def attention(setting: Setting) -> Story:
 
 
 def bad_batches(setting: Setting) -> Story:
-    """Forty batches with one inf pixel each wear out the loss scale."""
+    """Batches with one inf pixel each wear out the loss scale."""
     task = Task(
         name="digits",
         title="digits: two linear layers",
@@ -102,9 +102,9 @@ def bad_batches(setting: Setting) -> Story:
     words = [
         f"{stock.stats['skipped']} of {len(stock.losses)} batches hold one inf pixel. Both sides "
         "skip them, and no weight is harmed. But GradScaler takes every bad batch for a scale that "
-        f"is too high. It halves the scale each time, to {power(stock.stats['scale'])} in the end, "
-        "where gradients of good batches round to zero; and it doubles the scale only after 2000 "
-        "good steps.",
+        f"is too high. It halves the scale each time, to {power(stock.stats['scale'])} in the end. "
+        "At a low scale gradients of good batches round to zero, and the scale doubles only after "
+        "2000 good steps.",
         "tritonamp sees that the loss itself was not finite, which no scale can change. Its scale "
         f"stays at {power(ours.stats['scale'])}. amp.explain() says:\n{ours.explanation}",
     ]

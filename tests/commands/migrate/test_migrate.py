@@ -46,7 +46,7 @@ def test_a_file_is_shown_and_written_where_asked(
     assert (
         shown
         == """
-train.py: converted; lines have the numbers before it
+train.py: its changes; lines have the numbers before them
   train.py:2: write (torch deprecates the old module)
     - from torch.cuda.amp import autocast
     + from torch.amp import autocast

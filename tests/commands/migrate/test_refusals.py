@@ -27,7 +27,7 @@ NOTED: dict[str, tuple[str, int, str]] = {
         "import torch\nscaler = torch.cuda.amp.GradScaler()\ndef main():\n    "
         + MADE.split("scaler")[0].replace("\n", "\n    "),
         2,
-        "`amp.scaler` here; the lines that use the scaler stay",
+        "`amp.scaler` here; other lines stay",
     ),
     "used before its optimizer is made": (
         MADE.replace("optimizer =", "scaler = torch.amp.GradScaler()\nuse(scaler)\noptimizer ="),
@@ -170,6 +170,10 @@ def test_autocast_alone_is_listed_for_bfloat16_that_trains() -> None:
         in convert(text).after
     )
     assert not convert(text.replace("bfloat16", "float16")).changes()
+    enabled = "amp = tritonamp.enable(model, optimizer)\nwith torch.autocast"
+    assert not convert(
+        "import tritonamp\n" + text.replace("with torch.autocast", enabled)
+    ).changes()
     assert not convert(text.replace("optimizer = ", "print(").replace("0.1)", "0.1))")).changes()
 
 

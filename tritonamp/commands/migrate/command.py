@@ -91,7 +91,7 @@ def _migrate(path: Path, to: str, write: bool) -> int:
         return _show(path, _LIST, sorted(script.notes), changes)
     if not changes:
         return NOTHING
-    _show(path, "converted; lines have the numbers before it", [], changes)
+    _show(path, "its changes; lines have the numbers before them", [], changes)
     if write:
         try:
             _write(path, script.after, encoding)

@@ -21,9 +21,9 @@ _LOOPS = ast.For | ast.While | ast.AsyncFor
 _ENABLES = "casts every forward of the model, and checks every step of the optimizer"
 _STAYS = "works as torch's GradScaler, so that the other lines stay"
 _BY_HAND = (
-    '`amp = tritonamp.enable(model, optimizer, level="O1")` where both exist, and `amp.scaler` '
-    "here; the lines that use the scaler stay as they are. If the two do not exist here, write "
-    "`scaler = amp.scaler` below them instead, and hand the scaler on"
+    '`import tritonamp`, `amp = tritonamp.enable(model, optimizer, level="O1")` where both exist '
+    '("O0" for runs without torch.amp), and `amp.scaler` here; other lines stay. If the two do not '
+    "exist here, write `scaler = amp.scaler` below them instead, and hand the scaler on"
 )
 
 
@@ -35,7 +35,8 @@ def edit(script: Script) -> None:
     given = [value for c in casts for value in (*c.args, *(k.value for k in c.keywords))]
     wide = [value for value in given if script.qualified(value) == "torch.bfloat16"]
     dtype = f", dtype={script.segment(wide[0])}" if wide else ""
-    makers = scalers if scalers or not wide else [c for c in calls if _makes_optimizer(c)]
+    done = any(script.qualified(c.func) == "tritonamp.enable" for c in calls)
+    makers = scalers if scalers or done or not wide else [*filter(_makes_optimizer, calls)]
     for scope in dict.fromkeys(map(script.scope, makers)):
         own = [call for call in makers if script.scope(call) is scope]
         _Loop(script, scope, sorted(own, key=script.start)).edit(dtype, bool(scalers))
