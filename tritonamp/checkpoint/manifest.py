@@ -131,12 +131,10 @@ def choose(target: str) -> Checkpoint:
     return durable.newest(gather([target, target + ".prev", *put_aside])[0], _open)
 
 
-def _open(path: str) -> Checkpoint:
-    """Return the checkpoint at `path`. Each rank verifies its share of the files.
+def _open(path: str) -> Checkpoint | Exception:
+    """Return the checkpoint at `path`, or an error that names its damage, the same on all ranks.
 
-    Raises:
-        FileNotFoundError: `path` does not exist.
-        ValueError: the text of its damage, the same on all ranks.
+    It is a FileNotFoundError if `path` does not exist. Each rank verifies its share of the files.
     """
     files, found, fault = None, None, None
     try:
@@ -158,7 +156,7 @@ def _open(path: str) -> Checkpoint:
         return found
     if files is not None:
         files.close()
-    raise (ValueError if os.path.exists(path) else FileNotFoundError)(faults[0])
+    return (ValueError if os.path.exists(path) else FileNotFoundError)(faults[0])
 
 
 def _read_manifest(files: Folder) -> Manifest:
