@@ -140,7 +140,7 @@ def _to_float16(model: nn.Module, half: Sequence[Castable], policy: Policy) -> l
     in_bfloat16 = [s for s in half if s.tensor.dtype is torch.bfloat16]
     if not in_bfloat16:
         return []
-    kept = {p for outer in fp32_modules(model, policy) for p in outer.parameters()}
+    kept: set[Tensor] = {p for outer in fp32_modules(model, policy) for p in outer.parameters()}
     kept |= {s.tensor for s in in_bfloat16 if policy.op_policy and is_norm(s.module)}
     return [s for s in in_bfloat16 if s.tensor not in kept]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from tritonamp.policy import HALF_DTYPES
 def replaced(modules: Iterable[nn.Module], others: Mapping[Tensor, Tensor]) -> Iterator[None]:
     """Replace parameters and buffers of modules by ``others`` inside the block."""
     modules = list(dict.fromkeys(modules))
-    held = [
+    held: list[tuple[dict[str, Any], str, Any]] = [
         (tensors, name, tensor)
         for module in modules
         for tensors in (module._parameters, module._buffers)

@@ -58,7 +58,7 @@ class UnreadLogits(Tensor):
         return unread
 
     # private: operations come by ``__torch_dispatch__`` alone (torch 2.11 to 2.15)
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
