@@ -13,7 +13,7 @@ from tritonamp.commands.migrate import command as migrate
 _COMMANDS = {
     "check": (check, "what half precision would do to a model, before it is trained"),
     "demo": (demo, "train two small models at every level: a table and a picture"),
-    "doctor": (doctor, "what this machine has, which backend each operation will use, and why"),
+    "doctor": (doctor, "what this machine has, which backend each device will use, and why"),
     "explain": (explain, "what an error means, and its cure, by its text"),
     "migrate": (migrate, "what to write in scripts for torch.amp or apex"),
 }

@@ -25,7 +25,7 @@ from torch import nn
 
 import tritonamp
 from tritonamp import load_sharded, save_sharded
-from tritonamp.checkpoint import distributed, durable
+from tritonamp.checkpoint import distributed, durable, manifest
 from tritonamp.checkpoint.manifest import MANIFEST
 
 pytestmark = pytest.mark.skipif(
@@ -510,6 +510,21 @@ def test_both_damaged_is_an_error_that_names_both(folder: Path) -> None:
         rf"{folder}.prev: checksum .*restore one"
     )
     with pytest.raises(RuntimeError, match=text):
+        load_sharded(folder)
+
+
+def test_a_lost_rank_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_sharded(folder, epoch=3)
+    answers = iter([manifest.gather])
+
+    def gather(value: Any) -> list[Any]:
+        answer = next(answers, None)
+        if answer is None:
+            raise RuntimeError("the other ranks did not answer")
+        return answer(value)
+
+    monkeypatch.setattr(manifest, "gather", gather)
+    with pytest.raises(RuntimeError, match=r"^the other ranks did not answer$"):
         load_sharded(folder)
 
 

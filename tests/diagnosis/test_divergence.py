@@ -335,6 +335,7 @@ def test_growth_of_weights(weights: WeightSizes, taken: int, times: float) -> No
         ([1.0], None, 1.0, 1, (1.0, INF)),
         ([2.0, 1e5, 1e8], None, 5e7, 1, (2.0, INF)),  # most are bad: the first was not
         ([2.0, 1.0, 0.1, 0.1, 0.1, 0.1, 5.0], 9.0, 90.0, 6, (0.1, 9.0)),  # it had become smaller
+        ([1.0, 0.01, -1.0, -1.0], None, 1.0, 4, (-1.0, INF)),  # it has changed its sign
         ([None, None], None, 1.0, 2, (None, INF)),  # no loss is known
         ([], 3.0, 1.0, 0, (None, 3.0)),
     ],

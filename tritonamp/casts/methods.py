@@ -81,7 +81,7 @@ def _written_classes(cls: type) -> tuple[type, ...]:
 
 def _candidates(classes: Iterable[type]) -> Iterator[str]:
     """Yield the names of public methods that nn.Module does not have."""
-    for name, value in ChainMap(*(dict(vars(cls)) for cls in classes)).items():
+    for name, value in ChainMap(*[dict(vars(cls)) for cls in classes]).items():
         if name.startswith(("_", *_CHANGES)) or hasattr(nn.Module, name):
             continue
         if isinstance(value, (FunctionType, functools.partialmethod)) and _returns_at_once(value):

@@ -78,12 +78,13 @@ AUTOCAST = *HALF_DTYPES, torch.float32
 """The dtypes that autocast casts."""
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with every float16, bfloat16 or float32 tensor in it cast to ``dtype``."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype in AUTOCAST else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cast(item, dtype) for item in value)
+def _cast(value: Any, *dtypes: torch.dtype) -> Any:
+    """Return ``value`` with every float16, bfloat16 or float32 tensor in it cast to each dtype."""
+    if isinstance(value, Tensor) and value.dtype in AUTOCAST:
+        for dtype in dtypes:
+            value = value.to(dtype)
+    elif isinstance(value, (list, tuple)):
+        return type(value)(_cast(item, *dtypes) for item in value)
     return value
 
 
@@ -106,7 +107,7 @@ def half_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> 
     found = set(floating_dtypes(args))
     if not found or (not active.policy.op_policy and found != {half}):
         return stock(*args, **kwargs)
-    rounded = _to_fp32(_cast(args, half))
+    rounded = _cast(args, half, torch.float32)
     return _cast(stock(*rounded, **kwargs), half)
 
 
@@ -170,7 +171,7 @@ def out_dtype_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any
     *added, a, b, out_dtype = args
     if not active.policy.op_policy and {*floating_dtypes((a, b))} != {half}:
         return stock(*args, **kwargs)
-    rounded = _to_fp32(_cast((a, b), half))
+    rounded = _cast((a, b), half, torch.float32)
     product = getattr(torch.ops.aten, stock.target._schema.name.removeprefix("aten::")).default
     result = stock.run_without_rules(product, *_to_fp32(added), *rounded, **kwargs)
     return result.to(out_dtype)

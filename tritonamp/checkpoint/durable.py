@@ -67,14 +67,16 @@ def sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-def newest(paths: Sequence[str], read: Callable[[str], Content]) -> Content:
+def newest(paths: Sequence[str], read: Callable[[str], Content | Exception]) -> Content:
     """Return the content of the first usable one of ``paths``, and warn of unusable ones before.
 
     Call it in a function that the user's call calls, because the warning names the user's line.
 
     Args:
         paths: path of the checkpoint, then those of older ones.
-        read: returns the content of a path, or raises.
+        read: function that returns the content of a path, or the error if it is unusable. An error
+            that ``read`` raises, such as that of a lost rank, says nothing about the checkpoints,
+            and ends the search.
 
     Raises:
         FileNotFoundError: no path exists.
@@ -82,22 +84,21 @@ def newest(paths: Sequence[str], read: Callable[[str], Content]) -> Content:
     """
     faults: dict[str, Exception] = {}
     for path in paths:
-        try:
-            content = read(path)
-        except Exception as error:  # a damaged file can make the unpickler raise anything
-            faults[path] = error
+        found = read(path)
+        if isinstance(found, Exception):
+            faults[path] = found
             continue
         if faults:
             unusable = "; ".join(f"{name} is unusable ({fault})" for name, fault in faults.items())
             warnings.warn(f"{unusable}; loaded the older {path}", RuntimeWarning, stacklevel=4)
-        return content
+        return found
     if all(isinstance(fault, FileNotFoundError) for fault in faults.values()):
         raise FileNotFoundError(
             f"no checkpoint: neither {paths[0]} nor {paths[1]} exists; check the path"
         )
-    found = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
+    wrong = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
     raise RuntimeError(
-        f"no usable checkpoint ({found}); restore one from a copy or start afresh"
+        f"no usable checkpoint ({wrong}); restore one from a copy or start afresh"
     ) from faults[paths[0]]
 
 

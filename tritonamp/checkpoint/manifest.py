@@ -131,12 +131,10 @@ def choose(target: str) -> Checkpoint:
     return durable.newest(gather([target, target + ".prev", *put_aside])[0], _open)
 
 
-def _open(path: str) -> Checkpoint:
-    """Return the checkpoint at `path`. Each rank verifies its share of the files.
+def _open(path: str) -> Checkpoint | Exception:
+    """Return the checkpoint at `path`, or an error that names its damage, the same on all ranks.
 
-    Raises:
-        FileNotFoundError: `path` does not exist.
-        ValueError: the text of its damage, the same on all ranks.
+    It is a FileNotFoundError if `path` does not exist. Each rank verifies its share of the files.
     """
     files, found, fault = None, None, None
     try:
@@ -159,7 +157,7 @@ def _open(path: str) -> Checkpoint:
     if files is not None:
         files.close()
     kind = ValueError if os.path.exists(path) else FileNotFoundError
-    raise kind(faults[0])
+    return kind(faults[0])
 
 
 def _read_manifest(files: Folder) -> Manifest:

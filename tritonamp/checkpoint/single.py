@@ -111,9 +111,13 @@ def _read_newest(path: str | os.PathLike[str]) -> dict[str, Any]:
         ) from fault
 
 
-def _read(path: str) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return durable.read(file)
+def _read(path: str) -> dict[str, Any] | Exception:
+    """Return the content of the file, or the error if it is unusable."""
+    try:
+        with open(path, "rb") as file:
+            return durable.read(file)
+    except Exception as error:  # a damaged file can make the unpickler raise anything
+        return error
 
 
 def _commit(target: str, content: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ MOST_JOBS = 8  # processes, each of which takes half a GB of the GPU's memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "What this machine has, which backend each operation will use, and why."
+    parser.description = "What this machine has, which backend each device will use, and why."
     parser.epilog = "Exit status of --selftest: 0 all is right, 1 something is wrong."
     parser.add_argument(
         "--selftest",

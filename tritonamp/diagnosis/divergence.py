@@ -169,11 +169,13 @@ def growth_of(
     losses = [(n, x) for n, x, _ in steps if x is not None]
     sizes = [abs(x) for _, x in losses]
     norms = [norm for _, _, norm in steps if norm is not None]
-    usual, calm = _usual(sizes), _calm(losses)
-    times, largest = weights.growth(taken, calm)
+    usual = _usual(sizes)
+    times, largest = weights.growth(taken, _calm(losses))
     latest = [*sizes[-2:], *([] if loss is None else [abs(loss)])]
+    # by the usual loss, not by ``_calm``, because a loss that has changed its sign was near 0 once
+    near_usual = [(n, x) for n, x in losses if abs(x) <= _LOSS_GREW * usual]
     last = steps[-1][0] if steps else 0
-    after, before = list(calm.items())[-1] if calm else (last, None)
+    after, before = near_usual[-1] if near_usual else (last, None)
     return Growth(
         _times(latest, usual),
         _times(norms[-2:], _usual(norms)),
@@ -185,13 +187,13 @@ def growth_of(
     )
 
 
-def _calm(losses: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """Return the losses that were not far above earlier losses, by number of the step."""
+def _calm(losses: Sequence[tuple[int, float]]) -> set[int]:
+    """Return the numbers of the steps whose loss was not far above earlier losses."""
     usual = math.inf
-    found = {}
+    found = set()
     for number, loss in losses:
         if abs(loss) <= _LOSS_GREW * usual:
-            found[number] = loss
+            found.add(number)
             usual = min(usual, abs(loss))
     return found
 

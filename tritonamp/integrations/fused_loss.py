@@ -60,14 +60,11 @@ class _Rows(_StaysHalf):
             return self.call.logits().as_subclass(_StaysHalf).view(*size)
         return _Rows.of(self.call._replace(rows=rows.reshape(-1, rows.shape[-1])))
 
-    def cross_entropy(  # type: ignore[override]
-        self, target: Tensor, *, ignore_index: int, reduction: str, **unused: Any
-    ) -> Tensor:
+    def cross_entropy(self, target: Tensor, **kwargs: Any) -> Tensor:
         """Return the loss of the logits, of which one chunk exists at a time."""
         rows, weight, bias, _ = self.call
-        return functional.linear_cross_entropy(
-            rows, weight, target, bias, ignore_index=ignore_index, reduction=reduction
-        )
+        given = {name: kwargs[name] for name in ("ignore_index", "reduction")}
+        return functional.linear_cross_entropy(rows, weight, target, bias, **given)
 
 
 class FusedLoss:
