@@ -142,6 +142,14 @@ REFUSED = {
         {"model": linear(3, 2), "pair": [linear(3, 2)], "optimizer": None},
         "pair: expected 2 objects as saved, got 1 objects",
     ),
+    "a dict for a list": (
+        {"model": linear(3, 2), "pair": {0: linear(3, 2), 1: linear(3, 2)}, "optimizer": None},
+        "pair: expected 2 objects as saved, got a dict of 0, 1",
+    ),
+    "nothing for a value": (
+        {"model": linear(3, 2), "pair": None, "optimizer": None, "epoch": []},
+        "epoch: expected int as saved, got 0 objects",
+    ),
     "several": (
         {"model": 3, "pair": [linear(3, 2), linear(5, 2)], "optimizer": None},
         r"model: expected an object with load_state_dict\(\), .* got int; pair\[1\] is not what",

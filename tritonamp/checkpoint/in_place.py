@@ -74,10 +74,9 @@ def _has_state(tree: Any) -> bool:
 
 def _pairs(name: str, value: Any, state: Any) -> Iterator[_Pair]:
     """Yield the objects in ``value`` with their states; a container of another form as it is."""
-    items, states = _by_key(value), _by_key(state)
-    if _is_container(value) and items.keys() == states.keys():
-        for key, item in items.items():
-            yield from _pairs(f"{name}[{key!r}]", item, states[key])
+    if _is_container(value) and _form(value) == _form(state):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from _pairs(f"{name}[{key!r}]", value[key], state[key])
     elif value is not None:
         yield _Pair(name, value, state)
 
@@ -90,11 +89,11 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, (list, tuple, dict)) and not _loads(value)
 
 
-def _by_key(tree: Any) -> dict[Any, Any]:
-    """Return the items of a dict by key, those of a list or tuple by number, and none of others."""
+def _form(tree: Any) -> Any:
+    """Return the keys of a dict, and the length of a list or tuple; None for other values."""
     if isinstance(tree, dict):
-        return tree
-    return dict(enumerate(tree)) if isinstance(tree, (list, tuple)) else {}
+        return tree.keys()
+    return len(tree) if isinstance(tree, (list, tuple)) else None
 
 
 def _described(value: Any) -> str:
