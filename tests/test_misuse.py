@@ -329,6 +329,11 @@ def test_states_of_another_kind(run: Any) -> None:
     amp.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "scale": 128.0})
     assert amp.stats()["scale"] == 128.0
     dynamic = amp.state_dict()
+    counts = {**dynamic["counts"], "clean": 9}
+    for name in ("faults", "schedulers", "outliers"):
+        with pytest.raises(TypeError):
+            amp.load_state_dict({**dynamic, "counts": counts, name: 3})
+        assert amp.state_dict() == dynamic
     model = net()
     fixed = tritonamp.enable(model, adamw(model), level="O2", dtype=torch.bfloat16)
     text = r"expected loss_scale=1.0, which this policy fixes, got a state with 'dynamic'"

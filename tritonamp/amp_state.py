@@ -97,7 +97,12 @@ def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> Resu
         map(_is_scaler_state, state_dict["loss_scalers"].values())
     ):
         scalers = {int(i): state for i, state in state_dict["loss_scalers"].items()}
-        extra = {name: state_dict[name] for name in _EXTRA if state_dict.get(name)}
+        # copies of the plain types, because nothing may raise once a part is loaded
+        extra = {
+            name: type(default)(state_dict[name])
+            for name, default in ResumeState._field_defaults.items()
+            if state_dict.get(name)
+        }
         return ResumeState(
             scalers, _checked_counts(state_dict["counts"]), state_dict["loss_scale"], **extra
         )

@@ -1,4 +1,4 @@
-"""Models with sparse parameters, buffers and gradients."""
+"""Models with sparse parameters, buffers and gradients, and with quantized buffers."""
 
 from collections.abc import Callable
 
@@ -79,6 +79,16 @@ def test_steps_are_those_of_fp32(layout: str, kind: str, level: str, half: torch
         # an operand or two is rounded, and so is its gradient
         eps = 0 if level == "O0" else torch.finfo(half).eps
         torch.testing.assert_close(found, expected.to_dense(), rtol=4 * eps, atol=4 * eps + 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_replay_leaves_quantized_buffers_alone() -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("codes", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8))
+    x = torch.randn(2, 4)
+    with tritonamp.enable(model, level="O2") as amp:
+        assert "nothing overflows" in amp.explain(replay=lambda: model(x).square().mean())
+        assert torch.equal(model.codes.dequantize(), torch.ones(4))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])

@@ -74,9 +74,8 @@ def _has_state(tree: Any) -> bool:
 
 def _pairs(name: str, value: Any, state: Any) -> Iterator[_Pair]:
     """Yield the objects in ``value`` with their states; a container of another form as it is."""
-    kind, keys = _form(value)
-    if _is_container(value) and _form(state) == (kind, keys):
-        for key in keys:
+    if _is_container(value) and _form(value) == _form(state):
+        for key in value if isinstance(value, dict) else range(len(value)):
             yield from _pairs(f"{name}[{key!r}]", value[key], state[key])
     elif value is not None:
         yield _Pair(name, value, state)
@@ -90,11 +89,11 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, (list, tuple, dict)) and not _loads(value)
 
 
-def _form(tree: Any) -> tuple[type, Any]:
-    """Return dict and its keys, or list and its numbers, also for a tuple; no keys for others."""
+def _form(tree: Any) -> Any:
+    """Return the keys of a dict, and the length of a list or tuple; None for other values."""
     if isinstance(tree, dict):
-        return dict, tree.keys()
-    return (list, range(len(tree))) if isinstance(tree, (list, tuple)) else (object, ())
+        return tree.keys()
+    return len(tree) if isinstance(tree, (list, tuple)) else None
 
 
 def _described(value: Any) -> str:

@@ -222,8 +222,10 @@ def _fp32_values(models: list[nn.Module]) -> list[Fp32Values]:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors hold equal bits; False for sparse tensors."""
-    if one.dtype is not other.dtype or one.shape != other.shape or one.layout is not torch.strided:
+    """Return whether two tensors hold equal bits; False for sparse and quantized tensors."""
+    if one.layout is not torch.strided or one.is_quantized:
+        return False
+    if one.dtype is not other.dtype or one.shape != other.shape:
         return False
     bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
     return torch.equal(*bits)
