@@ -13,8 +13,8 @@ A covering sample of a parametrised test: few of its cases, and yet every row of
 ``parametrize`` marks, and every value of each parametrised fixture, is in one of them. What only a
 combination of values shows is left to ``--full``, which CI runs.
 
-Tools are what is built on the library, listed in ``TOOLS``: each has a test or two that are marked
-as ``smoke``, and a plain run takes these alone.
+Tools are built on the library, or run its tests. ``TOOLS`` lists them: each has a test or two that
+are marked as ``smoke``, and a plain run takes these alone.
 """
 
 import ast
@@ -34,7 +34,7 @@ SLOW = {
     "static": "compiles kernels for GPUs that need not be there",
     "compiled": "waits for torch.compile",
     "more": "is much like another case that a plain run has",
-    "tools": "is of a tool that is built on the library, see TOOLS in covering.py",
+    "tools": "is of a tool, see TOOLS in covering.py",
 }
 TOOLS = [  # folders and files, from the root
     "tests/apex",
@@ -46,6 +46,8 @@ TOOLS = [  # folders and files, from the root
     "tests/test_articles.py",
     "tests/test_bench.py",
     "tests/test_first_gpu.py",
+    "tests/test_lines.py",
+    "tests/test_on_a_gpu.py",
     "tests/test_readme.py",
 ]
 FAST_ON_A_GPU = {"compiled", "long"}

@@ -101,6 +101,7 @@ def test_each_test_has_a_line(
         assert 0.2 <= lines[-1]["seconds"] < 60
 
 
+@pytest.mark.smoke
 def test_runs_add_to_a_file(run: Callable[..., list[dict[str, object]]], tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     run("-k", "passes")

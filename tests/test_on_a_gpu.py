@@ -101,6 +101,7 @@ def lines(folder: Path) -> dict[str, str]:
     return status
 
 
+@pytest.mark.smoke
 def test_a_process_whose_context_is_gone_is_replaced(
     run: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
