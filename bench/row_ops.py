@@ -83,7 +83,7 @@ def forwards(name: str, wide: bool) -> dict[str, Forward]:
 SOFTMAX = simple_op(
     "softmax", {**forwards("softmax", False), "Liger-Kernel": liger}, inputs, (4, 6)
 )
-LOG_SOFTMAX = simple_op("log_softmax", forwards("log_softmax", True), inputs, (6, 10))
+LOG_SOFTMAX = Op("log_softmax", forwards("log_softmax", True), inputs, (6, 10), SOFTMAX.kernels)
 # the gradient of a sum needs no kernel
 SUM = Op("sum", forwards("sum", True), inputs, (2, 2), (("sum",), ()))
 LENGTHS: list[tuple[Op, dict[torch.dtype, tuple[int, ...]]]] = [
