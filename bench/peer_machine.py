@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import triton
 from gpuless import tensors
 from gpuless.fake_cuda import FakeCuda, in_software
+from gpuless.nested import tensors_of
 from gpuless.ptx.emulated import Emulator, emulated
 from gpuless.ptx.machine import Options
 from gpuless.ptx.regions import extent
@@ -101,7 +102,7 @@ class Machine:
 
 
 def _on_gpu(args: Any, kwargs: Any) -> bool:
-    given = tensors._tensors(args, kwargs)
+    given = tensors_of([*args, *kwargs.values()])
     if any(isinstance(x, tensors.CudaTensor) for x in given):
         return True
     return torch.device(kwargs.get("device") or "cpu").type == "cuda"
@@ -113,7 +114,7 @@ def _operands(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int 
     views = any(info is not None and not info.is_write for info in aliases)
     if views or name in NO_KERNEL or "empty" in name:
         return None
-    given = tensors._tensors(args, kwargs)[name in WRITTEN_ONLY :]
+    given = tensors_of([*args, *kwargs.values()])[name in WRITTEN_ONLY :]
     results = list(result) if isinstance(result, tuple | list) else [result]
     if name in PICKS:  # reads as much of its first operand as it returns
         given[0] = results[0]
