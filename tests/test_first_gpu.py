@@ -163,6 +163,26 @@ def test_a_part_that_hangs_ends_with_all_that_it_has_started(
         assert archive.extractfile("logs/hangs.log").read() == b"begun\n"  # type: ignore[union-attr]
 
 
+INTERRUPTED = """
+import time
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("it ends by itself")
+"""
+
+
+def test_a_part_without_time_gets_ctrl_c(
+    first: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may write its results then. A blocked signal would never arrive."""
+    monkeypatch.setattr(first.setup, "KILLED_AFTER", 10.0)
+    log, began = tmp_path / "log", time.monotonic()
+    status = first.setup.ended(python(INTERRUPTED), tmp_path, log, 16.0, dict(os.environ))
+    assert status is None and log.read_text() == "it ends by itself\n"
+    assert time.monotonic() - began < 14.0
+
+
 STOPPED = """
 import importlib, os, subprocess, sys, time
 from pathlib import Path
