@@ -63,3 +63,46 @@ def test_a_list_for_apex_trains_as_before(
     print(after)
     assert "initialize" not in after
     same(run(command.convert(text, "apex").after, monkeypatch), run(after, monkeypatch))
+
+
+BUILT = """\
+def build():
+    model = make()
+    return model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+
+
+net, opt = build()
+scaler = torch.amp.GradScaler("cpu") if on else None
+for x, y in data:
+    opt.zero_grad()
+    with torch.autocast("cpu", torch.float16, enabled=on):
+        loss = criterion(net(x), y)
+    if scaler is None:
+        loss.backward()
+        opt.step()
+    else:
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+    losses.append(loss.item())
+"""
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["in its place", "always"])
+@pytest.mark.parametrize("on", [False, True])
+def test_the_advice_for_a_model_from_elsewhere(
+    on: bool, everywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``amp.scaler`` may take the place of the call, or of the whole condition."""
+    text = HEAD + BUILT
+    ((line, note),) = command.convert(text).notes
+    imported, enabled, scaler, *_ = re.findall("`(.*?)`", note.split("By hand: ")[1])
+    lines = text.splitlines()
+    assert '"O0" for runs without torch.amp' in note
+    enabled = enabled.replace("model, optimizer", "net, opt")
+    enabled = enabled.replace('"O1"', '"O1" if on else "O0"')
+    call = re.search(r"= (torch.*\)) if on else None", lines[line - 1])
+    old = call[1] + " if on else None" * everywhere  # type: ignore[index]
+    lines[line - 1] = lines[line - 1].replace(old, scaler)
+    after = "\n".join([imported, *lines[: line - 1], enabled, *lines[line - 1 :]])
+    same(run(text, monkeypatch, on=on), run(after, monkeypatch, on=on))
