@@ -260,6 +260,8 @@ class Stepper:
             fused.step(*judged)
             # Before the user's hooks after the step, because values that they write to masters are
             # newer than the half parameters.
+            if w.changes is not None:
+                w.changes.leave_out(judged.gradients.lists.numbers, judged.found_inf)
             w.mark_rounded()
         self._finish_step(w, decisions)
 
@@ -279,6 +281,8 @@ class Stepper:
             # them
             decisions[0].unscale(w)
         optimizer = w.optimizer
+        if w.changes is not None:
+            w.changes.copy_before()
         before = _versions(optimizer)
         try:
             base_class(type(optimizer)).step(optimizer)  # type: ignore[attr-defined]
