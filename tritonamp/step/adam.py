@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from tritonamp.kernels import adamw as _adamw
 from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._update_lists import UpdateLists
-from tritonamp.kernels.adamw_8bit import adamw_8bit
 from tritonamp.step.fused_rule import FusedRule, Operation, scalar
 
 
@@ -26,19 +25,11 @@ class FusedAdamRule(FusedRule):
         "exp_avg_sqs": "exp_avg_sq",
         "max_exp_avg_sqs": "max_exp_avg_sq",
     }
-    optional = _adamw.OPTIONAL
+    optional = tuple(_adamw.ADAMW.optional)
     counts_steps = True
 
     def operation(self, lists: UpdateLists) -> Operation:
-        # ``check_state`` refuses amsgrad when the optimizer is enabled. A group may be changed
-        # after that, and the 8-bit kernel has no third moment: without this check it would ignore
-        # the flag in silence.
-        if lists.state == "8bit" and any(getattr(rule, "amsgrad", False) for rule in lists.rules):
-            raise ValueError(
-                "state='8bit': expected amsgrad=False, got a group with amsgrad=True since the "
-                "optimizer was built or enabled: set it to False, or use state='bf16'"
-            )
-        return adamw_8bit if lists.state == "8bit" else _adamw.adamw
+        return _adamw.adamw
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _adamw.AdamRule:
         decoupled = isinstance(optimizer, torch.optim.AdamW)

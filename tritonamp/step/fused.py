@@ -77,11 +77,11 @@ class FusedStep:
             rules += [self.rule.at_first_step(rule) for rule in rules]
         # A list, not a generator: all state is in shape before any parameter is written, so that an
         # error of a later part (out of memory) leaves the parameters as they were.
-        for lists, group_of, state in [
+        for lists, group_of, _ in [
             self._in_shape(part, state, tells_first) for part, state in self._by_format(gradients)
         ]:
             for part in [lists] if self._offload is None else self._offload.parts_on_device(lists):
-                updates = UpdateLists(part, rules, group_of, self._track_lost, state)
+                updates = UpdateLists(part, rules, group_of)
                 step = self.rule.operation(updates)
                 step(updates, grad_scale, found_inf, self._backend)
 
@@ -143,8 +143,8 @@ class FusedStep:
         if not packed:
             return tensors.with_lists(("copies", *self.rule.optional), ("steps",), found)
         found["remainders"] = self._stored_form(gradients.params)
-        repeat, coded = ("copies", "remainders"), ("remainders", PACKED)
-        return tensors.with_lists(repeat, ("steps",), found, coded, orders)
+        repeat = "copies", "remainders"
+        return tensors.with_lists(repeat, ("steps",), found, orders)
 
     def _states(self, params: Sequence[Tensor]) -> list[Mapping[str, Any]]:
         # not ``optimizer.state``, which waits for the device under ``offload``

@@ -8,7 +8,6 @@ from torch.optim import Optimizer
 from tritonamp.kernels import lion as _lion
 from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._update_lists import UpdateLists
-from tritonamp.kernels.lion_8bit import lion_8bit
 from tritonamp.step.fused_rule import FusedRule, Operation, scalar
 
 
@@ -21,7 +20,7 @@ class FusedLionRule(FusedRule):
     state_keys: ClassVar[Mapping[str, str]] = {"exp_avgs": "exp_avg"}
 
     def operation(self, lists: UpdateLists) -> Operation:
-        return lion_8bit if lists.state == "8bit" else _lion.lion
+        return _lion.lion
 
     def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> _lion.LionRule:
         beta1, beta2 = map(scalar, group["betas"])

@@ -120,7 +120,9 @@ def _step(
     if any(isinstance(rule, _adamw.AdamRule) for rule in lists.rules):
         matrices = _lists_of_kind(lists, MuonRule, ("momentum_buffers",), ())
         moments = "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"
-        others = _lists_of_kind(lists, _adamw.AdamRule, (*moments, "steps"), _adamw.OPTIONAL)
+        others = _lists_of_kind(
+            lists, _adamw.AdamRule, (*moments, "steps"), tuple(_adamw.ADAMW.optional)
+        )
         if len(others.tensors):
             _adamw.adamw(others, grad_scale, found_inf, backend)
     if len(matrices.tensors):
@@ -152,11 +154,10 @@ def _lists_of_kind(
         size=lists.tensors.size,
         may_repeat=("copies", *optional),
         scalars=("steps",) if "steps" in states else (),
-        coded=(),
         sharded=False,
         **{name: [lists.tensors[name][k] for k in places] for name in names},
     )
-    return UpdateLists(tensors, rules, lists.groups, lists.track_lost)
+    return UpdateLists(tensors, rules, lists.groups)
 
 
 MUON = FusedMuonRule()

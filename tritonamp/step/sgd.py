@@ -21,7 +21,7 @@ class FusedSGDRule(FusedRule):
     needs = ("lr", "momentum", "dampening", "weight_decay")
     states = OPTIMIZERS["SGD"].states
     state_keys: ClassVar[Mapping[str, str]] = {"momentum_buffers": "momentum_buffer"}
-    optional = _sgd.OPTIONAL
+    optional = tuple(_sgd.SGD.optional)
     leaves_sparse_to_torch = True
 
     def operation(self, lists: UpdateLists) -> Operation:

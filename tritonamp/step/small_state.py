@@ -14,14 +14,13 @@ from tritonamp.kernels._small_state import (
     BLOCK,
     SIGNED,
     UNSIGNED,
+    codes_size,
     decode,
     encode,
     in_memory_of,
     in_order_of_memory,
     join_master,
-    moments_size,
     padded,
-    split_moments,
 )
 from tritonamp.kernels.cast import rounds_to
 from tritonamp.policy import HALF_DTYPES, STATES
@@ -84,7 +83,7 @@ def packed_moments(moments: Iterable[Tensor | None], param: Tensor) -> Tensor:
     """
     given = list(moments)
     n, size = param.numel(), padded(param.numel())
-    memory = torch.zeros(moments_size(n, len(given)), dtype=torch.uint8, device=param.device)
+    memory = torch.zeros(len(given) * codes_size(n), dtype=torch.uint8, device=param.device)
     parts = split_moments(memory, size, len(given))
     for moment, kind, targets in zip(given, _FORMATS.values(), parts, strict=False):
         # blocks of codes are whole: the last one is filled up by zeros, which change no exponent
@@ -106,7 +105,7 @@ def unpacked(memory: Tensor, param: Tensor, strides: tuple[int, ...]) -> dict[st
     """
     n, size = param.numel(), padded(param.numel())
     # a parameter may have no elements, and codes of size 0
-    count = memory.numel() // max(moments_size(n, 1), 1)
+    count = memory.numel() // max(codes_size(n), 1)
     parts = split_moments(memory, size, count)
     return {
         key: decode(*part, kind)[:n].as_strided(param.shape, strides)
@@ -171,7 +170,7 @@ def packing_problems(
         enabled: whether the optimizer is enabled. Half parameters have FP32 values then, which hold
             values of either half dtype.
     """
-    n, expected = param.numel(), moments_size(param.numel(), moments)
+    n, expected = param.numel(), moments * codes_size(param.numel())
     for key, dtype, size in (PACKED, torch.uint8, expected), (REMAINDER, torch.int16, padded(n)):
         codes = state.get(key)
         if codes is not None and (codes.dtype is not dtype or codes.numel() != size):
