@@ -28,7 +28,6 @@ def note_changes(changes, at, whole, stride, before, after, mask, ROWS: tl.const
     tl.store(changes + stride // 8 + offs, bits.to(tl.uint8), mask=mask)
 
 
-_BITS = 1, 2, 4, 8, 16, 32, 64, 128
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -48,9 +47,15 @@ def packed_bits(flags: Tensor) -> Tensor:
     """Return n flags, bool of shape (n,), as bytes, uint8 of shape (padded(n) // 8,)."""
     n = flags.numel()
     whole = torch.nn.functional.pad(flags.to(torch.uint8), (0, padded(n) - n)).view(-1, 8)
-    return (whole * whole.new_tensor(_BITS)).sum(1, dtype=torch.uint8)
+    return (whole << _bit_numbers(flags.device)).sum(1, dtype=torch.uint8)
 
 
 def unpacked_bits(memory: Tensor, numel: int) -> Tensor:
     """Return the flags, bool of shape (numel,), of bytes that ``packed_bits`` returned."""
-    return (memory.unsqueeze(1) & memory.new_tensor(_BITS)).ne(0).view(-1)[:numel]
+    bits = memory.unsqueeze(1) >> _bit_numbers(memory.device) & 1
+    return bits.bool().view(-1)[:numel]
+
+
+def _bit_numbers(device: torch.device) -> Tensor:
+    # made on the device, because a copy from the host would wait, and cannot be captured in a graph
+    return torch.arange(8, dtype=torch.uint8, device=device)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._change_bits import changes_shape, other_bits, packed_bits, unpacked_bits
 from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels._facts import addresses, versions
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._shards import any_sharded, to_local
-from tritonamp.kernels._small_state import padded
 from tritonamp.kernels._transfer import transfer
 from tritonamp.policy import HALF_DTYPES
 
@@ -27,11 +27,10 @@ class _Bits(NamedTuple):
     """The bits of one parameter.
 
     Attributes:
-        rows: uint8 of shape (2, padded(n) // 8). Row 0 has the elements that have changed since the
-            reader cleared it, row 1 those that the last step has changed. Bit k of byte b is
-            element 8 * b + k.
+        rows: uint8 of ``changes_shape``. Row 0 has the elements that have changed since the reader
+            cleared it, row 1 those that the last step has changed.
         order: strides that give the order of the elements.
-        kind: dtype, device and shape of the parameter.
+        kind: dtype, device and shape of the parameter, complex ones as real ones.
     """
 
     rows: Tensor
@@ -42,7 +41,8 @@ class _Bits(NamedTuple):
 class Changes:
     """The changed elements of one optimizer's parameters, and those of its last step.
 
-    An element has changed if the model's parameter holds other bits. A skip changes none.
+    An element has changed if the model's parameter holds other bits, which one NaN for another are
+    not. A skip changes none.
 
     ::
 
@@ -68,6 +68,7 @@ class Changes:
         self._bits: dict[Tensor, _Bits] = {}  # by parameter, in the same order
         self._number: dict[Tensor, int] = {}  # of a parameter in these lists
         self._seen = array("Q")  # versions and addresses when the bits were right
+        self._strides: list[Any] = []  # of the tensors that the last fused step worked on
         self._before: dict[Tensor, Tensor] = {}  # copies of parameters that are stepped on
         fp32_values.on_write.append(self._compare_written)
 
@@ -85,34 +86,32 @@ class Changes:
         known, self._bits = self._bits, {}
         self._stepped, self._params = list(stepped), list(params)
         self._number = {param: i for i, param in enumerate(params)}
-        for master, param in zip(stepped, params, strict=True):
+        self._strides = [None] * len(params)
+        for param in params:
             if param in known:
                 self._bits[param] = known[param]
-            if param not in known or known[param].order != memory_strides(to_local(master)):
-                self._mark_whole(master, param)
+            else:
+                self._mark_whole(param)
         self.note_step()
         if not known:
             self.clear()
 
     def mark_all(self) -> None:
         """Count all elements as changed."""
-        for master, param in zip(self._stepped, self._params, strict=True):
-            self._mark_whole(master, param)
+        for param in self._params:
+            self._mark_whole(param)
         self.note_step()
 
-    def _mark_whole(self, master: Tensor, param: Tensor) -> None:
-        """Count a parameter as changed as a whole, in its present order, shape and device."""
-        order, kind, bits = memory_strides(to_local(master)), _kind(param), self._bits.get(param)
+    def _mark_whole(self, param: Tensor) -> None:
+        """Count a parameter as changed as a whole, with its present dtype, device and shape."""
+        kind, bits = _kind(param), self._bits.get(param)
         if bits is None or bits.kind[1:] != kind[1:]:
             _, device, shape = kind
             # all ones: a group that has not stepped yet has left nothing as it was
-            rows = torch.full(
-                (2, padded(shape.numel()) // 8), 255, dtype=torch.uint8, device=device
-            )
-        else:
-            rows = bits.rows
-            rows[0] = 255
-        self._bits[param] = _Bits(rows, order, kind)
+            rows = torch.full(changes_shape(shape.numel()), 255, dtype=torch.uint8, device=device)
+            bits = _Bits(rows, memory_strides(_stored(param)), kind)
+        bits.rows[0] = 255
+        self._bits[param] = bits._replace(kind=kind)
 
     # writes by other code
 
@@ -121,9 +120,9 @@ class Changes:
         now, seen, n = self._facts(), self._seen, len(self._params)
         if now == seen:
             return
-        for i, (master, param) in enumerate(zip(self._stepped, self._params, strict=True)):
+        for i, param in enumerate(self._params):
             if now[i::n] != seen[i::n]:
-                self._mark_whole(master, param)
+                self._mark_whole(param)
         self.note_step()
 
     def note_step(self) -> None:
@@ -152,18 +151,33 @@ class Changes:
         # after an earlier write that was not seen the whole tensor counts
         if i is None or (seen[i], seen[n + i]) != at or self._bits[param].kind != _kind(param):
             return
-        bits = self._bits[param]
-        now = to_local(param.detach())
-        before = to_local(before.detach()).to(now.device, now.dtype)
-        bits.rows[0] |= _packed(_unlike(before, now), bits.order)
+        bits, now = self._bits[param], _stored(param)
+        before = _stored(before).to(now.device, now.dtype)
+        bits.rows[0] |= _packed(other_bits(before, now), bits.order)
         seen[i::n] = self._facts()[i::n]
 
     # steps
 
-    def rows(self, numbers: Sequence[int]) -> list[Tensor]:
-        """Return the list "changes" of a fused step, for parameters by number in the groups."""
+    def rows(self, numbers: Sequence[int], params: Sequence[Tensor]) -> list[Tensor]:
+        """Return the list "changes" of a fused step.
+
+        Args:
+            numbers: numbers of the parameters in the groups.
+            params: list "params" of the step, in whose order of memory kernels take the bits.
+        """
+        for i, tensor in zip(numbers, params, strict=True):
+            if tensor.stride() != self._strides[i]:
+                self._strides[i] = tensor.stride()
+                self._reorder(self._params[i], memory_strides(_stored(tensor)))
         rows = self._rows
         return rows if len(numbers) == len(rows) else [rows[i] for i in numbers]
+
+    def _reorder(self, param: Tensor, order: tuple[int, ...]) -> None:
+        bits = self._bits[param]
+        if bits.order != order:
+            for k, row in enumerate(bits.rows):
+                row.copy_(_packed(_unpacked(bits, k), order))
+            self._bits[param] = bits._replace(order=order)
 
     def leave_out(self, numbers: Sequence[int], found_inf: Tensor | None) -> None:
         """Clear row 1 of parameters that have no gradient in a fused step, unless it is a skip.
@@ -184,14 +198,14 @@ class Changes:
     def copy_before(self) -> None:
         """Copy the parameters that the optimizer's own step is about to write to itself."""
         pairs = zip(self._stepped, self._params, strict=True)
-        self._before = {p: to_local(p.detach()).clone() for master, p in pairs if master is p}
+        self._before = {p: _stored(p).clone() for master, p in pairs if master is p}
 
     def compare(self) -> None:
         """Note which elements an own step has changed, before the half copies are written."""
         for master, param in zip(self._stepped, self._params, strict=True):
-            bits, before = self._bits[param], to_local(param.detach())
-            now = to_local(master.detach()).to(before.dtype)
-            row = _packed(_unlike(self._before.get(param, before), now), bits.order)
+            bits, before = self._bits[param], _stored(param)
+            now = _stored(master).to(before.dtype)
+            row = _packed(other_bits(self._before.get(param, before), now), bits.order)
             bits.rows[0] |= row
             bits.rows[1] = row
         self._before = {}
@@ -228,14 +242,14 @@ class Changes:
         """
         found = {}
         for param in filter(names.__contains__, self._params):
-            value = to_local(param.detach())
-            if value.numel() > LARGEST and dense_above is None:
+            n = to_local(param).numel()
+            if n > LARGEST and dense_above is None:
                 raise ValueError(
                     f"amp.changes(): expected parameters of up to {LARGEST} elements, whose "
-                    f"positions fit int32, got {value.numel()} in {names[param]}: with "
+                    f"positions fit int32, got {n} in {names[param]}: with "
                     "dense_above=0.5 such a parameter comes as a whole if any element has changed"
                 )
-            found[param] = _changed(value, self._bits[param], dense_above)
+            found[param] = _changed(param, self._bits[param], dense_above)
         return found
 
     def clear(self) -> None:
@@ -248,44 +262,36 @@ class Changes:
         return self._rows
 
 
+def _stored(param: Tensor) -> Tensor:
+    """Return this rank's values of a parameter, complex ones as real ones."""
+    value = to_local(param.detach())
+    return torch.view_as_real(value) if value.is_complex() else value
+
+
 def _kind(param: Tensor) -> tuple[Any, ...]:
-    value = to_local(param)
+    value = _stored(param)
     return value.dtype, value.device, value.shape
 
 
-def _changed(value: Tensor, bits: _Bits, dense_above: float | None) -> Changed:
+def _packed(changed: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return bools of any shape as bits, in the order of some strides."""
+    flat = torch.empty_strided(changed.shape, order, dtype=torch.bool, device=changed.device)
+    return packed_bits(flat.copy_(changed).as_strided((changed.numel(),), (1,)))
+
+
+def _unpacked(bits: _Bits, row: int) -> Tensor:
+    """Return the bits of one row as bools of the parameter's shape."""
+    shape = bits.kind[-1]
+    return unpacked_bits(bits.rows[row], shape.numel()).as_strided(shape, bits.order)
+
+
+def _changed(param: Tensor, bits: _Bits, dense_above: float | None) -> Changed:
     """Return positions and values of one parameter's changed elements, or the whole parameter."""
-    mask = _unpacked(bits, 0).flatten()
+    value, mask = to_local(param.detach()), _unpacked(bits, 0)
+    mask = (mask.any(-1) if value.is_complex() else mask).flatten()
     if dense_above is not None:
         count, n = int(mask.sum()), value.numel()
         if count > dense_above * n or (count and n > LARGEST):
             return None, value.clone()
     positions = mask.nonzero().squeeze(1)
     return positions.to(torch.int32), value.flatten()[positions]
-
-
-def _unlike(a: Tensor, b: Tensor) -> Tensor:
-    """Tell where two tensors of one shape and dtype have other bits; bool."""
-    if a.is_complex():
-        return _unlike(torch.view_as_real(a), torch.view_as_real(b)).any(-1)
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return a.view(kind) != b.view(kind)
-
-
-def _packed(changed: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return bools as bits, uint8 of shape (padded(n) // 8,), in the order of some strides."""
-    n = changed.numel()
-    flat = torch.zeros(padded(n), dtype=torch.uint8, device=changed.device)
-    flat[:n].as_strided(changed.shape, order).copy_(changed)
-    return (flat.view(-1, 8) << _bit_numbers(flat.device)).sum(1, dtype=torch.uint8)
-
-
-def _unpacked(bits: _Bits, row: int) -> Tensor:
-    """Return the bits of one row as bools of the parameter's shape."""
-    shape = bits.kind[-1]
-    flat = (bits.rows[row].unsqueeze(1) >> _bit_numbers(bits.rows.device) & 1).flatten()
-    return flat[: shape.numel()].as_strided(shape, bits.order).bool()
-
-
-def _bit_numbers(device: torch.device) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)

@@ -11,6 +11,7 @@ from tritonamp.kernels._facts import identities
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.policy import STATES
+from tritonamp.step.changes import Changes
 from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.gradients import Gradients
 from tritonamp.step.offload import Offload
@@ -27,7 +28,7 @@ class FusedStep:
         optimizer: the optimizer; its ``param_groups`` and ``state`` are read and written.
         rule: rule of this kind of optimizer.
         backend: "auto", "triton" or "eager".
-        track_lost: count the half values that a step did not change.
+        changes: record of changed values, which the kernels write; None: they write none.
         state: format of the state, among ``policy.STATES``; for parameters as in ``StateShape``.
         stored_form: function from parameters to the stored form of their FP32 values: lower 16 bits
             for state "8bit", else the masters of ``offload``.
@@ -39,7 +40,7 @@ class FusedStep:
         optimizer: Optimizer,
         rule: FusedRule,
         backend: str,
-        track_lost: bool = False,
+        changes: Changes | None = None,
         state: str = STATES[0],
         stored_form: Callable[[Sequence[Tensor]], list[Tensor]] = list,
         offload: Offload | None = None,
@@ -47,7 +48,7 @@ class FusedStep:
         self.rule = rule
         self._optimizer = optimizer
         self._backend = backend
-        self._track_lost = track_lost
+        self._changes = changes
         self._state = state
         self._shape = StateShape(rule, state, offload)
         self._stored_form = stored_form
@@ -140,6 +141,8 @@ class FusedStep:
             orders = list(map(operator.itemgetter(ORDER), states)) if packed else ()
         except KeyError:
             return None
+        if self._changes is not None:
+            found["changes"] = self._changes.rows(tensors.numbers, tensors["params"])
         if not packed:
             return tensors.with_lists(("copies", *self.rule.optional), ("steps",), found)
         found["remainders"] = self._stored_form(gradients.params)

@@ -233,9 +233,6 @@ class Masters:
             self.adopt(*groups)
         changed = self._fp32_values.refresh(self._halves)
         if self.changes is not None:
-            # A step compares with the rounded master, and would not see that a master which was
-            # written to had another rounding before.
-            self._fp32_values.push()
             self.changes.follow()
         if not changed:
             return

@@ -147,7 +147,7 @@ def _lists_of_kind(
     rules = [rule if isinstance(rule, kind) else own[0] for rule in lists.rules] if own else []
     numbers = list(lists.tensors.numbers)
     places = [k for k, i in enumerate(numbers) if isinstance(lists.rules[lists.groups[i]], kind)]
-    names = ("params", "grads", "copies", *states)
+    names = ("params", "grads", "copies", *states, *(["changes"] * ("changes" in lists.tensors)))
     tensors = TensorLists(
         memory=lists.tensors.memory,
         numbers=[numbers[k] for k in places],

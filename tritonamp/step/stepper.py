@@ -225,10 +225,9 @@ class Stepper:
         if optimizer not in self._fused:
             rule, fused = rule_of(optimizer), None
             if rule is not None:
-                track_lost = self._policy.track_lost_updates
+                w = self.weights[optimizer]
                 state = state_format(optimizer, self._policy.state)
-                stored_form = self.weights[optimizer].stored_form
-                how = self._backend, track_lost, state, stored_form, self.offload
+                how = self._backend, w.changes, state, w.stored_form, self.offload
                 fused = FusedStep(optimizer, rule, *how)
             self._fused[optimizer] = fused
         fused = self._fused[optimizer]
