@@ -130,7 +130,8 @@ def _sample(update: "Update", rule: Hyperparameters, words: str) -> ListSample:
     wide = 1 if state == "8bit" else FORMATS[state].itemsize
     moved = 2 + 2 * wide * sum(update.has(name, rule) for name in update.states)
     moved += 8 if packed else 10
-    return ListSample(args, results, 0 if alone or changes else moved, words.removeprefix("fp32").strip())
+    variant = words.removeprefix("fp32").strip()
+    return ListSample(args, results, 0 if alone or changes else moved, variant)
 
 
 def _words(update: "Update", rule: Hyperparameters) -> str:
