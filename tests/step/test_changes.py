@@ -20,6 +20,7 @@ from tritonamp.step import changes
 
 OWN = ["Adagrad", "RAdam", "Adadelta"]
 """Optimizers without a rule."""
+PACKED: list[dict[str, Any]] = []
 FUSED = ["AdamW", "amsgrad", "SGD", "SGD momentum", "Lion", "our AdamW"]
 """Optimizers whose kernel writes the bits."""
 NAMES = [
@@ -102,16 +103,21 @@ class Tracked(Training):
             assert not unlike(values, now[name].flatten()[positions.long()]).any()
             if arguments.get("clear", True):
                 self.masks[name].zero_()
+        self.receive(found)
 
-    def send(self, **arguments: Any) -> None:
-        """Send the changes to the sampler, and assert that it has the model's bits."""
-        for name, (positions, values) in self.amp.changes(**arguments).items():
+    def receive(self, found: dict[str, tuple[Tensor | None, Tensor]]) -> None:
+        """Write changes into the sampler's copies."""
+        for name, (positions, values) in found.items():
             if positions is None:
                 self.sampler[name] = values
             else:
                 flat = self.sampler[name].flatten().to(values.dtype)
                 flat[positions.long()] = values
-                self.sampler[name] = flat.view(values.new_empty(self.sampler[name].shape).shape)
+                self.sampler[name] = flat.view(self.sampler[name].shape)
+
+    def send(self, **arguments: Any) -> None:
+        """Send the changes to the sampler, and assert that it has the model's bits."""
+        self.receive(self.amp.changes(**arguments))
         for name, value in self.values().items():
             assert value.dtype is self.sampler[name].dtype, name
             assert not unlike(self.sampler[name], value).any(), name
@@ -151,6 +157,41 @@ def test_exact(runs: Runs, optimizer: str, level: str, dtype: torch.dtype, backe
     assert total(run) == 0
     run.step(max_norm=0.1)
     run.assert_exact()
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("with_adamw", [False, True])
+def test_exact_with_muon(runs: Runs, with_adamw: bool, backend: str) -> None:
+    """Matrices and the parameters of AdamW are steps of their own."""
+
+    def muon(params: list[nn.Parameter], lr: float) -> list[torch.optim.Optimizer]:
+        matrices = [p for p in params if p.dim() == 2]
+        rest = [p for p in params if p.dim() != 2]
+        if with_adamw:
+            groups = [{"params": rest, "lr": lr}]
+            return [tritonamp.optim.Muon(matrices, lr=lr, adamw_params=groups)]
+        return [torch.optim.Muon(matrices, lr=lr), torch.optim.SGD(rest, lr=lr)]
+
+    run = runs(muon, lr=1e-4, backend=backend)
+    for step in range(3):
+        run.step(bad=step == 1)
+    assert 0 < run.masks["turned"].sum() < 120
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("fields", [{"state": "bf16"}, {"state": "8bit"}, *PACKED], ids=repr)
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_exact_with_small_state(runs: Runs, fields: dict[str, Any], backend: str) -> None:
+    run = runs("AdamW", lr=1e-4, backend=backend, **fields)
+    for step in range(3):
+        run.step(bad=step == 1)
+    assert 0 < run.masks["first.weight"].sum() < 150
+    run.assert_exact()
+    run.model.to(memory_format=torch.contiguous_format)  # other orders of memory
+    run.model.tie()
+    run.send()
+    run.step()
+    run.send()
 
 
 def test_names_and_positions(runs_on_cpu: Runs) -> None:
@@ -576,6 +617,46 @@ def test_a_capture_cannot_read(gpu: AnyCuda) -> None:
     message = r"amp.changes\(\): expected a call outside of a CUDA graph's capture, got one inside"
     with gpu.capture(), pytest.raises(RuntimeError, match=message):
         run.amp.changes()
+    run.amp.disable()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_replays_write_bits(gpu: AnyCuda, level: str, optimizer: str) -> None:
+    run = OnGpu(level, optimizer, lr=1e-4, track_changes=True)
+    for _ in range(2):
+        run.step()
+    with gpu.capture() as graph:
+        run.step()
+    run.amp.changes()
+    before, masks = run.weights(), None
+    for _ in range(3):
+        graph.replay()
+        now = run.weights()
+        found = [unlike(a, b) for a, b in zip(before, now, strict=True)]
+        masks = found if masks is None else [a | b for a, b in zip(masks, found, strict=True)]
+        before = now
+    assert masks is not None and any(mask.any() for mask in masks)
+    found = [at.cpu().tolist() for at, _ in run.amp.changes().values()]
+    assert found == [mask.nonzero().flatten().tolist() for mask in masks]
+    run.amp.disable()
+
+
+def test_offloaded_masters(cuda: torch.device) -> None:
+    run = Tracked("AdamW", device=cuda, lr=1e-3, offload="state", backend="eager")
+    for step in range(3):
+        run.step(bad=step == 1)
+    run.assert_exact(clear=False)
+    written(run)
+    run.send()
+    run.model.to(memory_format=torch.contiguous_format)  # masters stay in the order they had
+    run.model.tie()
+    run.send()
+    run.before = run.values()
+    for mask in run.masks.values():
+        mask.zero_()
+    run.step()
+    run.assert_exact()
     run.amp.disable()
 
 
