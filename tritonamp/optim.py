@@ -14,13 +14,12 @@ from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._multi_tensor import Memory
 from tritonamp.policy import HALF_DTYPES, STATES
-from tritonamp.step.adam import ADAM
 from tritonamp.step.fused import FusedStep
 from tritonamp.step.fused_rule import FusedRule, scalar
 from tritonamp.step.gradients import Gradients
-from tritonamp.step.lion import LION
 from tritonamp.step.muon import MUON, MUON_AND_ADAMW, is_adamws
-from tritonamp.step.sgd import SGD as SGD_RULE
+from tritonamp.step.rule_table import ADAM, LION
+from tritonamp.step.rule_table import SGD as SGD_RULE
 from tritonamp.step.shown_gradients import ShownGradients
 from tritonamp.step.small_state import (
     HALF_DTYPE,

@@ -1,8 +1,7 @@
 """The fused rules of Muon, alone and combined with AdamW for parameters that are no matrices."""
 
-import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,35 +10,21 @@ from torch.optim import Optimizer
 from tritonamp.kernels import adamw as _adamw
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._muon_lists import MuonLists, MuonRule
-from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._update_lists import UpdateLists
-from tritonamp.step.adam import ADAM
-from tritonamp.step.fused_rule import FusedRule, Operation, scalar
+from tritonamp.step.fused_rule import FusedRule, scalar
+from tritonamp.step.rule_table import ADAM, step_of
 
 
 class FusedMuonRule(FusedRule):
     """The rule of ``torch.optim.Muon``."""
 
-    kinds = "a Muon"
-    torch_step = staticmethod(inspect.unwrap(torch.optim.Muon.step))
-    needs: Sequence[str] = (
-        "lr",
-        "weight_decay",
-        "momentum",
-        "nesterov",
-        "ns_coefficients",
-        "eps",
-        "ns_steps",
-    )
-    state_keys: ClassVar[Mapping[str, str]] = {"momentum_buffers": "momentum_buffer"}
-    # matrices of one shape are multiplied together, so a step cannot go through the device in parts
-    offloads = OPTIMIZERS["Muon"].in_parts
+    @property
+    def needs(self) -> set[str]:
+        """Keys that a loaded group must have; torch completes no group of Muon."""
+        return set(MuonRule._fields) - {"adjust_lr_fn", "compute"}
 
-    def operation(self, lists: UpdateLists) -> Operation:
-        return _step
-
-    def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
+    def hyperparameters(self, optimizer: Optimizer, group: Mapping[str, Any]) -> Any:
         """Return the hyperparameters of one group.
 
         Raises:
@@ -67,10 +52,6 @@ class FusedMuonRule(FusedRule):
         """Tell whether all parameters are whole; torch's own step gathers sharded matrices."""
         return not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
 
-    def refuse_sparse(self) -> None:
-        """Raise the RuntimeError of torch's Muon."""
-        raise RuntimeError("Muon does not support sparse gradients")
-
 
 class FusedMuonAndAdamRule(FusedMuonRule):
     """The rule of ``tritonamp.optim.Muon`` with ``adamw_params``.
@@ -78,29 +59,26 @@ class FusedMuonAndAdamRule(FusedMuonRule):
     AdamW steps on groups that have betas, Muon on the others.
     """
 
-    kinds = "a Muon with adamw_params"
-    torch_step = None  # type: ignore[assignment]
-    needs = ("lr", "weight_decay", "eps")
-    state_keys: ClassVar[Mapping[str, str]] = {
-        "momentum_buffers": "momentum_buffer",
-        "exp_avgs": "exp_avg",
-        "exp_avg_sqs": "exp_avg_sq",
-        "max_exp_avg_sqs": "max_exp_avg_sq",
-    }
-    optional = tuple(state_keys)
-    counts_steps = True
+    @property
+    def needs(self) -> set[str]:
+        """Keys that a loaded group of either kind must have."""
+        return super().needs & ADAM.needs
 
-    def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Names of all states, because a group has those of one kind."""
+        return tuple(self.state_keys)
+
+    def hyperparameters(self, optimizer: Optimizer, group: Mapping[str, Any]) -> Any:
         if not is_adamws(group):
             return super().hyperparameters(optimizer, group)
-        # ``optimizer`` is a Muon, so the class cannot say that the decay is AdamW's
-        decoupled = {**group, "decoupled_weight_decay": True}
-        return ADAM.hyperparameters(optimizer, decoupled)
+        # ``optimizer`` is a Muon, so its defaults cannot say that the decay is AdamW's
+        return ADAM.hyperparameters(optimizer, {**group, "decoupled_weight_decay": True})
 
-    def has(self, name: str, group: dict[str, Any]) -> bool:
+    def has(self, name: str, group: Mapping[str, Any]) -> bool:
         if not is_adamws(group):
-            return name == "momentum_buffers"
-        return name != "momentum_buffers" and ADAM.has(name, group)
+            return name in MUON.state_keys
+        return name in ADAM.state_keys and ADAM.has(name, group)
 
 
 def is_adamws(group: Mapping[str, Any]) -> bool:
@@ -159,5 +137,21 @@ def _lists_of_kind(
     return UpdateLists(tensors, rules, lists.groups, lists.track_lost)
 
 
-MUON = FusedMuonRule()
-MUON_AND_ADAMW = FusedMuonAndAdamRule()
+MUON = FusedMuonRule(
+    name="Muon",
+    kinds="a Muon",
+    operations={"fp32": _step},
+    rule=MuonRule,
+    state_keys={"momentum_buffers": "momentum_buffer"},
+    torch_step=step_of(torch.optim.Muon),
+    sparse_error="Muon does not support sparse gradients",
+)
+MUON_AND_ADAMW = FusedMuonAndAdamRule(
+    name="Muon",
+    kinds="a Muon with adamw_params",
+    operations=MUON.operations,
+    rule=MuonRule,
+    state_keys={**MUON.state_keys, **ADAM.state_keys},
+    counts_steps=True,
+    sparse_error=MUON.sparse_error,
+)

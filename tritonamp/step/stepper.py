@@ -234,7 +234,7 @@ class Stepper:
         fused = self._fused[optimizer]
         # Asked at every step: whether an embedding's gradient is sparse may change with the batch,
         # and torch updates only the rows that a sparse gradient has.
-        if fused is not None and fused.rule.leaves_sparse_to_torch:
+        if fused is not None and fused.rule.sparse_error is None:
             by_torch = self.weights[optimizer].any_sparse()
             if by_torch and self.offload is not None:
                 raise RuntimeError(
