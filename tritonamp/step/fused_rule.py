@@ -8,10 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.kernels._optimizers import OPTIMIZERS
-from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
-
-Operation = Callable[[UpdateLists, Tensor | None, Tensor | None, str], None]
-"""Steps on lists, given the factor on gradients (0-d, or None), a flag that skips, the backend."""
+from tritonamp.kernels._update_lists import Hyperparameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,13 +18,11 @@ class FusedRule:
     Attributes:
         name: name in ``kernels._optimizers``, whose table has the formats of the state.
         kinds: name of such optimizers in messages, with its article.
-        operations: format of the state to the operation of ``tritonamp.kernels`` that steps on it.
-        rule: hyperparameters of one group, a NamedTuple. Fields are keys of a group; "beta1" and
-            "beta2" are its "betas".
+        update: operation of ``tritonamp.kernels`` that steps. The fields of its hyperparameters are
+            keys of a group; "beta1" and "beta2" are its "betas".
         state_keys: name in the kernel's lists to key in ``optimizer.state``.
         flags: names among ``state_keys`` that a group may lack, to the group's flag for such state.
         torch_step: step function of torch's own optimizer of this kind; None: torch has none.
-        counts_steps: whether the state holds a step count under "step"; state "8bit" always does.
         first_step: hyperparameters that a parameter's first step replaces.
         foreign: flags that are False in groups of other optimizers only, to such an optimizer.
         sparse_error: text of torch's error for sparse gradients; None: torch's own step takes them.
@@ -35,12 +30,10 @@ class FusedRule:
 
     name: str
     kinds: str
-    operations: Mapping[str, Operation]
-    rule: Any
+    update: Any
     state_keys: Mapping[str, str]
     flags: Mapping[str, str] = field(default_factory=dict)
     torch_step: Callable[..., Any] | None = None
-    counts_steps: bool = False
     first_step: Mapping[str, float] = field(default_factory=dict)
     foreign: Mapping[str, str] = field(default_factory=dict)
     sparse_error: str | None = None
@@ -63,31 +56,36 @@ class FusedRule:
     @property
     def needs(self) -> set[str]:
         """Keys that a loaded group must have; torch completes missing flags."""
-        kinds = self.rule.__annotations__
-        return {_key(name) for name in self.rule._fields if kinds[name] is not bool}
+        rule = self.update.rule
+        return {_key(name) for name in rule._fields if rule.__annotations__[name] is not bool}
 
-    def operation(self, lists: UpdateLists) -> Operation:
-        """Return the operation of ``tritonamp.kernels`` that steps on the lists."""
-        # ``check_state`` refuses amsgrad when the optimizer is enabled. A group may be changed
-        # after that, and the 8-bit kernel has no third moment: without this check it would ignore
-        # the flag in silence.
-        if lists.state == "8bit" and any(getattr(rule, "amsgrad", False) for rule in lists.rules):
-            raise ValueError(
-                "state='8bit': expected amsgrad=False, got a group with amsgrad=True since the "
-                "optimizer was built or enabled: set it to False, or use state='bf16'"
-            )
-        return self.operations[lists.state]
+    @property
+    def counts_steps(self) -> bool:
+        """Whether the state holds a step count under "step"; state in codes always does."""
+        counts: bool = self.update.counts_steps
+        return counts
+
+    @property
+    def codes(self) -> dict[str, int]:
+        """Key of each moment to the kind of its codes in state "8bit", SIGNED or UNSIGNED."""
+        kinds = zip(self.update.states, self.update.codes, strict=True)
+        return {self.state_keys[name]: kind for name, kind in kinds}
 
     def hyperparameters(self, optimizer: Optimizer, group: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters of one group; missing ones are the optimizer's defaults."""
-        found: Hyperparameters = self.rule(
-            *(scalar(_value(name, group, optimizer.defaults)) for name in self.rule._fields)
+        fields, defaults = self.update.rule._fields, optimizer.defaults
+        found: Hyperparameters = self.update.rule(
+            *(scalar(_value(name, group, defaults)) for name in fields)
         )
         return found
 
     def has(self, name: str, group: Mapping[str, Any]) -> bool:
         """Tell whether the group's parameters have the state ``name``, a key of ``state_keys``."""
         return name not in self.flags or bool(group[self.flags[name]])
+
+    def keys_of(self, group: Mapping[str, Any]) -> list[str]:
+        """Return the keys of the state that the group's parameters have."""
+        return [key for name, key in self.state_keys.items() if self.has(name, group)]
 
     def takes(self, optimizer: Optimizer) -> bool:
         """Tell whether this rule replaces the step of ``optimizer``, which is torch's own."""
@@ -100,7 +98,7 @@ class FusedRule:
         the first.
         """
         return any(
-            group[name] != first and any(self.has(state, group) for state in self.state_keys)
+            group[name] != first and len(self.keys_of(group)) > 0
             for group in groups
             for name, first in self.first_step.items()
         )

@@ -1,7 +1,7 @@
 """The fused rules of Muon, alone and combined with AdamW for parameters that are no matrices."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from tritonamp.step.rule_table import ADAM, step_of
 
 class FusedMuonRule(FusedRule):
     """The rule of ``torch.optim.Muon``."""
+
+    codes: ClassVar[dict[str, int]] = {}  # type: ignore[misc]  # no state "8bit"
+    counts_steps = False  # type: ignore[assignment]
 
     @property
     def needs(self) -> set[str]:
@@ -58,6 +61,8 @@ class FusedMuonAndAdamRule(FusedMuonRule):
 
     AdamW steps on groups that have betas, Muon on the others.
     """
+
+    counts_steps = True  # type: ignore[assignment]
 
     @property
     def needs(self) -> set[str]:
@@ -140,8 +145,7 @@ def _lists_of_kind(
 MUON = FusedMuonRule(
     name="Muon",
     kinds="a Muon",
-    operations={"fp32": _step},
-    rule=MuonRule,
+    update=_step,
     state_keys={"momentum_buffers": "momentum_buffer"},
     torch_step=step_of(torch.optim.Muon),
     sparse_error="Muon does not support sparse gradients",
@@ -149,9 +153,7 @@ MUON = FusedMuonRule(
 MUON_AND_ADAMW = FusedMuonAndAdamRule(
     name="Muon",
     kinds="a Muon with adamw_params",
-    operations=MUON.operations,
-    rule=MuonRule,
+    update=_step,
     state_keys={**MUON.state_keys, **ADAM.state_keys},
-    counts_steps=True,
     sparse_error=MUON.sparse_error,
 )

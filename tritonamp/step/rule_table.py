@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 
-from tritonamp.kernels.adamw import AdamRule, adamw
-from tritonamp.kernels.adamw_8bit import adamw_8bit
-from tritonamp.kernels.lion import LionRule, lion
-from tritonamp.kernels.lion_8bit import lion_8bit
-from tritonamp.kernels.sgd import SGDRule, sgd
+from tritonamp.kernels.adamw import ADAMW as _ADAMW
+from tritonamp.kernels.lion import LION as _LION
+from tritonamp.kernels.rmsprop import RMSPROP as _RMSPROP
+from tritonamp.kernels.sgd import SGD as _SGD
 from tritonamp.step.fused_rule import FusedRule
 
 
@@ -22,8 +21,7 @@ def step_of(kind: type[torch.optim.Optimizer]) -> Any:
 ADAM = FusedRule(
     name="Adam",
     kinds="an Adam or AdamW",
-    operations={"fp32": adamw, "bf16": adamw, "8bit": adamw_8bit},
-    rule=AdamRule,
+    update=_ADAMW,
     state_keys={
         "exp_avgs": "exp_avg",
         "exp_avg_sqs": "exp_avg_sq",
@@ -31,7 +29,6 @@ ADAM = FusedRule(
     },
     flags={"max_exp_avg_sqs": "amsgrad"},
     torch_step=step_of(torch.optim.Adam),
-    counts_steps=True,
     foreign={"bias_correction": "FusedAdam"},
     sparse_error="Adam does not support sparse gradients, please consider SparseAdam instead",
 )
@@ -39,8 +36,7 @@ ADAM = FusedRule(
 LION = FusedRule(
     name="Lion",
     kinds="a Lion",
-    operations={"fp32": lion, "bf16": lion, "8bit": lion_8bit},
-    rule=LionRule,
+    update=_LION,
     state_keys={"exp_avgs": "exp_avg"},
     # torch has no Lion; a step moves the moment of every element
     sparse_error="Lion does not support sparse gradients",
@@ -49,8 +45,7 @@ LION = FusedRule(
 SGD = FusedRule(
     name="SGD",
     kinds="an SGD",
-    operations={"fp32": sgd, "bf16": sgd},
-    rule=SGDRule,
+    update=_SGD,
     state_keys={"momentum_buffers": "momentum_buffer"},
     flags={"momentum_buffers": "momentum"},
     torch_step=step_of(torch.optim.SGD),
@@ -59,4 +54,18 @@ SGD = FusedRule(
     first_step={"dampening": 0.0},
 )
 
-RULES = ADAM, LION, SGD
+RMSPROP = FusedRule(
+    name="RMSprop",
+    kinds="an RMSprop",
+    update=_RMSPROP,
+    state_keys={
+        "square_avgs": "square_avg",
+        "momentum_buffers": "momentum_buffer",
+        "grad_avgs": "grad_avg",
+    },
+    flags={"momentum_buffers": "momentum", "grad_avgs": "centered"},
+    torch_step=step_of(torch.optim.RMSprop),
+    sparse_error="RMSprop does not support sparse gradients",
+)
+
+RULES = ADAM, LION, SGD, RMSPROP

@@ -227,9 +227,9 @@ class Stepper:
             if rule is not None:
                 track_lost = self._policy.track_lost_updates
                 state = state_format(optimizer, self._policy.state)
-                stored_form = self.weights[optimizer].stored_form
-                how = self._backend, track_lost, state, stored_form, self.offload
-                fused = FusedStep(optimizer, rule, *how)
+                w = self.weights[optimizer]
+                how = track_lost, state, w.packs, w.stored_form, self.offload
+                fused = FusedStep(optimizer, rule, self._backend, *how)
             self._fused[optimizer] = fused
         fused = self._fused[optimizer]
         # Asked at every step: whether an embedding's gradient is sparse may change with the batch,
