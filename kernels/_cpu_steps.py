@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._adam_rates import corrected_rates
 from tritonamp.kernels._blocks import Scratch, cut, overflows
 from tritonamp.kernels._transfer import in_main_memory
 from tritonamp.kernels._update_lists import UpdateLists
@@ -100,7 +99,7 @@ class CpuUpdate:
 
 
 def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """Run the update of ``adamw_torch``, with the same bits."""
+    """Run the update of the twin of ``adamw``, with the same bits."""
     # A flag on the CPU is read without a wait, so that a skip costs nothing.
     if in_main_memory(found_inf):
         return
@@ -110,9 +109,7 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
     rows = zip(lists.rows(names), lists.tensors["steps"], strict=True)
     for (row, rule, number), steps in rows:
         lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, amsgrad, maximize = rule
-        device, compute = row[0].device, torch.promote_types(row[0].dtype, torch.float32)
-        counts_lost = lists.track_lost and row[-1].dtype in (torch.float16, torch.bfloat16)
-        lost = []
+        compute = torch.promote_types(row[0].dtype, torch.float32)
         step = steps + 1
         key = lists.groups[number], compute, in_main_memory(steps)
         if key[-1] is None or key not in corrected:  # None: the host does not know the count
@@ -121,8 +118,6 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
         updates.store(steps, step)
         for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy in updates.blocks(*row):
             p, m, v = (updates.load(x, compute) for x in (param, exp_avg, exp_avg_sq))
-            # p may be the parameter itself, and then changes in place below
-            before = p.clone() if counts_lost else p
             grad = updates.gradient(grad, compute, maximize)
             # weight decay
             if weight_decay != 0:
@@ -134,25 +129,26 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
             # moments
             m.lerp_(grad, (1 - beta1).to(m) if isinstance(beta1, Tensor) else 1 - beta1)
             memory = updates.scratch("square, then denominator", v, compute)
-            # the product of gradients is rounded before the sum, as in adamw_torch
+            # the product of gradients is rounded before the sum, as in the twin
             v.mul_(beta2).add_(torch.mul(grad, 1 - beta2, out=memory).mul_(grad))
             v_max = torch.maximum(max_exp_avg_sq, v) if amsgrad else v
             # update
             denom = torch.sqrt(v_max, out=memory).div_(root2).add_(eps)
-            moves = (rate * m / denom != 0) | (before != p) if counts_lost else None
             _add_quotient(p, m, denom, rate)
-            if moves is not None:
-                same = (moves & (p.to(copy.dtype) == copy)).sum()
-                lost.append(torch.stack([same, moves.sum()]))
 
             updates.store(exp_avg, m)
             updates.store(exp_avg_sq, v)
             if amsgrad:
                 updates.store(max_exp_avg_sq, v_max)
             updates.store_param(param, copy, p, number)
-        if lost:
-            updates.store(lists.lost(device)[number], torch.stack(lost).sum(0))
     updates.write_results()
+
+
+def corrected_rates(rule: Any, step: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the corrected -lr and the root of the second correction, computed in FP64."""
+    bias_correction1 = 1 - rule.beta1 ** step.double()
+    bias_correction2 = 1 - rule.beta2 ** step.double()
+    return (-(rule.lr / bias_correction1)).to(dtype), bias_correction2.sqrt().to(dtype)
 
 
 def _add_quotient(to: Tensor, a: Tensor, b: Tensor, factor: Tensor) -> None:
@@ -165,7 +161,7 @@ def _add_quotient(to: Tensor, a: Tensor, b: Tensor, factor: Tensor) -> None:
 
 
 def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """Run the update of ``sgd_torch``, with the same bits."""
+    """Run the update of the twin of ``sgd``, with the same bits."""
     if in_main_memory(found_inf):
         return
     updates = CpuUpdate(lists, grad_scale)
@@ -196,7 +192,7 @@ def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
 
 
 def lion_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """Run the update of ``lion_torch``, with the same bits."""
+    """Run the update of the twin of ``lion``, with the same bits."""
     if in_main_memory(found_inf):
         return
     updates = CpuUpdate(lists, grad_scale)

@@ -4,14 +4,14 @@ import ctypes
 import functools
 import itertools
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tritonamp.kernels._tables import Table, stored
+from tritonamp.kernels._tables import CODES, Table, stored
 from tritonamp.kernels._transfer import upload
 
 MIN_CHUNK, MAX_CHUNK = 1 << 12, 1 << 16
@@ -41,7 +41,6 @@ class DeviceTables:
     Args:
         device: device of the tables.
         lists: lists of tensors on all devices, by name.
-        coded: names of the lists of codes, as in ``TensorLists``.
         may_repeat: names of the lists that may repeat "params", as in ``TensorLists``.
         numbers: index of each tensor in the results of kernels.
         places: places in the lists of the tensors on this device.
@@ -56,14 +55,12 @@ class DeviceTables:
         self,
         device: torch.device,
         lists: Mapping[str, Sequence[Tensor]],
-        coded: Collection[str],
         may_repeat: frozenset[str],
         numbers: Sequence[int],
         places: list[int],
         before: int,
     ) -> None:
         self.copies: list[tuple[str, int, Tensor]] = []
-        self._coded = coded
         # One kernel build serves one set of dtypes and one alignment, so each kind of row is a
         # launch of its own.
         kinds = self._rows_by_kind(lists, may_repeat, places)
@@ -133,7 +130,7 @@ class DeviceTables:
                 repeats = name in may_repeat and tensor is lists["params"][i]
                 dtypes.append(None if repeats else tensor.dtype)
                 # a repeated tensor is not loaded, and codes already lie in the order of memory
-                is_loaded = not repeats and name not in self._coded
+                is_loaded = not repeats and tensor.dtype not in CODES
                 used.append(self._kernel_tensor(name, i, tensor, strides) if is_loaded else tensor)
             aligned = _aligned([t.data_ptr() for t in used if t.numel() > 1])
             kinds.setdefault((tuple(dtypes), aligned), []).append((i, used))

@@ -28,6 +28,7 @@ class Implementations:
         triton_function: launches the kernel.
         torch_function: the eager twin, named "<operation>_torch", with the same signature.
         samples: calls for the checks that hold for every operation.
+        name: name of the operation, or None for the twin's.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class Implementations:
         triton_function: Callable[..., Any],
         torch_function: Callable[..., Any],
         samples: Sequence[Sample | ListSample] = (),
+        name: str | None = None,
     ) -> None:
-        self.name = torch_function.__name__.removesuffix("_torch")
+        self.name = name or torch_function.__name__.removesuffix("_torch")
         self.triton_function, self.torch_function = triton_function, torch_function
         self.samples = tuple(samples)
-        _operations[self.name] = self
+        if samples:  # without any, it is a part of another operation
+            _operations[self.name] = self
 
     def uses_triton(self, backend: str, x: Tensor) -> bool:
         """Tell whether ``backend`` selects the kernel on the device of ``x``.

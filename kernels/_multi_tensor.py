@@ -119,7 +119,8 @@ class TensorLists:
     A step makes one, asks for its facts once, and drops it. If a tensor has gaps, or another layout
     than the first list's tensor at its place, kernels access a copy. A list of ``may_repeat``
     counts as absent at places where it holds the very tensor of "params". A sharded tensor is
-    replaced by this rank's part.
+    replaced by this rank's part. Tensors of codes (uint8, int16) are 1-D, in the memory order of
+    "params", and kernels access them as they are.
 
     Args:
         lists: lists of tensors, by name.
@@ -128,8 +129,6 @@ class TensorLists:
         size: length of such results; None: n.
         may_repeat: names of lists that may hold tensors of "params", the first list, again.
         scalars: names of lists of 0-d tensors, which get tables of their own.
-        coded: names of lists of 1-D tensors of codes, in the memory order of "params", which
-            kernels access as they are.
         orders: strides of "params" at each place when its codes were made, part of the comparison
             with earlier steps; empty without codes.
         sharded: whether any tensor is sharded; None: decided by the types of the first list.
@@ -143,7 +142,6 @@ class TensorLists:
         size: int | None = None,
         may_repeat: Iterable[str] = ("copies",),
         scalars: Collection[str] = (),
-        coded: Collection[str] = (),
         orders: Sequence[Hashable] = (),
         sharded: bool | None = None,
         **lists: Sequence[Tensor],
@@ -157,13 +155,19 @@ class TensorLists:
         self.size = n if size is None else size
         self.may_repeat = frozenset(may_repeat)
         self._scalars = scalars
-        self._coded = coded
         self._orders = orders
         self._facts: dict[tuple[str, ...] | None, Facts] = {}
         self._plans: dict[tuple[str, ...] | None, Plan] = {}
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._lists
+
+    def get(self, name: str) -> Sequence[Tensor] | None:
+        """Return a list, or None if there is none of this name."""
+        return self._lists.get(name)
 
     def __getitem__(self, name: str) -> Sequence[Tensor]:
         return self._lists[name]
@@ -173,13 +177,12 @@ class TensorLists:
         may_repeat: Iterable[str],
         scalars: Collection[str],
         lists: Mapping[str, Sequence[Tensor]],
-        coded: Collection[str] = (),
-        orders: Sequence[Hashable] = (),
+        orders: Sequence[Hashable] | None = None,
         numbers: Sequence[int] | None = None,
     ) -> "TensorLists":
         """Return new ``TensorLists`` in which ``lists`` replace or extend these.
 
-        Arguments are those of ``TensorLists``, but None for ``numbers`` keeps the present ones.
+        Arguments are those of ``TensorLists``, but None keeps the present value.
         """
         return TensorLists(
             memory=self.memory,
@@ -187,8 +190,7 @@ class TensorLists:
             size=self.size,
             may_repeat=may_repeat,
             scalars=scalars,
-            coded=coded,
-            orders=orders,
+            orders=self._orders if orders is None else orders,
             sharded=self._sharded,
             **{**self._lists, **lists},
         )
@@ -201,7 +203,7 @@ class TensorLists:
         }
         orders = [self._orders[i] for i in places] if self._orders else ()
         numbers = [self.numbers[i] for i in places]
-        return self.with_lists(self.may_repeat, self._scalars, lists, self._coded, orders, numbers)
+        return self.with_lists(self.may_repeat, self._scalars, lists, orders, numbers)
 
     def at(self, place: int) -> list[Tensor]:
         """Return the tensors of all lists at one place."""
@@ -239,7 +241,7 @@ class TensorLists:
         plan = self.known_plan(names)
         if plan is None:
             lists = {name: self._lists[name] for name in names or self._lists}
-            facts, kinds = self.facts(names), (self._scalars, self._coded, self.may_repeat)
+            facts, kinds = self.facts(names), (self._scalars, self.may_repeat)
             plan = Plan(lists, *kinds, self.numbers, facts)
             self._plans[names] = plan
             # A replay reads a captured plan's tables. If the plan were kept, a later step would

@@ -70,8 +70,9 @@ class MuonLists(UpdateLists):
             # views of the stack, so that kernels write where the products read
             for place, matrix in zip(found, stack.unbind(), strict=True):
                 updates[place] = matrix
-        tensors = lists.tensors.with_lists(("copies",), (), {"updates": updates})
-        super().__init__(tensors, lists.rules, lists.groups, lists.track_lost)
+        may_repeat = "copies", "remainders"
+        tensors = lists.tensors.with_lists(may_repeat, (), {"updates": updates})
+        super().__init__(tensors, lists.rules, lists.groups)
 
 
 def orthogonalize_(matrices: Tensor, rule: MuonRule) -> None:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonamp.kernels._device_tables import DeviceTables
 from tritonamp.kernels._facts import numbers as numbers_of
-from tritonamp.kernels._tables import DTYPES
+from tritonamp.kernels._tables import CODES, DTYPES
 
 T = TypeVar("T")
 
@@ -38,7 +38,6 @@ class Plan:
     Args:
         lists: lists of tensors, by name.
         scalars: names of lists of 0-d tensors, which get tables of their own.
-        coded: names of the lists of codes, as in ``TensorLists``.
         may_repeat: names of the lists that may repeat "params", as in ``TensorLists``.
         numbers: index of each tensor in the results of kernels.
         facts: facts of ``lists``.
@@ -54,7 +53,6 @@ class Plan:
         self,
         lists: Mapping[str, Sequence[Tensor]],
         scalars: Collection[str],
-        coded: Collection[str],
         may_repeat: frozenset[str],
         numbers: Sequence[int],
         facts: Facts,
@@ -63,12 +61,12 @@ class Plan:
         self._kind, self._pointers = facts
         # kept with the plan, because they read its tables
         self._launches: dict[Hashable, Any] = {}
-        self.devices = _kernel_devices(lists, coded)
+        self.devices = _kernel_devices(lists)
         # a table's rows have one number of elements for all lists, which step counts do not share
         shaped = {name: tensors for name, tensors in lists.items() if name not in scalars}
         apart = {name: tensors for name, tensors in lists.items() if name in scalars}
-        parts = _parts(self.devices, shaped, coded, may_repeat, numbers)
-        scalar_parts = _parts(self.devices if apart else [], apart, (), frozenset(), numbers)
+        parts = _parts(self.devices, shaped, may_repeat, numbers)
+        scalar_parts = _parts(self.devices if apart else [], apart, frozenset(), numbers)
         self.tables = [table for part in parts for table in part.tables]
         self.scalar_tables = [table for part in scalar_parts for table in part.tables]
         self.copies = [copy for part in (*parts, *scalar_parts) for copy in part.copies]
@@ -113,7 +111,6 @@ class Plan:
 def _parts(
     devices: Sequence[torch.device],
     lists: Mapping[str, Sequence[Tensor]],
-    coded: Collection[str],
     may_repeat: frozenset[str],
     numbers: Sequence[int],
 ) -> list[DeviceTables]:
@@ -123,27 +120,27 @@ def _parts(
         places = [i for i, t in enumerate(next(iter(lists.values()))) if t.device == device]
         # chunks are numbered over all devices, since each has its own slot among the partial sums
         before = sum(table.chunks for part in parts for table in part.tables)
-        parts.append(DeviceTables(device, lists, coded, may_repeat, numbers, places, before))
+        parts.append(DeviceTables(device, lists, may_repeat, numbers, places, before))
     return parts
 
 
 def _kernel_devices(
-    lists: Mapping[str, Sequence[Tensor]], coded: Collection[str]
+    lists: Mapping[str, Sequence[Tensor]],
 ) -> list[torch.device]:
     """Return the devices of the tensors, or none if kernels cannot run on these lists.
 
-    Kernels need an element somewhere, one device at each place, and dtypes of ``DTYPES``.
+    Kernels need an element somewhere, one device at each place, and dtypes of ``DTYPES`` and
+    ``CODES``.
     """
     rows = list(zip(*lists.values(), strict=True))
-    # codes are bytes that a kernel decodes itself, so their dtype is not in DTYPES
-    numbers = (tensors for name, tensors in lists.items() if name not in coded)
     suited = (
         any(row[0].numel() for row in rows)
         and all(len({t.device for t in row}) == 1 for row in rows)
-        and all(map(_suits_kernels, itertools.chain(*numbers)))
+        and all(map(_suits_kernels, itertools.chain(*rows)))
     )
     return list(dict.fromkeys(row[0].device for row in rows)) if suited else []
 
 
 def _suits_kernels(tensor: Tensor) -> bool:
-    return tensor.dtype in DTYPES and not is_traceable_wrapper_subclass(tensor)
+    is_known = tensor.dtype in DTYPES or tensor.dtype in CODES
+    return is_known and not is_traceable_wrapper_subclass(tensor)

@@ -1,12 +1,11 @@
 """Calls whose kernels ``bench/static.py`` builds without a GPU, and the limits that it checks."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from tritonamp.kernels._multi_tensor import TensorLists
-from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
 
 HALF, BF16, WIDE = torch.float16, torch.bfloat16, torch.float32
 LEVELS = (
@@ -47,33 +46,6 @@ class Shipped(NamedTuple):
 def build_name(*words: object) -> str:
     """Return the words, without those that are False, joined by spaces; dtypes without "torch."."""
     return " ".join(str(word) for word in words if word is not False).replace("torch.", "")
-
-
-def shipped_update(
-    aligned: bool,
-    level: tuple[torch.dtype, torch.dtype, torch.dtype | None],
-    states: Mapping[str, torch.dtype | str],
-    rule: Hyperparameters,
-    track_lost: bool = False,
-    state: str = "fp32",
-    optional: Iterable[str] = (),
-) -> UpdateLists:
-    """Return lists of one group for an update, of small tensors.
-
-    Args:
-        aligned: all pointers are multiples of 16 bytes.
-        level: one of ``LEVELS``.
-        states: dtypes of the optimizer's state by name, or "params" for a state that the group
-            lacks.
-        rule: hyperparameters of the group.
-        track_lost: the update counts lost updates, as in ``UpdateLists``.
-        state: number format of the moments, as in ``UpdateLists``.
-        optional: names of states that a group may lack.
-    """
-    param, grad, copy = level
-    of_lists = {"params": param, "grads": grad, **states, "copies": copy or "params", "steps": WIDE}
-    tensors = shipped_lists(aligned, ("copies", *optional), ("steps",), **of_lists)
-    return UpdateLists(tensors, [rule], [0], track_lost, state)
 
 
 def shipped_lists(

@@ -105,16 +105,14 @@ def padded(numel: int) -> int:
     return -(-numel // BLOCK) * BLOCK
 
 
-def moments_size(numel: int, moments: int) -> int:
-    """Return the number of bytes of a parameter's moments: codes of each moment, then exponents."""
-    return moments * (padded(numel) + padded(numel) // BLOCK)
+def codes_size(numel: int) -> int:
+    """Return the number of bytes of a moment in codes: those of whole blocks, then exponents."""
+    return padded(numel) + padded(numel) // BLOCK
 
 
-def split_moments(memory: Tensor, size: int, moments: int) -> list[tuple[Tensor, Tensor]]:
-    """Return codes (size,) and exponents (size / BLOCK,) of each moment, as views."""
-    codes = memory[: moments * size].view(moments, size)
-    exponents = memory[moments * size :].view(moments, size // BLOCK)
-    return list(zip(codes, exponents, strict=True))
+def split_codes(memory: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Return codes (padded(numel),) and exponents (padded(numel) / BLOCK,), as views."""
+    return memory[: padded(numel)], memory[padded(numel) :]
 
 
 # FP32 rounded to fewer bits of mantissa
@@ -296,34 +294,17 @@ def split(x, BF16: tl.constexpr):
 
 
 @triton.jit
-def load_master(params, remainders, offs, mask, whole, HALF: tl.constexpr):
-    """Return stored parameters in FP32, and their FP32 masters; both are equal if HALF is None."""
-    stored = tl.load(params + offs, mask=mask, other=0.0).to(tl.float32)
-    if HALF is None:
-        return stored, stored
-    # remainders are padded to whole blocks, so their mask ends later than the parameters'
-    remainder = tl.load(remainders + offs, mask=offs < whole, other=0)
-    return stored, joined(stored, remainder, HALF == "bfloat16")
-
-
-@triton.jit
-def store_master(
-    p, params, remainders, overflow_ptr, offs, mask, whole, HALF: tl.constexpr, ROWS: tl.constexpr
-):
-    """Store FP32 masters of ROWS blocks; return the values of the parameters afterwards, in FP32.
-
-    The flag is set if a finite master has no finite half value.
-    """
-    if HALF is not None:
-        half, remainder = split(p, HALF == "bfloat16")
-        tl.store(remainders + offs, remainder.to(tl.int16), mask=offs < whole)
-        beyond = (tl.abs(half) == float("inf")) & (tl.abs(p) < float("inf")) & mask
-        # (ROWS, 32, 4): the four elements of a thread, which reduces them without shared memory
-        of_thread = tl.max(tl.reshape(beyond.to(tl.int32), (ROWS, 32, 4)), 2)
-        tl.store(overflow_ptr + of_thread * 0, 1, mask=of_thread != 0)
-        p = half
-    tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
-    return p
+def rounded_half(x, TYPE: tl.constexpr):
+    """Return FP32 values rounded to the type named TYPE, in FP32; a NaN is some NaN."""
+    if TYPE == "bfloat16":
+        # in integers, because the interpreter truncates to bfloat16
+        bits = x.to(tl.int32, bitcast=True)
+        bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
+        return tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
+    elif TYPE == "float16":
+        return x.to(tl.float16).to(tl.float32)
+    else:
+        return x
 
 
 def join_master(half: Tensor, remainder: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from tritonamp.kernels.device import INTERPRETED, WARP_SIZE, tl, triton
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Names in ``triton.language`` of the dtypes that kernels accept."""
+CODES = {torch.uint8: "uint8", torch.int16: "int16"}
+"""The same for tensors of codes, which lie in the order of memory of "params"."""
 NUM_WARPS = 8
 
 
@@ -46,7 +48,8 @@ class Table(NamedTuple):
     def type(self, name: str) -> Any:
         """Return the list's element type in ``triton.language``, or None if it repeats "params"."""
         dtype = self.dtypes[name]
-        return None if dtype is None else getattr(tl, DTYPES[stored(dtype)])
+        names = DTYPES | CODES
+        return None if dtype is None else getattr(tl, names[stored(dtype)])
 
     def launch_of(
         self,
@@ -89,13 +92,12 @@ class Table(NamedTuple):
 
 
 @triton.jit
-def chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC: tl.constexpr):
-    """Return where this program's chunk begins, its whole vectors end, and it ends; int64."""
+def chunk_bounds(numel_ptr, first_ptr, row, number, chunk, VEC: tl.constexpr):
+    """Return where chunk ``number`` begins, where its whole vectors end, and its end; int64."""
     # The table is int64, and so are offsets: a tensor may have more than 2**31 elements.
     numel = tl.load(numel_ptr + row)
-    begin = (tl.program_id(0) - tl.load(first_ptr + row)) * (
-        chunk // VEC * VEC
-    )  # tells the compiler that VEC divides begin
+    # the quotient times VEC tells the compiler that VEC divides begin
+    begin = (number - tl.load(first_ptr + row)) * (chunk // VEC * VEC)
     # A mask that could end inside a vector would make the compiler load element by element. So a
     # loop stops at the last multiple of VEC, and the caller handles the tail.
     end = tl.minimum(begin + chunk, numel)

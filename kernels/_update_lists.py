@@ -1,6 +1,6 @@
 """The lists and hyperparameters of one optimizer's step, and how they reach the device."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,6 @@ from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch, Operand
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._plan import Plan
-from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._transfer import in_main_memory, transfer
 
 
@@ -27,30 +26,22 @@ class UpdateLists:
 
     Attributes:
         tensors: "params", "grads", "copies" (the parameter itself where there is no copy), and the
-            optimizer's state under the operation's names, in FP32 (the parameter itself where a
-            group has no such state); "steps", step counts as 0-d float32 tensors, if the optimizer
-            counts them.
+            optimizer's state under the operation's names (the parameter itself where a group has no
+            such state). A state is FP32, bfloat16 or codes (uint8 of shape (codes_size(n),)); FP64
+            parameters have FP64 state. There may be three more lists: "steps", step counts as 0-d
+            float32 tensors, if the optimizer counts them or state is codes; "remainders", int16 of
+            shape (padded(n),), the bits that half parameters lack of FP32 masters (the parameter
+            itself where it is FP32); "changes", the memory of ``_change_bits``.
         rules: hyperparameters by group.
         groups: number of each tensor's group.
-        track_lost: whether to count lost updates in memory that is kept as "lost", int64 by number:
-            elements whose half value stayed although the update was not zero, and all elements
-            whose update was not zero. Both are 0 for parameters without a half value.
-        state: number format of the moments: "fp32", "bf16" or "8bit".
     """
 
     def __init__(
-        self,
-        tensors: TensorLists,
-        rules: Sequence[Hyperparameters],
-        groups: Sequence[int],
-        track_lost: bool = False,
-        state: str = "fp32",
+        self, tensors: TensorLists, rules: Sequence[Hyperparameters], groups: Sequence[int]
     ) -> None:
         self.tensors = tensors
         self.rules = rules
         self.groups = groups
-        self.track_lost = track_lost
-        self.state = state
         self._numbers: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def numbers(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -88,12 +79,6 @@ class UpdateLists:
                     tensors.append((g, k, value))
         return rows, tensors
 
-    def lost(self, device: torch.device) -> Tensor:
-        """Return the counts of lost updates, by number."""
-        # one row if nothing is counted, because the kernel's pointer must be valid
-        size = self.tensors.size if self.track_lost else 1
-        return self.tensors.kept("lost", (size, 2), torch.int64, device)
-
     def overflow(self, device: torch.device) -> Tensor:
         """Return the flags that ``store_copy`` sets, by number."""
         return self.tensors.kept("overflow", (self.tensors.size,), torch.int32, device)
@@ -104,10 +89,16 @@ class UpdateLists:
         return groups, rules, Operand.GRAD_SCALE, Operand.FOUND_INF, self.overflow(device)
 
     def rows(self, names: Sequence[str]) -> Iterator[tuple[Any, Any, int]]:
-        """Yield the tensors at each place, complex ones as real ones, with rule and number."""
-        lists = (map(_as_real, self.tensors[name]) for name in names)
-        for row, number in zip(zip(*lists, strict=True), self.tensors.numbers, strict=True):
-            yield row, self.rules[self.groups[number]], number
+        """Yield the tensors at each place, complex ones as real ones, with rule and number.
+
+        A list that there is not yields None.
+        """
+        lists = list(map(self.tensors.get, names))
+        for place, number in enumerate(self.tensors.numbers):
+            row = [None if tensors is None else tensors[place] for tensors in lists]
+            # a tensor that stands in two lists stays one tensor
+            real = {id(tensor): _as_real(tensor) for tensor in row if tensor is not None}
+            yield [real.get(id(tensor)) for tensor in row], self.rules[self.groups[number]], number
 
     def run(
         self,
@@ -167,7 +158,7 @@ class UpdateLists:
                 launch.prepare(*operands[device])
             return made
 
-        key = launches, len(self.rules), self.track_lost
+        key = launches, len(self.rules)
         for launch, device in plan.prepared(key, prepare):
             launch(*operands[device])
 
@@ -223,58 +214,6 @@ def unscaled(grad: Tensor, grad_scale: Tensor | None, maximize: bool, dtype: tor
     if grad_scale is not None:
         grad = grad * grad_scale.to(grad.device)
     return -grad if maximize else grad
-
-
-def update_samples(
-    rule: Hyperparameters,
-    states: Mapping[str, Callable[[Tensor], Tensor] | None],
-    bytes: int,
-    optional: Iterable[str] = (),
-) -> list[ListSample]:
-    """Return samples of an optimizer's third step, on masters with copies and on half parameters.
-
-    Args:
-        rule: hyperparameters of all tensors.
-        states: by name, a function that makes a state from the parameter's FP32 values; None: there
-            is no such state.
-        bytes: bytes that a step moves for each parameter with master and copy.
-        optional: names of states that a group may lack.
-    """
-
-    def args(tensors: list[Tensor], half: torch.dtype, masters: bool) -> tuple[Any, ...]:
-        params = tensors if masters else [t.to(half) for t in tensors]
-        given: dict[str, Any] = {
-            name: params if make is None else [make(t) for t in tensors]
-            for name, make in states.items()
-        }
-        copies = [torch.zeros_like(p, dtype=half) for p in params] if masters else params
-        lists = UpdateLists(
-            TensorLists(
-                may_repeat=("copies", *optional),
-                params=params,
-                grads=[t.to(half) for t in tensors],
-                **given,
-                copies=copies,
-                scalars=("steps",),
-                # not the first step, in which bias corrections hide errors of the moments
-                steps=[t.new_full((), 2.0) for t in tensors],
-            ),
-            rules=[rule],
-            groups=[0] * len(tensors),
-        )
-        return lists, tensors[0].new_full((), 0.5), tensors[0].new_zeros(())
-
-    def results(args: tuple[Any, ...], _: None) -> list[Tensor]:
-        lists = args[0]
-        written = [*lists.tensors["params"], *lists.tensors["copies"], *lists.tensors["steps"]]
-        return written + [t for name in states for t in lists.tensors[name]]
-
-    return [
-        ListSample(lambda tensors, half: args(tensors, half, True), results, bytes),
-        ListSample(
-            lambda tensors, half: args(tensors, half, False), results, variant="of half parameters"
-        ),
-    ]
 
 
 def _as_real(tensor: Tensor) -> Tensor:

@@ -1,39 +1,21 @@
-"""One step of AdamW or Adam over lists of tensors. 28 B/param with FP32 masters and half copies.
+"""The rule of AdamW and Adam. A step moves 28 B/param with FP32 masters and half copies.
 
 Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), and Kingma and Ba,
 "Adam" (2015), in the order of operations of ``torch.optim.AdamW``.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._adam_rates import (
-    RATES,
-    adam_rates_kernel,
-    adam_update,
-    adam_update_twin,
-    load_rates,
-)
-from tritonamp.kernels._cpu_steps import adamw_on_cpu
-from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import Launch, Operand
-from tritonamp.kernels._plan import Plan
-from tritonamp.kernels._sample import ListSample
-from tritonamp.kernels._shipped import BF16, HALF, LEVELS, WIDE, Shipped, build_name, shipped_update
-from tritonamp.kernels._small_state import (
-    in_memory_of,
-    random_bits,
-    random_bits_twin,
-    rounded,
-    rounded_twin,
-)
-from tritonamp.kernels._tables import chunk_bounds, element_pointer, store_copy, tail_offsets
-from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled, update_samples
-from tritonamp.kernels.device import WARP_SIZE, tl, triton
+from tritonamp.kernels._cpu_steps import adamw_on_cpu, corrected_rates
+from tritonamp.kernels._shipped import Shipped
+from tritonamp.kernels._small_state import SIGNED, UNSIGNED
+from tritonamp.kernels._update import Update
+from tritonamp.kernels._update_samples import shipped_updates
+from tritonamp.kernels.device import tl, triton
 
 
 class AdamRule(NamedTuple):
@@ -52,255 +34,121 @@ class AdamRule(NamedTuple):
     maximize: bool
 
     def numbers(self) -> Sequence[float | Tensor]:
-        """Return the row of numbers that adam_rates_kernel reads."""
+        """Return the row of numbers that ``prepare`` reads."""
         signs = float(self.decoupled_weight_decay), -1.0 if self.maximize else 1.0
         return *self[:5], *signs
 
 
-OPTIONAL = ("max_exp_avg_sqs",)  # state that a group may lack
-# Elements that a thread holds. With 8 the compiler converts layouts, which takes shared memory and
-# 117 to 255 registers instead of 54.
-_VEC = 4
+@triton.jit
+def _power(base, exponent):
+    """Raise ``base`` to an int32 ``exponent`` by squaring, with at most 48 roundings."""
+    result = tl.full(exponent.shape, 1.0, tl.float64)
+    # 25 bits hold any count of steps, because an FP32 count is exact up to 2**24
+    for _ in range(25):
+        result = tl.where(exponent % 2 == 1, result * base, result)
+        base *= base
+        exponent //= 2
+    return result
 
 
 @triton.jit
-def _update(
-    offs, mask, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies, overflow_ptr, rates,
-    step_count, number,
-    AMSGRAD: tl.constexpr, COPY: tl.constexpr, LOST: tl.constexpr, BF16: tl.constexpr,
-    VEC: tl.constexpr,
-):  # fmt: skip
-    """Update one tile; return which elements lost their update (under LOST), and which moved."""
-    # masked elements are loaded as 0, and none of their results is stored
-    stored = tl.load(params + offs, mask=mask, other=0.0)
-    m = tl.load(exp_avgs + offs, mask=mask, other=0.0).to(tl.float32)
-    v = tl.load(exp_avg_sqs + offs, mask=mask, other=0.0).to(tl.float32)
-    grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32)
-    v_max = v
-    if AMSGRAD:
-        v_max = tl.load(max_exp_avg_sqs + offs, mask=mask, other=0.0).to(tl.float32)
-    p = stored.to(tl.float32)
-    p, m, v, v_max, moves = adam_update(p, grad, m, v, v_max, rates, AMSGRAD)
-
-    # Rounded to the nearest in bfloat16, a second moment would never decay (_small_state says why).
-    # Both moments get bits of their own.
-    if BF16:
-        random, other = random_bits(offs, step_count, number)
-        m, v, v_max = rounded(m, random, 16), rounded(v, other, 16), rounded(v_max, other, 16)
-    tl.store(exp_avgs + offs, m.to(exp_avgs.dtype.element_ty), mask=mask)
-    tl.store(exp_avg_sqs + offs, v.to(exp_avg_sqs.dtype.element_ty), mask=mask)
-    if AMSGRAD:
-        tl.store(max_exp_avg_sqs + offs, v_max.to(exp_avg_sqs.dtype.element_ty), mask=mask)
-    # lost: the update is not zero, and the half value stays
-    moves &= mask
-    lost = moves
-    # the old half value is read before the stores below replace it
-    if LOST:
-        half = tl.load(copies + offs, mask=mask, other=0.0) if COPY else stored
-        lost &= p.to(half.dtype) == half
-    tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
-    if COPY:
-        store_copy(copies, overflow_ptr, offs, mask, p, VEC)
-    return lost, moves
+def prepare(rule, step, grad_scale_ptr, rates, mask):
+    """Store the rates of a step, computed in FP64 and rounded once."""
+    lr = tl.load(rule, mask=mask)
+    beta1, beta2 = tl.load(rule + 1, mask=mask), tl.load(rule + 2, mask=mask)
+    eps, weight_decay = tl.load(rule + 3, mask=mask), tl.load(rule + 4, mask=mask)
+    decoupled, sign = tl.load(rule + 5, mask=mask), tl.load(rule + 6, mask=mask)
+    # in FP64, because for beta2 = 0.999 FP32 would lose ten bits of the first corrections
+    bias_correction1 = 1.0 - _power(beta1, step.to(tl.int32))
+    bias_correction2 = 1.0 - _power(beta2, step.to(tl.int32))
+    # the sign for maximize is part of the factor, so that elements need no further multiplication
+    tl.store(rates, tl.load(grad_scale_ptr) * sign.to(tl.float32), mask=mask)
+    decay = tl.where(decoupled != 0.0, 1.0 - lr * weight_decay, 1.0)
+    l2 = tl.where(decoupled != 0.0, 0.0, weight_decay)
+    tl.store(rates + 1, decay.to(tl.float32), mask=mask)
+    tl.store(rates + 2, l2.to(tl.float32), mask=mask)
+    # 1 - beta is rounded once from FP64: the difference of FP32 values would lose digits near 1
+    tl.store(rates + 3, (1.0 - beta1).to(tl.float32), mask=mask)
+    tl.store(rates + 4, beta2.to(tl.float32), mask=mask)
+    tl.store(rates + 5, (1.0 - beta2).to(tl.float32), mask=mask)
+    tl.store(rates + 6, tl.sqrt(bias_correction2).to(tl.float32), mask=mask)
+    tl.store(rates + 7, eps.to(tl.float32), mask=mask)
+    tl.store(rates + 8, (-lr / bias_correction1).to(tl.float32), mask=mask)
 
 
 @triton.jit
-def count_lost(lost_ptr, lost, moves):
-    """Add a tile's counts of lost and of moved elements to those of its tensor, int64."""
-    # atomics on integers are exact in any order, so the counts are the same in every run
-    tl.atomic_add(lost_ptr, tl.sum(lost, 0).to(tl.int64), sem="relaxed")
-    tl.atomic_add(lost_ptr + 1, tl.sum(moves, 0).to(tl.int64), sem="relaxed")
+def load_rule(rates, grad_scale_ptr):
+    """Return the factor on gradients and the other rates of a tensor."""
+    return tl.load(rates), (
+        tl.load(rates + 1), tl.load(rates + 2), tl.load(rates + 3), tl.load(rates + 4),
+        tl.load(rates + 5), tl.load(rates + 6), tl.load(rates + 7), tl.load(rates + 8),
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("chunk",))
-def adamw_kernel(
-    params_ptr, grads_ptr, exp_avgs_ptr, exp_avg_sqs_ptr, max_exp_avg_sqs_ptr, copies_ptr,
-    numel_ptr, first_ptr, number_ptr, rows_ptr,
-    rates_ptr, found_inf_ptr, overflow_ptr, lost_ptr, chunk,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, MOMENT: tl.constexpr,
-    AMSGRAD: tl.constexpr, LOST: tl.constexpr, BF16: tl.constexpr, RATES: tl.constexpr,
-    VEC: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Update one chunk.
+@triton.jit
+def update(
+    p, grad, m, v, v_max, rates, FIRST: tl.constexpr, SECOND: tl.constexpr, AMSGRAD: tl.constexpr
+):
+    """Return p, m, v and v_max after a step.
 
-    COPY is the type of the copies, or None. LOST counts the half values that do not change. BF16
-    rounds the moments to bfloat16, whatever the type MOMENT of their memory is.
+    Each sum with a product is written as an fma. Otherwise the compiler would decide where to fuse
+    by the surrounding code, and elements of a tail would be rounded unlike those of a tile.
     """
-    # A skip is decided on the device, and every program returns before it writes: all bits stay.
-    if tl.load(found_inf_ptr) != 0.0:
-        return
-    row = tl.load(rows_ptr + tl.program_id(0))
-    number = tl.load(number_ptr + row)
-    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
-    params = element_pointer(params_ptr, row, PARAM, VEC)
-    grads = element_pointer(grads_ptr, row, GRAD, VEC)
-    exp_avgs = element_pointer(exp_avgs_ptr, row, MOMENT, VEC)
-    exp_avg_sqs = element_pointer(exp_avg_sqs_ptr, row, MOMENT, VEC)
-    # pointers that are never read still need a type
-    max_exp_avg_sqs, copies = exp_avg_sqs, params
-    if AMSGRAD:
-        max_exp_avg_sqs = element_pointer(max_exp_avg_sqs_ptr, row, MOMENT, VEC)
-    if COPY is not None:
-        copies = element_pointer(copies_ptr, row, COPY, VEC)
-    rates_ptr += number * RATES
-    rates, step_count = load_rates(rates_ptr), tl.load(rates_ptr + 9)
-    overflow = overflow_ptr + number
-    j = tl.arange(0, BLOCK)
-    all_lost, all_moves = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    for at in range(begin, whole, BLOCK):
-        lost, moves = _update(
-            at + j, at + j < whole, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies,
-            overflow, rates, step_count, number, AMSGRAD, COPY is not None, LOST, BF16, VEC,
-        )  # fmt: skip
-        if LOST:
-            all_lost += lost.to(tl.int32)
-            all_moves += moves.to(tl.int32)
-    if LOST:
-        count_lost(lost_ptr + 2 * number, all_lost, all_moves)
-    # the tail's mask is separate, because a mask that ends inside a vector splits every load of the
-    # loop
-    if whole < end:
-        offs = tail_offsets(whole, VEC)
-        lost, moves = _update(
-            offs, offs < end, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies,
-            overflow, rates, step_count, number, AMSGRAD, COPY is not None, LOST, BF16, VEC,
-        )  # fmt: skip
-        if LOST:
-            count_lost(lost_ptr + 2 * number, lost.to(tl.int32), moves.to(tl.int32))
+    decay, l2, weight1, beta2, weight2, correction, eps, rate = rates
+    # weight decay
+    # torch leaves the term out if weight decay is 0, and 0 * p is NaN for an infinite p
+    grad = tl.where(l2 == 0.0, grad, tl.fma(l2, p, grad))
+    # moments; torch.lerp starts from the end that is nearer, so both of its forms are here
+    apart = grad - m
+    m = tl.where(weight1 < 0.5, tl.fma(weight1, apart, m), tl.fma(weight1 - 1.0, apart, grad))
+    v = tl.fma(v, beta2, weight2 * grad * grad)
+    # maximum drops a NaN by default, and torch.maximum keeps it
+    v_max = tl.maximum(v_max, v, propagate_nan=tl.PropagateNan.ALL) if AMSGRAD else v
+    # update, with correctly rounded root and quotient: Triton's `/` and tl.sqrt are approximations
+    denom = tl.div_rn(tl.sqrt_rn(v_max), correction) + eps
+    return tl.fma(p, decay, tl.div_rn(rate * m, denom)), m, v, v_max
 
 
-def adamw_triton(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    with lists.tensors.launches(_WRITTEN) as plan:
-        lists.launch(plan, _launches, grad_scale, found_inf)
+def update_twin(
+    p: Tensor, grad: Tensor, m: Tensor, v: Tensor, v_max: Tensor | None, rule: Any, step: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return what ``update`` returns."""
+    # weight decay
+    if rule.weight_decay != 0 and rule.decoupled_weight_decay:
+        p = p * (1 - rule.lr * rule.weight_decay)
+    elif rule.weight_decay != 0:
+        grad = grad + rule.weight_decay * p
+    # moments
+    weight1, beta1 = 1 - rule.beta1, rule.beta1
+    m = m.lerp(grad, weight1.to(m) if isinstance(beta1, Tensor) else weight1)
+    # the product of gradients is rounded before the sum, as it was in runs of older checkpoints
+    v = v * rule.beta2 + grad * (1 - rule.beta2) * grad
+    v_max = v_max if v_max is None else torch.maximum(v_max, v)
+    # update
+    rate, correction = corrected_rates(rule, step, p.dtype)
+    denom = (v if v_max is None else v_max).sqrt() / correction + rule.eps
+    return p + rate * m / denom, m, v, v_max
 
 
-def _launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
-    yield from rate_launches(lists, plan)
-    # one launch for each kind of table, because types are constants of a kernel
-    for t in plan.tables:
-        amsgrad = t.type("max_exp_avg_sqs") is not None
-        types = t.type("params"), t.type("grads"), t.type("copies"), t.type("exp_avgs")
-        # an FP32 parameter without a half copy has no half value to stay behind
-        counts_lost = lists.track_lost and (types[2] or types[0]) != tl.float32
-        flags = Operand.FOUND_INF, lists.overflow(t.device), lists.lost(t.device)
-        operands = rates_of(lists, t.device), *flags
-        constants = *types, amsgrad, counts_lost, lists.state == "bf16", RATES
-        yield t.launch_of(adamw_kernel, _LISTS, operands, constants, _VEC)
+_RULE = AdamRule(0.01, 0.9, 0.99, 1e-8, 0.01, True, False, False)
+_RULES = _RULE, _RULE._replace(amsgrad=True)
 
-
-_LISTS = "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
-_WRITTEN = "params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
-
-
-def rate_launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
-    """Yield the launches that count steps and compute rates."""
-    for t in plan.scalar_tables:
-        rules, groups = lists.numbers(t.device)
-        scalars = Operand.GRAD_SCALE, Operand.FOUND_INF
-        results = rates_of(lists, t.device), lists.lost(t.device)
-        counts = t.pointers["steps"], t.number, groups, rules, *scalars, *results
-        grid = -(-len(t.number) // WARP_SIZE), 1, 1
-        options = lists.track_lost, RATES, WARP_SIZE
-        yield Launch(adam_rates_kernel, grid, (len(t.number),), options, 1, tensors=counts)
-
-
-def rates_of(lists: UpdateLists, device: torch.device) -> Tensor:
-    """Return the memory of the rates, FP32 of shape (size, RATES)."""
-    return lists.tensors.kept("rates", (lists.tensors.size, RATES), torch.float32, device)
-
-
-def adamw_torch(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    results = PendingWrites(found_inf)
-    for row, rule, number in lists.rows((*_LISTS, "steps")):
-        param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy, steps = row
-        dtype, step = torch.promote_types(param.dtype, torch.float32), steps + 1
-        p, m, v = (x.to(dtype) for x in (param, exp_avg, exp_avg_sq))
-        # unscale and clip
-        grad = unscaled(grad, grad_scale, rule.maximize, dtype)
-        before = max_exp_avg_sq.to(dtype)
-        p, m, v, v_max, update = adam_update_twin(p, grad, m, v, before, rule, step)
-        decayed, p = p, p + update
-        # Rounded to the nearest in bfloat16, a second moment would never decay (_small_state says
-        # why). FP64 moments are not rounded.
-        if lists.state == "bf16" and dtype is torch.float32:
-            both = random_bits_twin(param, step, number)
-            random, other = (in_memory_of(param, bits) for bits in both)
-            m = rounded_twin(m, random, 16)
-            v, v_max = rounded_twin(v, other, 16), rounded_twin(v_max, other, 16)
-
-        for target, value in ((exp_avg, m), (exp_avg_sq, v), (param, p), (steps, step)):
-            results.put(target, value)
-        if rule.amsgrad:
-            results.put(max_exp_avg_sq, v_max)
-        if copy is not param:
-            results.put_copy(copy, p, lists.overflow(param.device)[number])
-        # lost: the update is not zero, and the half value stays
-        if lists.track_lost and copy.dtype in (torch.float16, torch.bfloat16):
-            moves = (update != 0) | (param.to(dtype) != decayed)
-            lost = moves & (p.to(copy.dtype) == copy)
-            results.put(lists.lost(param.device)[number], torch.stack([lost.sum(), moves.sum()]))
-    results.write()
-
-
-def adamw(
-    lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None, backend: str = "auto"
-) -> None:
-    """Update parameters, moments, step counts and half copies in place, with arithmetic in FP32.
-
-    Args:
-        lists: lists of n parameters with their hyperparameters. "params" are FP32 masters, or half
-            parameters without masters; "grads" have any floating dtype; "exp_avgs", "exp_avg_sqs"
-            and "max_exp_avg_sqs" are FP32, or bfloat16 and rounded stochastically if
-            ``lists.state`` is "bf16"; FP64 parameters have FP64 moments and arithmetic; "steps" and
-            "copies" are as in ``UpdateLists``.
-        grad_scale: 0-d factor on the gradients (1/scale times the clip coefficient), or None for 1.
-        found_inf: 0-d flag; any value other than 0 leaves every bit unchanged. None: always step.
-        backend: "auto", "triton" or "eager".
-    """
-    on_cpu = adamw_on_cpu if lists.state == "fp32" else None
-    lists.run(ADAMW, on_cpu, backend, grad_scale, found_inf)
-
-
-def _samples() -> Iterator[ListSample]:
-    for amsgrad in (False, True):
-        rule = AdamRule(0.01, 0.9, 0.99, 1e-8, 0.01, True, amsgrad, False)
-        states = {
-            "exp_avgs": lambda t: t / 2,
-            "exp_avg_sqs": torch.square,
-            "max_exp_avg_sqs": torch.square if amsgrad else None,
-        }
-        with_masters, of_half = update_samples(rule, states, 36 if amsgrad else 28, OPTIONAL)
-        yield with_masters._replace(variant="amsgrad" if amsgrad else "")
-        if not amsgrad:
-            yield of_half
-
-
-ADAMW = Implementations(adamw_triton, adamw_torch, [*_samples()])
+ADAMW = adamw = Update(
+    "adamw",
+    AdamRule,
+    {"exp_avgs": SIGNED, "exp_avg_sqs": UNSIGNED, "max_exp_avg_sqs": UNSIGNED},
+    load_rule,
+    update,
+    update_twin,
+    rules=_RULES,
+    optional={"max_exp_avg_sqs": "amsgrad"},
+    counts_steps=True,
+    prepare=prepare,
+    prepared=9,
+    on_cpu=adamw_on_cpu,
+)
 
 
 def shipped() -> Iterator[Shipped]:
-    """Yield calls for all levels, with amsgrad, lost updates and bfloat16 moments."""
-    flags = (False, True)
-    for level, amsgrad, aligned, lost, small in itertools.product(
-        LEVELS, flags, flags, flags, flags
-    ):
-        _, grad, copy = level
-        if lost and (grad is not HALF or amsgrad or not aligned):
-            continue
-        if small and (copy is None or amsgrad or lost):
-            continue
-        moment = BF16 if small else WIDE
-        states = {
-            "exp_avgs": moment,
-            "exp_avg_sqs": moment,
-            "max_exp_avg_sqs": WIDE if amsgrad else "params",
-        }
-        rule = AdamRule(0.1, 0.9, 0.99, 1e-8, 0.0, True, amsgrad, False)
-        state = "bf16" if small else "fp32"
-        lists = shipped_update(aligned, level, states, rule, lost, state, OPTIONAL)
-        words = amsgrad and "amsgrad", not aligned and "unaligned", lost and "lost"
-        name = build_name("adamw", *level, *words, small and "bf16")
-        registers = 80 if lost or small else 72 if copy and grad is WIDE else 64
-        shared = None if lost else 0
-        args = lists, None, None
-        yield Shipped(name, adamw_triton, args, registers, max_shared=shared)
+    """Yield calls in all formats."""
+    yield from shipped_updates(ADAMW, _RULES)

@@ -26,7 +26,7 @@ def cast_kernel(
 ):  # fmt: skip
     """Update one chunk of the copies."""
     row = tl.load(rows_ptr + tl.program_id(0))
-    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
+    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, tl.program_id(0), chunk, VEC)
     params = element_pointer(params_ptr, row, PARAM, VEC)
     copies = element_pointer(copies_ptr, row, COPY, VEC)
     overflow_ptr += tl.load(number_ptr + row)

@@ -45,7 +45,7 @@ def ema_kernel(
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
-    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
+    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, tl.program_id(0), chunk, VEC)
     averages = element_pointer(averages_ptr, row, tl.float32, VEC)
     params = element_pointer(params_ptr, row, PARAM, VEC)
     j = tl.arange(0, BLOCK)

@@ -27,7 +27,7 @@ def grad_stats_kernel(
 ):  # fmt: skip
     """Reduce one chunk to an integer maximum, which is exact in any order, and a partial sum."""
     row = tl.load(rows_ptr + tl.program_id(0))
-    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
+    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, tl.program_id(0), chunk, VEC)
     grads = element_pointer(grads_ptr, row, TYPE, VEC)
     j = tl.arange(0, BLOCK)
     # integers, whose maximum is exact in any order: one pass finds amax, inf and NaN

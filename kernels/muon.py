@@ -18,15 +18,15 @@ from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._muon_lists import MuonLists, MuonRule, orthogonalize_
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
-from tritonamp.kernels._shipped import LEVELS, WIDE, Shipped, build_name, shipped_update
-from tritonamp.kernels._tables import chunk_bounds, element_pointer, store_copy, tail_offsets
+from tritonamp.kernels._shipped import LEVELS, WIDE, Shipped, build_name, shipped_lists
+from tritonamp.kernels._tables import chunk_bounds, element_pointer, tail_offsets
 from tritonamp.kernels._transfer import in_main_memory
+from tritonamp.kernels._update import Update
 from tritonamp.kernels._update_lists import PendingWrites, UpdateLists, unscaled
 from tritonamp.kernels.device import tl, triton
 
 _NUMBERS = 4  # numbers of a rule
 _VEC = 4  # elements that a thread holds, as in adamw
-_MATRICES = "params", "grads", "momentum_buffers", "updates", "copies"
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def muon_prepare_kernel(
     if tl.load(found_inf_ptr) != 0.0:
         return
     row = tl.load(rows_ptr + tl.program_id(0))
-    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
+    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, tl.program_id(0), chunk, VEC)
     grads = element_pointer(grads_ptr, row, GRAD, VEC)
     momentum_buffers = element_pointer(momentum_buffers_ptr, row, tl.float32, VEC)
     updates = element_pointer(updates_ptr, row, tl.float32, VEC)
@@ -87,59 +87,28 @@ def muon_prepare_kernel(
 
 
 @triton.jit
-def _apply(
-    offs, mask, params, updates, copies, overflow_ptr, lr, decay,
-    COPY: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    p = tl.load(params + offs, mask=mask, other=0.0).to(tl.float32)
-    update = tl.load(updates + offs, mask=mask, other=0.0)
+def load_rule(rule_ptr, grad_scale_ptr):
+    """Return a factor of 1, because updates are unscaled, and the multipliers of a step."""
+    lr = tl.load(rule_ptr)
+    return 1.0, (lr.to(tl.float32), (1.0 - lr * tl.load(rule_ptr + 1)).to(tl.float32))
+
+
+@triton.jit
+def apply(p, update, a, b, c, rule, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr):
+    """Return the parameter after weight decay and an orthogonal update."""
+    lr, decay = rule
     # weight decay
     p *= decay
     # update
-    p -= lr * update
-
-    tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
-    if COPY:
-        store_copy(copies, overflow_ptr, offs, mask, p, VEC)
+    return p - lr * update, a, b, c
 
 
-@triton.jit(do_not_specialize=("chunk",))
-def muon_apply_kernel(
-    params_ptr, updates_ptr, copies_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr,
-    groups_ptr, rules_ptr, found_inf_ptr, overflow_ptr, chunk,
-    PARAM: tl.constexpr, COPY: tl.constexpr,
-    NUMBERS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Update one chunk of the parameters. COPY is the type of the copies, or None."""
-    if tl.load(found_inf_ptr) != 0.0:
-        return
-    row = tl.load(rows_ptr + tl.program_id(0))
-    number = tl.load(number_ptr + row)
-    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
-    params = element_pointer(params_ptr, row, PARAM, VEC)
-    updates = element_pointer(updates_ptr, row, tl.float32, VEC)
-    # a pointer that is never read still needs a type
-    copies = params
-    if COPY is not None:
-        copies = element_pointer(copies_ptr, row, COPY, VEC)
-    # loaded once, because the compiler cannot know that the stores leave these numbers unchanged
-    rule_ptr = rules_ptr + NUMBERS * tl.load(groups_ptr + number)
-    lr = tl.load(rule_ptr)
-    decay = (1.0 - lr * tl.load(rule_ptr + 1)).to(tl.float32)
-    lr = lr.to(tl.float32)
-    overflow = overflow_ptr + number
-    j = tl.arange(0, BLOCK)
-    for at in range(begin, whole, BLOCK):
-        _apply(
-            at + j, at + j < whole, params, updates, copies, overflow, lr, decay,
-            COPY is not None, VEC,
-        )  # fmt: skip
-    # a tail of its own, because a mask that ends inside a vector splits every load of the loop
-    if whole < end:
-        offs = tail_offsets(whole, VEC)
-        _apply(
-            offs, offs < end, params, updates, copies, overflow, lr, decay, COPY is not None, VEC
-        )
+def apply_twin(p: Tensor, update: Tensor, rule: Any, step: Tensor | None) -> tuple[Tensor]:
+    """Return the parameter that ``apply`` returns."""
+    # weight decay
+    p = p * (1 - rule.lr * rule.weight_decay)
+    # update
+    return (p - update * rule.lr,)
 
 
 def muon_triton(lists: MuonLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -148,8 +117,7 @@ def muon_triton(lists: MuonLists, grad_scale: Tensor | None, found_inf: Tensor |
     # On a skip the products work on stale memory. The host cannot know, and nothing reads them.
     for matrices, rule in lists.stacks:
         orthogonalize_(matrices, rule)
-    with lists.tensors.launches(("params", "copies")) as plan:
-        lists.launch(plan, _apply_launches, grad_scale, found_inf)
+    APPLY.launch(lists, None, found_inf)
 
 
 def _prepare_launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
@@ -161,18 +129,10 @@ def _prepare_launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
         yield t.launch_of(muon_prepare_kernel, names, operands, constants, _VEC)
 
 
-def _apply_launches(lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
-    for t in plan.tables:
-        groups, rules, _, found_inf, overflow = lists.numbers_and_flags(t.device)
-        operands = groups, rules, found_inf, overflow
-        names = "params", "updates", "copies"
-        constants = t.type("params"), t.type("copies"), _NUMBERS
-        yield t.launch_of(muon_apply_kernel, names, operands, constants, _VEC)
-
-
 def muon_torch(lists: MuonLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     results = PendingWrites(found_inf)
-    for (_, grad, momentum_buffer, update, _), rule, _ in lists.rows(_MATRICES):
+    names = "grads", "momentum_buffers", "updates"
+    for (grad, momentum_buffer, update), rule, _ in lists.rows(names):
         # unscale and clip
         grad = unscaled(grad, grad_scale, False, update.dtype)
         # momentum
@@ -183,15 +143,7 @@ def muon_torch(lists: MuonLists, grad_scale: Tensor | None, found_inf: Tensor | 
         results.put(momentum_buffer, buffer)
     for matrices, rule in lists.stacks:
         orthogonalize_(matrices, rule)
-    for (param, _, _, update, copy), rule, number in lists.rows(_MATRICES):
-        # weight decay
-        p = param.to(update.dtype) * (1 - rule.lr * rule.weight_decay)
-        # update
-        p = p - update * rule.lr
-
-        results.put(param, p)
-        if copy is not param:
-            results.put_copy(copy, p, lists.overflow(param.device)[number])
+    APPLY.put_results(results, lists, None)
     results.write()
 
 
@@ -243,18 +195,18 @@ def _sample(masters: bool) -> ListSample:
 _RULE = MuonRule(
     0.01, 0.1, 0.95, True, (3.4445, -4.7750, 2.0315), 1e-7, 5, None, compute=torch.float32
 )
+APPLY = Update("muon_apply", MuonRule, {}, load_rule, apply, apply_twin, rules=(), grads="updates")
 MUON = Implementations(muon_triton, muon_torch, [_sample(True), _sample(False)])
 
 
 def shipped() -> Iterator[Shipped]:
     """Yield calls for all levels."""
-    for level, aligned in itertools.product(LEVELS, (True, False)):
-        rows = shipped_update(aligned, level, {"momentum_buffers": WIDE}, _RULE).tensors
-        square: dict[str, Any] = {}
-        for name in ("params", "grads", "momentum_buffers", "copies"):
-            square[name] = [rows[name][0].view(64, 64)]
-        if level[2] is None:
+    for (param, grad, copy), aligned in itertools.product(LEVELS, (True, False)):
+        dtypes = {"params": param, "grads": grad, "momentum_buffers": WIDE}
+        rows = shipped_lists(aligned, **dtypes, copies=copy or "params")
+        square: dict[str, Any] = {n: [rows[n][0].view(64, 64)] for n in (*dtypes, "copies")}
+        if copy is None:
             square["copies"] = square["params"]
         lists = MuonLists(UpdateLists(TensorLists(**square), [_RULE], [0]))
-        name = build_name("muon", *level, not aligned and "unaligned")
+        name = build_name("muon", param, grad, copy, not aligned and "unaligned")
         yield Shipped(name, muon_triton, (lists, None, None), max_shared=0)

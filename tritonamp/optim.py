@@ -187,7 +187,7 @@ class _Fused:
     def _fused_step(self) -> tuple[FusedStep, Memory]:
         made = self.__dict__.get("_own_fused")
         if made is None:
-            how = "auto", False, self._state_format, self._packs, self._fp32_values.stored_form
+            how = "auto", self._state_format, self._packs, self._fp32_values.stored_form
             fused = FusedStep(self, self.fused_rule, *how)  # type: ignore[arg-type]
             made = self.__dict__["_own_fused"] = fused, Memory()
         return made

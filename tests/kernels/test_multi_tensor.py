@@ -47,7 +47,7 @@ def add_kernel(
 ):  # fmt: skip
     """y += x, as the kernels of the package walk over their chunks."""
     row = tl.load(rows_ptr + tl.program_id(0))
-    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, chunk, VEC)
+    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, tl.program_id(0), chunk, VEC)
     x, y = element_pointer(x_ptr, row, X, VEC), element_pointer(y_ptr, row, Y, VEC)
     j = tl.arange(0, BLOCK)
     for at in range(begin, whole, BLOCK):
@@ -246,7 +246,7 @@ def test_numbers_of_chunks_and_elements_beyond_32_bits() -> None:
 
 @triton.jit(do_not_specialize=("chunk",))
 def bounds_kernel(out_ptr, numel_ptr, first_ptr, chunk, VEC: tl.constexpr):
-    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, 0, chunk, VEC)
+    begin, whole, end = chunk_bounds(numel_ptr, first_ptr, 0, tl.program_id(0), chunk, VEC)
     out_ptr += 3 * tl.program_id(0)
     tl.store(out_ptr, begin)
     tl.store(out_ptr + 1, whole)

@@ -25,7 +25,6 @@ class FusedStep:
         optimizer: the optimizer; its ``param_groups`` and ``state`` are read and written.
         rule: rule of this kind of optimizer.
         backend: "auto", "triton" or "eager".
-        track_lost: count the half values that a step did not change.
         state: format of the state, among ``policy.STATES``; for parameters as in ``moment_dtype``.
         packs: whether FP32 masters are the half parameters and 16 more bits.
         stored_form: function from parameters to the stored form of their FP32 values: the 16 bits
@@ -38,7 +37,6 @@ class FusedStep:
         optimizer: Optimizer,
         rule: FusedRule,
         backend: str,
-        track_lost: bool = False,
         state: str = STATES[0],
         packs: bool = False,
         stored_form: Callable[[Sequence[Tensor]], list[Tensor]] = list,
@@ -47,7 +45,6 @@ class FusedStep:
         self.rule = rule
         self._optimizer = optimizer
         self._backend = backend
-        self._track_lost = track_lost
         self._shape = StateShape(rule, state, offload)
         self._packs = packs
         self._stored_form = stored_form
@@ -79,7 +76,7 @@ class FusedStep:
         # leaves the parameters as they were.
         lists, group_of = self._in_shape(gradients, tells_first)
         for part in [lists] if self._offload is None else self._offload.parts_on_device(lists):
-            updates = UpdateLists(part, rules, group_of, self._track_lost)
+            updates = UpdateLists(part, rules, group_of)
             self.rule.update(updates, grad_scale, found_inf, self._backend)
 
     def _in_shape(self, gradients: Gradients, tells_first: bool) -> tuple[TensorLists, list[int]]:

@@ -18,10 +18,9 @@ class FusedRule:
     Attributes:
         name: name in ``kernels._optimizers``, whose table has the formats of the state.
         kinds: name of such optimizers in messages, with its article.
-        update: operation of ``tritonamp.kernels`` that steps. The fields of its hyperparameters are
-            keys of a group; "beta1" and "beta2" are its "betas".
+        update: operation of ``tritonamp.kernels`` that steps, an ``Update`` except for Muon. The
+            fields of its hyperparameters are keys of a group; "beta1" and "beta2" are its "betas".
         state_keys: name in the kernel's lists to key in ``optimizer.state``.
-        flags: names among ``state_keys`` that a group may lack, to the group's flag for such state.
         torch_step: step function of torch's own optimizer of this kind; None: torch has none.
         first_step: hyperparameters that a parameter's first step replaces.
         foreign: flags that are False in groups of other optimizers only, to such an optimizer.
@@ -32,7 +31,6 @@ class FusedRule:
     kinds: str
     update: Any
     state_keys: Mapping[str, str]
-    flags: Mapping[str, str] = field(default_factory=dict)
     torch_step: Callable[..., Any] | None = None
     first_step: Mapping[str, float] = field(default_factory=dict)
     foreign: Mapping[str, str] = field(default_factory=dict)
@@ -51,7 +49,7 @@ class FusedRule:
     @property
     def optional(self) -> tuple[str, ...]:
         """Names among ``state_keys`` that a group may lack."""
-        return tuple(self.flags)
+        return tuple(self.update.optional)
 
     @property
     def needs(self) -> set[str]:
@@ -81,7 +79,8 @@ class FusedRule:
 
     def has(self, name: str, group: Mapping[str, Any]) -> bool:
         """Tell whether the group's parameters have the state ``name``, a key of ``state_keys``."""
-        return name not in self.flags or bool(group[self.flags[name]])
+        flag = self.update.optional.get(name)
+        return flag is None or bool(group[flag])
 
     def keys_of(self, group: Mapping[str, Any]) -> list[str]:
         """Return the keys of the state that the group's parameters have."""

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonamp.kernels import adamw as _adamw
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._muon_lists import MuonLists, MuonRule
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._update_lists import UpdateLists
+from tritonamp.kernels.adamw import AdamRule
 from tritonamp.step.fused_rule import FusedRule, scalar
 from tritonamp.step.rule_table import ADAM, step_of
 
@@ -100,19 +100,16 @@ def _step(
     # step sees that the state is in shape. The launches below work on other lists.
     lists.tensors.uses_triton(backend, _muon.MUON)
     matrices = lists
-    if any(isinstance(rule, _adamw.AdamRule) for rule in lists.rules):
-        matrices = _lists_of_kind(lists, MuonRule, ("momentum_buffers",), ())
-        moments = "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"
-        others = _lists_of_kind(lists, _adamw.AdamRule, (*moments, "steps"), _adamw.OPTIONAL)
+    if any(isinstance(rule, AdamRule) for rule in lists.rules):
+        matrices = _lists_of_kind(lists, MuonRule, (*MUON.state_keys,))
+        others = _lists_of_kind(lists, AdamRule, (*ADAM.state_keys, "steps"))
         if len(others.tensors):
-            _adamw.adamw(others, grad_scale, found_inf, backend)
+            ADAM.update(others, grad_scale, found_inf, backend)
     if len(matrices.tensors):
         _muon.muon(MuonLists(matrices), grad_scale, found_inf, backend)
 
 
-def _lists_of_kind(
-    lists: UpdateLists, kind: type, states: Sequence[str], optional: Sequence[str]
-) -> UpdateLists:
+def _lists_of_kind(lists: UpdateLists, kind: type, states: Sequence[str]) -> UpdateLists:
     """Return the lists of the parameters whose rules are of class ``kind``.
 
     Groups keep their numbers, so both parts send one table of groups. A rule of another class is
@@ -122,24 +119,23 @@ def _lists_of_kind(
         lists: lists of all parameters of a step.
         kind: class of the hyperparameters.
         states: names of the state lists to take along.
-        optional: names of the state lists that may repeat the parameters.
     """
     own = [rule for rule in lists.rules if isinstance(rule, kind)]
     rules = [rule if isinstance(rule, kind) else own[0] for rule in lists.rules] if own else []
     numbers = list(lists.tensors.numbers)
     places = [k for k, i in enumerate(numbers) if isinstance(lists.rules[lists.groups[i]], kind)]
-    names = ("params", "grads", "copies", *states)
+    further = [name for name in ("remainders", "changes") if name in lists.tensors]
+    names = ("params", "grads", "copies", *further, *states)
     tensors = TensorLists(
         memory=lists.tensors.memory,
         numbers=[numbers[k] for k in places],
         size=lists.tensors.size,
-        may_repeat=("copies", *optional),
+        may_repeat=("copies", "remainders", *ADAM.optional),
         scalars=("steps",) if "steps" in states else (),
-        coded=(),
         sharded=False,
         **{name: [lists.tensors[name][k] for k in places] for name in names},
     )
-    return UpdateLists(tensors, rules, lists.groups, lists.track_lost)
+    return UpdateLists(tensors, rules, lists.groups)
 
 
 MUON = FusedMuonRule(

@@ -5,10 +5,7 @@ from typing import Any
 
 import torch
 
-from tritonamp.kernels.adamw import ADAMW as _ADAMW
-from tritonamp.kernels.lion import LION as _LION
-from tritonamp.kernels.rmsprop import RMSPROP as _RMSPROP
-from tritonamp.kernels.sgd import SGD as _SGD
+from tritonamp.kernels import adamw, lion, rmsprop, sgd
 from tritonamp.step.fused_rule import FusedRule
 
 
@@ -21,13 +18,12 @@ def step_of(kind: type[torch.optim.Optimizer]) -> Any:
 ADAM = FusedRule(
     name="Adam",
     kinds="an Adam or AdamW",
-    update=_ADAMW,
+    update=adamw.ADAMW,
     state_keys={
         "exp_avgs": "exp_avg",
         "exp_avg_sqs": "exp_avg_sq",
         "max_exp_avg_sqs": "max_exp_avg_sq",
     },
-    flags={"max_exp_avg_sqs": "amsgrad"},
     torch_step=step_of(torch.optim.Adam),
     foreign={"bias_correction": "FusedAdam"},
     sparse_error="Adam does not support sparse gradients, please consider SparseAdam instead",
@@ -36,7 +32,7 @@ ADAM = FusedRule(
 LION = FusedRule(
     name="Lion",
     kinds="a Lion",
-    update=_LION,
+    update=lion.LION,
     state_keys={"exp_avgs": "exp_avg"},
     # torch has no Lion; a step moves the moment of every element
     sparse_error="Lion does not support sparse gradients",
@@ -45,9 +41,8 @@ LION = FusedRule(
 SGD = FusedRule(
     name="SGD",
     kinds="an SGD",
-    update=_SGD,
+    update=sgd.SGD,
     state_keys={"momentum_buffers": "momentum_buffer"},
-    flags={"momentum_buffers": "momentum"},
     torch_step=step_of(torch.optim.SGD),
     # torch sets the buffer of a first step to the gradient, undampened: 0 + (1 - 0) * grad. Without
     # dampening that is the same as any step on a buffer of zeros.
@@ -57,13 +52,12 @@ SGD = FusedRule(
 RMSPROP = FusedRule(
     name="RMSprop",
     kinds="an RMSprop",
-    update=_RMSPROP,
+    update=rmsprop.RMSPROP,
     state_keys={
         "square_avgs": "square_avg",
         "momentum_buffers": "momentum_buffer",
         "grad_avgs": "grad_avg",
     },
-    flags={"momentum_buffers": "momentum", "grad_avgs": "centered"},
     torch_step=step_of(torch.optim.RMSprop),
     sparse_error="RMSprop does not support sparse gradients",
 )

@@ -225,10 +225,9 @@ class Stepper:
         if optimizer not in self._fused:
             rule, fused = rule_of(optimizer), None
             if rule is not None:
-                track_lost = self._policy.track_lost_updates
                 state = state_format(optimizer, self._policy.state)
                 w = self.weights[optimizer]
-                how = track_lost, state, w.packs, w.stored_form, self.offload
+                how = state, w.packs, w.stored_form, self.offload
                 fused = FusedStep(optimizer, rule, self._backend, *how)
             self._fused[optimizer] = fused
         fused = self._fused[optimizer]

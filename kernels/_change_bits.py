@@ -1,0 +1,56 @@
+"""One bit for each element: which stored values have changed."""
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._small_state import padded
+from tritonamp.kernels.device import tl, triton
+
+
+@triton.jit
+def note_changes(changes, at, whole, stride, before, after, mask, ROWS: tl.constexpr):
+    """Store which elements of ROWS blocks have other bits, one bit each.
+
+    The first row of ``changes`` collects bits until its reader clears it. The second row, stride
+    bits later, has those of the last step.
+    """
+    differs = before.to(tl.int32, bitcast=True) != after.to(tl.int32, bitcast=True)
+    # one NaN for another is no change, because payloads depend on the device
+    differs = differs & ((before == before) | (after == after)) & mask
+    # eight elements, which two threads hold
+    bits = tl.reshape(differs.to(tl.int32), (ROWS, 16, 8)) << tl.arange(0, 8)
+    bits = tl.sum(bits, 2)
+    row, byte = tl.arange(0, ROWS), tl.arange(0, 16)
+    offs = at // 8 + (tl.expand_dims(row, 1) * 16 + tl.expand_dims(byte, 0))
+    mask = offs < whole // 8
+    since = tl.load(changes + offs, mask=mask, other=0).to(tl.int32)
+    tl.store(changes + offs, (since | bits).to(tl.uint8), mask=mask)
+    tl.store(changes + stride // 8 + offs, bits.to(tl.uint8), mask=mask)
+
+
+_BITS = 1, 2, 4, 8, 16, 32, 64, 128
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def changes_shape(numel: int) -> tuple[int, int]:
+    """Return the shape of the uint8 tensor of changes: collected bits, and those of a step."""
+    return 2, padded(numel) // 8
+
+
+def other_bits(before: Tensor, after: Tensor) -> Tensor:
+    """Return which elements have other bits, bool; one NaN for another is no change."""
+    integer = _INTEGERS[before.element_size()]
+    differs = before.view(integer) != after.view(integer)
+    return differs & ~(before.isnan() & after.isnan())
+
+
+def packed_bits(flags: Tensor) -> Tensor:
+    """Return n flags, bool of shape (n,), as bytes, uint8 of shape (padded(n) // 8,)."""
+    n = flags.numel()
+    whole = torch.nn.functional.pad(flags.to(torch.uint8), (0, padded(n) - n)).view(-1, 8)
+    return (whole * whole.new_tensor(_BITS)).sum(1, dtype=torch.uint8)
+
+
+def unpacked_bits(memory: Tensor, numel: int) -> Tensor:
+    """Return the flags, bool of shape (numel,), of bytes that ``packed_bits`` returned."""
+    return (memory.unsqueeze(1) & memory.new_tensor(_BITS)).ne(0).view(-1)[:numel]

@@ -1,0 +1,331 @@
+"""``Update``: the operation of an optimizer, made from its function of one element."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._change_bits import other_bits, packed_bits
+from tritonamp.kernels._implementations import Implementations
+from tritonamp.kernels._launch import Launch, Operand
+from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._plan import Plan
+from tritonamp.kernels._small_state import (
+    BLOCK,
+    SIGNED,
+    decode,
+    encode,
+    in_memory_of,
+    in_order_of_memory,
+    join_master,
+    padded,
+    random_bits_twin,
+    rounded_twin,
+    split_codes,
+    split_master,
+)
+from tritonamp.kernels._tables import NUM_WARPS, Table
+from tritonamp.kernels._update_kernel import count_steps_kernel, update_kernel
+from tritonamp.kernels._update_lists import (
+    Hyperparameters,
+    PendingWrites,
+    UpdateLists,
+    unscaled,
+)
+from tritonamp.kernels._update_samples import MAX_REGISTERS, update_samples
+from tritonamp.kernels.device import WARP_SIZE
+
+_STATES = 3  # largest number of states of a rule
+# Elements that a thread holds. With 8 the compiler converts layouts, which takes shared memory and
+# 117 to 255 registers instead of 54. A warp then holds a block of codes.
+_VEC = 4
+
+
+class Update(Implementations):
+    """An operation that steps on lists by a rule, with a kernel and its eager twin.
+
+    A call takes ``UpdateLists``, the factor on the gradients (1/scale times the clip coefficient,
+    0-d, or None for 1), the flag of a skip (0-d; any value other than 0 leaves every bit unchanged;
+    None: always step), and a backend ("auto", "triton" or "eager"). Parameters, state and copies
+    are updated in place. Arithmetic is in FP32, in FP64 for FP64 parameters.
+
+    Args:
+        name: name of the operation.
+        rule: class of the hyperparameters of a group, a NamedTuple.
+        states: names of the lists of state, at most three, with the kind of their codes, SIGNED or
+            UNSIGNED.
+        load_rule: jitted function of a row of numbers and the factor on the gradients. It returns
+            the factor with the sign of the direction, and the numbers that ``update`` takes.
+        update: jitted function of a parameter, its gradient, three states, the numbers, and whether
+            there are a first, a second and a third state. It returns the parameter and the states.
+        twin: the same in torch: a function of the parameter, its gradient, the states (None where
+            there is none), the hyperparameters, and the step count (None if steps are not counted).
+        rules: hyperparameters of small calls for generic checks; the first one's are tried in all
+            formats.
+        optional: names of states that a group may lack, with the field of its hyperparameters that
+            is true if the group has the state.
+        counts_steps: whether the optimizer counts steps in every format of state.
+        prepare: jitted function that stores numbers which depend on the step count, or None.
+        prepared: how many numbers ``prepare`` stores.
+        max_registers: largest number of registers of a thread with a state and copies, or None.
+        on_cpu: faster form in main memory, for FP32 masters without codes, or None.
+        grads: name of the list of gradients.
+
+    Attributes:
+        rule, optional, counts_steps: the arguments.
+        states: names of the lists of state.
+        codes: kind of the codes of each state.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rule: type[Any],
+        states: Mapping[str, int],
+        load_rule: Any,
+        update: Any,
+        twin: Callable[..., tuple[Tensor | None, ...]],
+        *,
+        rules: Sequence[Hyperparameters],
+        optional: Mapping[str, str] = MappingProxyType({}),
+        counts_steps: bool = False,
+        prepare: Any = None,
+        prepared: int = 0,
+        max_registers: int | None = None,
+        on_cpu: Callable[[UpdateLists, Tensor | None, Tensor | None], None] | None = None,
+        grads: str = "grads",
+    ) -> None:
+        self.rule, self.optional, self.counts_steps = rule, optional, counts_steps
+        self.states, self.codes = tuple(states), tuple(states.values())
+        super().__init__(self.launch, self.in_torch, update_samples(self, rules), name)
+        self._load_rule, self._update, self._twin = load_rule, update, twin
+        self._prepare, self._prepared, self._max_registers = prepare, prepared, max_registers
+        self._on_cpu, self._grads = on_cpu, grads
+
+    def __call__(
+        self,
+        lists: UpdateLists,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        backend: str = "auto",
+    ) -> None:
+        on_cpu = self._on_cpu if self._is_plain(lists.tensors) else None
+        lists.run(self, on_cpu, backend, grad_scale, found_inf)
+
+    def has(self, name: str, rule: Any) -> bool:
+        """Tell whether a group with these hyperparameters has the state ``name``."""
+        flag = self.optional.get(name)
+        return flag is None or bool(getattr(rule, flag))
+
+    def _is_plain(self, tensors: TensorLists) -> bool:
+        """Tell whether masters are tensors, and no state needs random bits."""
+        dtypes = {t.dtype for name in self.states for t in tensors[name]}
+        is_random = torch.bfloat16 in dtypes and "steps" in tensors
+        has_more = "remainders" in tensors or "changes" in tensors
+        return not (has_more or is_random or torch.uint8 in dtypes)
+
+    # the kernel
+
+    def launch(
+        self, lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """Launch the kernel."""
+        written = "params", "copies", *self.states
+        with lists.tensors.launches(written) as plan:
+            lists.launch(plan, self.launches, grad_scale, found_inf)
+
+    def launches(self, lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
+        """Yield the launches that count steps, then one launch for each kind of table."""
+        numbers = len(lists.rules[0].numbers())
+        for t in plan.scalar_tables:
+            rules, groups = lists.numbers(t.device)
+            counts, width = self._counts(lists, t.device)
+            scalars = Operand.GRAD_SCALE, Operand.FOUND_INF
+            tensors = t.pointers["steps"], t.number, groups, rules, *scalars, counts
+            grid, constants = -(-len(t.number) // WARP_SIZE), (self._prepare, numbers, width)
+            yield Launch(
+                count_steps_kernel,
+                (grid, 1, 1),
+                (len(t.number),),
+                (*constants, WARP_SIZE),
+                1,
+                tensors=tensors,
+            )
+        for t in plan.tables:
+            yield self._update_launch(lists, t, numbers)
+
+    def _counts(self, lists: UpdateLists, device: torch.device) -> tuple[Tensor, int]:
+        """Return each tensor's count and prepared numbers, FP32 (size, width), and the width."""
+        width = 1 + self._prepared if "steps" in lists.tensors else 0
+        shape = lists.tensors.size, max(width, 1)  # a pointer that is never read must be valid
+        return lists.tensors.kept("counts", shape, torch.float32, device), width
+
+    def _update_launch(self, lists: UpdateLists, t: Table, numbers: int) -> Launch:
+        tensors = lists.tensors
+        names = [name if name in tensors else "params" for name in ("remainders", "changes")]
+        states = (*self.states, *("params",) * (_STATES - len(self.states)))
+        formats = [
+            _format(t, name, kind, "steps" in tensors)
+            for name, kind in zip(self.states, self.codes, strict=True)
+        ]
+        formats += [None] * (_STATES - len(formats))
+        types = [
+            None if found is None else t.type(name)
+            for name, found in zip(states, formats, strict=True)
+        ]
+        counts, width = self._counts(lists, t.device)
+        groups, rules, *flags = lists.numbers_and_flags(t.device)
+        has_remainders = "remainders" in tensors and t.dtypes["remainders"] is not None
+        has_codes = torch.uint8 in map(t.dtypes.get, self.states)
+        in_blocks = has_codes or "changes" in tensors
+        constants = (
+            *(self._update, self._load_rule, numbers, width),
+            *(t.type("params"), t.type(self._grads), t.type("copies")),
+            _name(t.dtypes["params"]) if has_remainders else None,
+            *(x for pair in zip(types, formats, strict=True) for x in pair),
+            any(f not in (None, "nearest") for f in formats),
+            _name(t.dtypes["copies"] or t.dtypes["params"]) if "changes" in tensors else None,
+            WARP_SIZE * NUM_WARPS * _VEC // BLOCK if in_blocks else 0,
+        )
+        maxnreg = self._max_registers if formats[0] and t.dtypes["copies"] else None
+        if in_blocks:
+            # unaligned builds need more than the limit, and would spill under it
+            maxnreg = MAX_REGISTERS if t.aligned else None
+        return t.launch_of(
+            update_kernel,
+            ("params", self._grads, "copies", names[0], *states, names[1]),
+            (groups, rules, counts, *flags),
+            constants,
+            _VEC,
+            maxnreg=maxnreg,
+            # whole blocks in a tile also if pointers are not aligned
+            tile=WARP_SIZE * NUM_WARPS * _VEC if in_blocks else None,
+        )
+
+    # the twin
+
+    def in_torch(
+        self, lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """Run the eager twin."""
+        results = PendingWrites(found_inf)
+        self.put_results(results, lists, grad_scale)
+        results.write()
+
+    def put_results(
+        self, results: PendingWrites, lists: UpdateLists, grad_scale: Tensor | None
+    ) -> None:
+        """Plan to write the results of the eager twin."""
+        names = "params", self._grads, "copies", "remainders", "changes", "steps"
+        for row, rule, number in lists.rows((*names, *self.states)):
+            param, grad, copy, remainder, changes, steps, *states = row
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            p = _master(param, remainder, dtype)
+            step = None if steps is None else steps + 1
+            # unscale and clip
+            grad = unscaled(grad, grad_scale, getattr(rule, "maximize", False), dtype)
+            found = [None if state is param else state for state in states]
+            kinds = self.codes
+            values = [_loaded(s, k, param, dtype) for s, k in zip(found, kinds, strict=True)]
+            p, *values = self._twin(p, grad, *values, rule, step)
+
+            for k, (state, value) in enumerate(zip(found, values, strict=True)):
+                if state is not None:
+                    random = _random(state, param, step, number, k)
+                    _put_state(results, state, param, value, random, kinds[k])
+            if steps is not None:
+                results.put(steps, step)
+            overflow = lists.overflow(param.device)[number]
+            half = _put_master(results, param, remainder, copy, p, overflow)
+            if changes is not None:
+                bits = packed_bits(in_order_of_memory(other_bits(copy, half), like=param))
+                results.put(changes, torch.stack([changes[0] | bits, bits]))
+
+
+def _format(table: Table, name: str, kind: int, counts_steps: bool) -> str | None:
+    """Return the format of a state, as ``_load`` of the kernel names it."""
+    dtype = table.dtypes[name]
+    if dtype is torch.uint8:
+        return "signed" if kind == SIGNED else "unsigned"
+    if dtype is None:
+        return None
+    return "stochastic" if dtype is torch.bfloat16 and counts_steps else "nearest"
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _master(param: Tensor, remainder: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the values to step on, in the shape of ``param``."""
+    if remainder is None or remainder is param:  # an FP32 parameter is its own master
+        return param.to(dtype)
+    flat = join_master(in_order_of_memory(param), remainder[: param.numel()])
+    return in_memory_of(param, flat)
+
+
+def _loaded(state: Tensor | None, kind: int, param: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return a state in the shape of ``param``, or None if there is none."""
+    if state is None or state.dtype is not torch.uint8:
+        return None if state is None else state.to(dtype)
+    n = param.numel()
+    return in_memory_of(param, decode(*split_codes(state, n), kind)[:n])
+
+
+def _random(
+    state: Tensor, param: Tensor, step: Tensor | None, number: int, k: int
+) -> Tensor | None:
+    """Return the random bits of state k, in order of memory; None: round to the nearest."""
+    if step is None or state.dtype not in (torch.uint8, torch.bfloat16):
+        return None
+    return random_bits_twin(param, step, number)[min(k, 1)]
+
+
+def _put_state(
+    results: PendingWrites,
+    state: Tensor,
+    param: Tensor,
+    value: Tensor,
+    random: Tensor | None,
+    kind: int,
+) -> None:
+    """Plan to write the value of a state of ``param``."""
+    if state.dtype is torch.uint8:
+        assert random is not None
+        n = value.numel()
+        # zeros fill the last block, because they do not raise its exponent
+        missing = 0, padded(n) - n
+        flat = in_order_of_memory(value, like=param)
+        whole, bits = (torch.nn.functional.pad(t, missing) for t in (flat, random))
+        for target, codes in zip(split_codes(state, n), encode(whole, bits, kind), strict=True):
+            results.put(target, codes)
+        return
+    # Rounded to the nearest in bfloat16, a second moment would never decay (_small_state says why).
+    if random is not None:
+        value = rounded_twin(value, in_memory_of(param, random), 16)
+    results.put(state, value)
+
+
+def _put_master(
+    results: PendingWrites,
+    param: Tensor,
+    remainder: Tensor | None,
+    copy: Tensor,
+    p: Tensor,
+    overflow: Tensor,
+) -> Tensor:
+    """Plan to write the stepped-on values, with their copy; return the model's later values."""
+    if remainder is not None and remainder is not param:
+        half, rest = split_master(in_order_of_memory(p, like=param), param.dtype)
+        results.put(remainder[: param.numel()], rest)
+        # put_copy sets the flag. The second write wins: ``half`` rounds ties of bfloat16 away from
+        # 0.
+        results.put_copy(param, p, overflow)
+        results.put(param, in_memory_of(param, half))
+        return in_memory_of(param, half)
+    results.put(param, p)
+    if copy is not param:
+        results.put_copy(copy, p, overflow)
+    return p.to(copy.dtype)

@@ -1,0 +1,234 @@
+"""The step of every elementwise optimizer: one kernel reads, calls a rule for each element, writes.
+
+A rule is a function of one element, ``update``, with its twin in torch. The dtype of a state tensor
+says how the tensor is loaded and stored: FP32; bfloat16, rounded stochastically where steps are
+counted; uint8 codes, whose blocks share an exponent (``_small_state``). An FP32 master is one
+tensor, or a half parameter with 16 more bits.
+"""
+
+from tritonamp.kernels._change_bits import note_changes
+from tritonamp.kernels._small_state import (
+    joined,
+    load_moment,
+    random_bits,
+    rounded,
+    rounded_half,
+    split,
+    store_moment,
+)
+from tritonamp.kernels._tables import chunk_bounds, element_pointer, tail_offsets
+from tritonamp.kernels.device import tl, triton
+
+
+@triton.jit
+def _load(state, offs, mask, blocks, whole, stride, FORMAT: tl.constexpr):
+    """Return a state in FP32, or 0 if there is none (FORMAT None)."""
+    if FORMAT is None:
+        return 0.0
+    elif FORMAT == "signed":
+        return load_moment(state, state + stride, offs, blocks, whole, 15)
+    elif FORMAT == "unsigned":
+        return load_moment(state, state + stride, offs, blocks, whole, 31)
+    else:
+        # not read again before the next step, so it makes room in the L2 cache for gradients
+        x = tl.load(state + offs, mask=mask, other=0.0, eviction_policy="evict_first")
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _store(state, offs, mask, blocks, whole, stride, x, random, FORMAT: tl.constexpr):
+    """Store a state that is FP32 in registers."""
+    if FORMAT == "signed":
+        store_moment(state, state + stride, offs, blocks, whole, x, random, 15)
+    elif FORMAT == "unsigned":
+        store_moment(state, state + stride, offs, blocks, whole, x, random, 31)
+    elif FORMAT is not None:
+        # Rounded to the nearest in bfloat16, a second moment would never decay.
+        if FORMAT == "stochastic":
+            x = rounded(x, random, 16)
+        tl.store(state + offs, x.to(state.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _set_flag(flag_ptr, found, ROWS: tl.constexpr, VEC: tl.constexpr):
+    """Set a flag if any element of a tile is true."""
+    # reduced inside a thread, which needs no shared memory; all threads store the same 1, so no
+    # atomic is needed
+    found = found.to(tl.int32)
+    if ROWS > 0:
+        of_thread = tl.max(tl.reshape(found, (ROWS, 32, 4)), 2)
+    else:
+        of_thread = tl.max(tl.reshape(found, (found.shape[0] // VEC, VEC)), 1)
+    tl.store(flag_ptr + 0 * of_thread, 1, mask=of_thread != 0)
+
+
+@triton.jit
+def _update_tile(
+    at, offs, end, stride, params, grads, copies, remainders, first, second, third, changes,
+    overflow_ptr, factor, rule, step, number,
+    UPDATE: tl.constexpr, COPY: tl.constexpr, HALF: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, RANDOM: tl.constexpr,
+    CHANGES: tl.constexpr, ROWS: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    # Blocks of codes are stored whole, elements after the last one included, because a block
+    # shares an exponent. Masked elements are loaded as 0.
+    mask, whole = offs < end, (end + 127) // 128 * 128
+    blocks = at // 128 + tl.arange(0, ROWS) if ROWS > 0 else 0
+    stored = tl.load(params + offs, mask=mask, other=0.0, eviction_policy="evict_first")
+    stored = stored.to(tl.float32)
+    p = stored
+    if HALF is not None:
+        remainder = tl.load(remainders + offs, mask=offs < whole if ROWS > 0 else mask, other=0)
+        p = joined(stored, remainder, HALF == "bfloat16")
+    a = _load(first, offs, mask, blocks, whole, stride, FIRST)
+    b = _load(second, offs, mask, blocks, whole, stride, SECOND)
+    c = _load(third, offs, mask, blocks, whole, stride, THIRD)
+    # unscale and clip
+    grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
+    p, a, b, c = UPDATE(
+        p, grad, a, b, c, rule, FIRST is not None, SECOND is not None, THIRD is not None
+    )
+
+    # both moments get bits of their own
+    random, other = number, number
+    if RANDOM:
+        random, other = random_bits(offs, step, number)
+    _store(first, offs, mask, blocks, whole, stride, a, random, FIRST)
+    _store(second, offs, mask, blocks, whole, stride, b, other, SECOND)
+    _store(third, offs, mask, blocks, whole, stride, c, other, THIRD)
+    half = p
+    # the old half value is read before the stores below replace it
+    if CHANGES is not None and COPY:
+        stored = tl.load(copies + offs, mask=mask, other=0.0).to(tl.float32)
+    if HALF is not None:
+        half, remainder = split(p, HALF == "bfloat16")
+        mask_of_rest = offs < whole if ROWS > 0 else mask
+        tl.store(remainders + offs, remainder.to(tl.int16), mask=mask_of_rest)
+        tl.store(params + offs, half.to(params.dtype.element_ty), mask=mask)
+    else:
+        tl.store(params + offs, p.to(params.dtype.element_ty), mask=mask)
+    if COPY:
+        # rounded here, where both values are in registers: a later check would read them again
+        half = p.to(copies.dtype.element_ty)
+        tl.store(copies + offs, half, mask=mask)
+        half = half.to(tl.float32)
+    if COPY or HALF is not None:
+        # a finite value that became inf
+        beyond = (tl.abs(half) == float("inf")) & (tl.abs(p) < float("inf")) & mask
+        _set_flag(overflow_ptr, beyond, ROWS, VEC)
+    if CHANGES is not None:
+        after = half if HALF is not None else rounded_half(p, CHANGES)
+        note_changes(changes, at, whole, stride, stored, after, mask, ROWS)
+
+
+@triton.jit
+def _offsets(at, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the offsets of a tile; a block of codes is a row of them."""
+    if ROWS > 0:
+        row, column = tl.arange(0, ROWS), tl.arange(0, 128)
+        return at + (tl.expand_dims(row, 1) * 128 + tl.expand_dims(column, 0))
+    else:
+        return at + tl.arange(0, BLOCK)
+
+
+@triton.jit(do_not_specialize=("chunk",))
+def update_kernel(
+    params_ptr, grads_ptr, copies_ptr, remainders_ptr, first_ptr, second_ptr, third_ptr,
+    changes_ptr, numel_ptr, begin_ptr, number_ptr, rows_ptr,
+    groups_ptr, rules_ptr, counts_ptr, grad_scale_ptr, found_inf_ptr, overflow_ptr, chunk,
+    UPDATE: tl.constexpr, LOAD_RULE: tl.constexpr, NUMBERS: tl.constexpr, COUNTS: tl.constexpr,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, HALF: tl.constexpr,
+    FIRST_TYPE: tl.constexpr, FIRST: tl.constexpr, SECOND_TYPE: tl.constexpr, SECOND: tl.constexpr,
+    THIRD_TYPE: tl.constexpr, THIRD: tl.constexpr, RANDOM: tl.constexpr, CHANGES: tl.constexpr,
+    ROWS: tl.constexpr, VEC: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Update one chunk by a rule.
+
+    UPDATE and LOAD_RULE are the rule's functions, NUMBERS the length of its row of numbers. COUNTS
+    is the length of a tensor's row of counts: 0 if steps are not counted, 1 for the count alone,
+    more if the row holds the rule's numbers. Types are None where there is no such list, and
+    FIRST, SECOND and THIRD are formats of ``_load``. RANDOM: a format needs random bits. HALF names
+    the type of half parameters with remainders, CHANGES that of the values whose changes are noted.
+    ROWS is the number of blocks of codes or bits in a tile, or 0.
+    """
+    # A skip is decided on the device, and every program returns before it writes: all bits stay.
+    if tl.load(found_inf_ptr) != 0.0:
+        return
+    # From the last chunk to the first: the statistics have read the last gradients last, so that
+    # these are in the L2 cache.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = tl.load(rows_ptr + program)
+    number = tl.load(number_ptr + row)
+    # Whole tiles where a tile has blocks: no two programs, and no loop and tail, may share one.
+    STEP: tl.constexpr = TILE if ROWS > 0 else VEC
+    begin, whole, end = chunk_bounds(numel_ptr, begin_ptr, row, program, chunk, STEP)
+    stride = (tl.load(numel_ptr + row) + 127) // 128 * 128
+    params = element_pointer(params_ptr, row, PARAM, VEC)
+    grads = element_pointer(grads_ptr, row, GRAD, VEC)
+    # pointers that are never read still need a type
+    copies, remainders, changes, first, second, third = (
+        params, params, params, params, params, params
+    )  # fmt: skip
+    if COPY is not None:
+        copies = element_pointer(copies_ptr, row, COPY, VEC)
+    if HALF is not None:
+        remainders = element_pointer(remainders_ptr, row, tl.int16, VEC)
+    if FIRST is not None:
+        first = element_pointer(first_ptr, row, FIRST_TYPE, VEC)
+    if SECOND is not None:
+        second = element_pointer(second_ptr, row, SECOND_TYPE, VEC)
+    if THIRD is not None:
+        third = element_pointer(third_ptr, row, THIRD_TYPE, VEC)
+    if CHANGES is not None:
+        changes = element_pointer(changes_ptr, row, tl.uint8, VEC)
+    # loaded once, because the compiler cannot know that stores leave these numbers unchanged
+    counts = counts_ptr + COUNTS * number
+    if COUNTS > 1:
+        factor, rule = LOAD_RULE(counts + 1, grad_scale_ptr)
+    else:
+        group = tl.load(groups_ptr + number)
+        factor, rule = LOAD_RULE(rules_ptr + NUMBERS * group, grad_scale_ptr)
+    step = tl.load(counts) if COUNTS > 0 else 0.0
+    overflow = overflow_ptr + number
+    for at in range(begin, whole, TILE):
+        _update_tile(
+            at, _offsets(at, ROWS, TILE), whole, stride, params, grads, copies, remainders,
+            first, second, third, changes, overflow, factor, rule, step, number,
+            UPDATE, COPY is not None, HALF, FIRST, SECOND, THIRD, RANDOM, CHANGES, ROWS, VEC,
+        )  # fmt: skip
+    # the tail's mask is separate, because a mask that ends inside a vector splits every load of the
+    # loop
+    if whole < end:
+        offs = _offsets(whole, ROWS, TILE) if ROWS > 0 else tail_offsets(whole, VEC)
+        _update_tile(
+            whole, offs, end, stride, params, grads, copies, remainders,
+            first, second, third, changes, overflow, factor, rule, step, number,
+            UPDATE, COPY is not None, HALF, FIRST, SECOND, THIRD, RANDOM, CHANGES, ROWS, VEC,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("rows",))
+def count_steps_kernel(
+    steps_ptr, number_ptr, groups_ptr, rules_ptr, grad_scale_ptr, found_inf_ptr, counts_ptr, rows,
+    PREPARE: tl.constexpr, NUMBERS: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Count a step of each tensor, one tensor a thread; store the count in the tensor's row.
+
+    PREPARE fills the rest of the row with numbers of the rule that depend on the count, or is None.
+    """
+    # Any flag but 0 skips, because GradScaler adds up the flags of devices, and gets 2. A skipped
+    # step is not counted, as in torch.
+    if tl.load(found_inf_ptr) != 0.0:
+        return
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < rows
+    step_ptr = tl.load(steps_ptr + row, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+    number = tl.load(number_ptr + row, mask=mask, other=0)
+    step = tl.load(step_ptr, mask=mask, other=0.0) + 1.0
+    tl.store(step_ptr, step, mask=mask)
+    # the update reads counts by number, because "steps" have a table of their own
+    counts = counts_ptr + COUNTS * number
+    tl.store(counts, step, mask=mask)
+    if PREPARE is not None:
+        rule = rules_ptr + NUMBERS * tl.load(groups_ptr + number, mask=mask, other=0)
+        PREPARE(rule, step, grad_scale_ptr, counts + 1, mask)

@@ -1,0 +1,193 @@
+"""Lists of any format on which an ``Update`` steps: its samples, and the calls that it ships."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._change_bits import changes_shape
+from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._sample import ListSample
+from tritonamp.kernels._shipped import BF16, HALF, LEVELS, WIDE, Shipped, build_name
+from tritonamp.kernels._small_state import (
+    UNSIGNED,
+    codes_size,
+    encode,
+    in_order_of_memory,
+    join_master,
+    padded,
+    split_codes,
+)
+from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
+
+if TYPE_CHECKING:
+    from tritonamp.kernels._update import Update
+
+FORMATS = {"fp32": WIDE, "bf16": BF16, "8bit": torch.uint8}
+"""Dtypes of state tensors by the name of a format."""
+
+
+def update_lists(
+    update: "Update",
+    rule: Hyperparameters,
+    params: list[Tensor],
+    grads: list[Tensor],
+    copies: list[Tensor] | None = None,
+    state: str = "fp32",
+    packed: bool = False,
+    changes: bool = False,
+) -> UpdateLists:
+    """Return lists of one group for a third step. The state has the values of the parameters.
+
+    Args:
+        update: operation that steps on the lists.
+        rule: hyperparameters of all tensors.
+        params: stepped-on tensors.
+        grads: gradients.
+        copies: half copies; None: there are none.
+        state: format of the state, a key of ``FORMATS``.
+        packed: whether half parameters have remainders.
+        changes: whether changes are noted.
+    """
+    lists: dict[str, Any] = {"params": params, "grads": grads, "copies": copies or params}
+    for name, kind in zip(update.states, update.codes, strict=True):
+        has = update.has(name, rule)
+        lists[name] = [_state(p, kind, state) for p in params] if has else params
+    if packed:
+        zeros = [torch.zeros(padded(p.numel()), dtype=torch.int16, device=p.device) for p in params]
+        rows = zip(params, zeros, strict=True)
+        lists["remainders"] = [p if p.dtype is WIDE else zero for p, zero in rows]
+    if changes:
+        shapes = [(changes_shape(p.numel()), p.device) for p in params]
+        lists["changes"] = [torch.zeros(s, dtype=torch.uint8, device=d) for s, d in shapes]
+    if update.counts_steps or state == "8bit":
+        # not the first step, in which bias corrections hide errors of the moments
+        lists["steps"] = [torch.full((), 2.0, device=p.device) for p in params]
+    may_repeat = "copies", "remainders", *update.optional
+    tensors = TensorLists(may_repeat=may_repeat, scalars=("steps",), **lists)
+    return UpdateLists(tensors, [rule], [0] * len(params))
+
+
+def _state(param: Tensor, kind: int, state: str) -> Tensor:
+    values = param.float()
+    values = torch.square(values) if kind == UNSIGNED else values / 2
+    if state != "8bit":
+        return values.to(FORMATS[state])
+    n = param.numel()
+    memory = torch.zeros(codes_size(n), dtype=torch.uint8, device=param.device)
+    if memory.is_meta:
+        return memory
+    whole = torch.nn.functional.pad(in_order_of_memory(values), (0, padded(n) - n))
+    for target, found in zip(split_codes(memory, n), encode(whole, None, kind), strict=True):
+        target.copy_(found)
+    return memory
+
+
+def update_samples(update: "Update", rules: Sequence[Hyperparameters]) -> list[ListSample]:
+    """Return samples in all formats by the first rule, and on masters with copies by the others."""
+    samples = [_sample(update, rule, words) for rule in rules[:1] for words in _VARIANTS]
+    for rule in rules[1:]:
+        samples.append(_sample(update, rule, f"fp32 {_words(update, rule) or 'plain'}"))
+    return samples
+
+
+_VARIANTS = (
+    "fp32",
+    "fp32 of half parameters",
+    "bf16",
+    "8bit packed",
+    "8bit of FP32 parameters",
+    "fp32 packed with changes",
+    "bf16 with changes",
+)
+
+
+def _sample(update: "Update", rule: Hyperparameters, words: str) -> ListSample:
+    state, packed, changes = words.split()[0], "packed" in words, "changes" in words
+    alone = "of half" in words or "of FP32" in words
+
+    def args(tensors: list[Tensor], half: torch.dtype) -> tuple[Any, ...]:
+        params = [t.to(half) for t in tensors] if packed or "of half" in words else tensors
+        copies = None
+        if not packed and not alone:
+            copies = [torch.zeros_like(p, dtype=half) for p in params]
+        grads = [t.to(half) for t in tensors]
+        lists = update_lists(update, rule, params, grads, copies, state, packed, changes)
+        return lists, tensors[0].new_full((), 0.5), tensors[0].new_zeros(())
+
+    def results(args: tuple[Any, ...], _: None) -> list[Tensor]:
+        lists = args[0].tensors
+        names = "params", "copies", *update.states, "steps", "changes"
+        found = [t for name in names if name in lists for t in lists[name]]
+        if not packed:
+            return found
+        # Masters are compared instead of remainders: an FP32 ulp may carry into the half value.
+        rows = zip(lists["params"], lists["remainders"], strict=True)
+        return found + [join_master(in_order_of_memory(p), r[: p.numel()]) for p, r in rows]
+
+    wide = 1 if state == "8bit" else FORMATS[state].itemsize
+    moved = 2 + 2 * wide * sum(update.has(name, rule) for name in update.states)
+    moved += 8 if packed else 10
+    return ListSample(args, results, 0 if alone or changes else moved, words.removeprefix("fp32").strip())
+
+
+def _words(update: "Update", rule: Hyperparameters) -> str:
+    """Return the fields of a rule that give it optional state, for a name."""
+    return " ".join(flag for flag in update.optional.values() if getattr(rule, flag))
+
+
+def shipped_updates(update: "Update", rules: Sequence[Hyperparameters]) -> Iterator[Shipped]:
+    """Yield calls by each rule for all levels, and by the first one in all formats."""
+    for rule, level, aligned in itertools.product(rules, LEVELS, (True, False)):
+        yield _shipped(update, rule, level, aligned)
+        _, grad, copy = level
+        if rule is rules[0] and copy is not None:
+            yield _shipped(update, rule, level, aligned, "bf16")
+        if rule is rules[0] and grad is HALF and aligned:
+            yield _shipped(update, rule, level, aligned, changes=True)
+    packed = [(HALF, HALF), (BF16, BF16), (HALF, WIDE)]
+    for (param, grad), aligned in itertools.product(packed, (True, False)):
+        for state in ("fp32", "bf16"):
+            yield _shipped(update, rules[0], (param, grad, None), aligned, state, packed=True)
+    for (param, grad), aligned in itertools.product(
+        [*packed, (WIDE, HALF), (WIDE, WIDE)], (True, False)
+    ):
+        yield _shipped(update, rules[0], (param, grad, None), aligned, "8bit", param is not WIDE)
+    yield _shipped(update, rules[0], (HALF, HALF, None), True, "8bit", True, changes=True)
+
+
+def _shipped(
+    update: "Update",
+    rule: Hyperparameters,
+    level: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    aligned: bool,
+    state: str = "fp32",
+    packed: bool = False,
+    changes: bool = False,
+) -> Shipped:
+    def make(dtype: torch.dtype) -> list[Tensor]:
+        # one element in, the address of a half or FP32 tensor is no multiple of 16
+        return [torch.empty(4096 + 8, dtype=dtype)[0 if aligned else 1 :][:4096]]
+
+    param, grad, copy = level
+    copies = None if copy is None else make(copy)
+    lists = update_lists(update, rule, make(param), make(grad), copies, state, packed, changes)
+    in_codes = state == "8bit"
+    words = in_codes and "8bit", packed and not in_codes and "packed", _words(update, rule) or False
+    words = *words, not aligned and "unaligned", state == "bf16" and "bf16", changes and "changes"
+    dtypes = [dtype for dtype in level if dtype is not None or not (packed or in_codes)]
+    in_blocks = in_codes or changes
+    registers = MAX_REGISTERS if in_blocks and aligned else 208 if in_blocks else 64
+    if not in_blocks and len(update.states) > 1 and ((copy and grad is WIDE) or state == "bf16"):
+        registers = 72 if state == "fp32" else 80
+    # a byte for each block: the exponents of a tile are exchanged through shared memory
+    shared = (8 if aligned else None) if in_codes else None if changes else 0
+    name = build_name(update.name, *dtypes, *words)
+    return Shipped(name, update.launch, (lists, None, None), registers, max_shared=shared)
+
+
+MAX_REGISTERS = 128
+"""Largest number of registers with codes. Without a limit, ptxas takes fewer on sm_89 and spills.
+"""
