@@ -19,8 +19,10 @@ from tritonamp.step.rule_table import ADAM, step_of
 class FusedMuonRule(FusedRule):
     """The rule of ``torch.optim.Muon``."""
 
-    codes: ClassVar[dict[str, int]] = {}  # type: ignore[misc]  # no state "8bit"
-    counts_steps = False  # type: ignore[assignment]
+    # not data of an ``Update``, because a step has three phases; without state in codes
+    codes: ClassVar[dict[str, int]] = {}
+    optional: ClassVar[tuple[str, ...]] = ()
+    counts_steps: ClassVar[bool] = False
 
     @property
     def needs(self) -> set[str]:
@@ -51,6 +53,9 @@ class FusedMuonRule(FusedRule):
             group.get("adjust_lr_fn"),
         )
 
+    def has(self, name: str, group: Mapping[str, Any]) -> bool:
+        return True
+
     def takes(self, optimizer: Optimizer) -> bool:
         """Tell whether all parameters are whole; torch's own step gathers sharded matrices."""
         return not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
@@ -62,17 +67,14 @@ class FusedMuonAndAdamRule(FusedMuonRule):
     AdamW steps on groups that have betas, Muon on the others.
     """
 
-    counts_steps = True  # type: ignore[assignment]
+    counts_steps: ClassVar[bool] = True
+    # all names, because a group has the states of one kind
+    optional: ClassVar[tuple[str, ...]] = "momentum_buffers", *ADAM.state_keys
 
     @property
     def needs(self) -> set[str]:
         """Keys that a loaded group of either kind must have."""
         return super().needs & ADAM.needs
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        """Names of all states, because a group has those of one kind."""
-        return tuple(self.state_keys)
 
     def hyperparameters(self, optimizer: Optimizer, group: Mapping[str, Any]) -> Any:
         if not is_adamws(group):
