@@ -35,14 +35,31 @@ TYPES = {
 TYPES |= {torch.int32: "i32", torch.int64: "i64"}
 
 
+class FunctionName(NamedTuple):
+    """Module and name of a jitted function, by which processes pass it on."""
+
+    module: str
+    name: str
+
+    @classmethod
+    def of(cls, function: Any) -> "FunctionName":
+        """Return the name of a jitted function."""
+        return cls(function.fn.__module__, function.__name__)
+
+    def find(self) -> Any:
+        """Return the function."""
+        return getattr(importlib.import_module(self.module), self.name)
+
+
 class Build(NamedTuple):
     """One launch of a shipped call, for one architecture.
 
     Attributes:
         call: name of the call.
         kernel: name of the kernel, with a number if the call launches the kernel again.
-        function: module and name of the kernel.
-        signature, constants: types and values by parameter of the kernel.
+        function: name of the kernel.
+        signature, constants: types and values by parameter of the kernel; a function is a
+            ``FunctionName``.
         warps: number of warps of 32 threads.
         n: length of a line; 0 if the kernel has no such argument.
         max_registers, max_instructions, exp2, max_shared: bounds of ``Shipped``; exp2 counts all
@@ -52,7 +69,7 @@ class Build(NamedTuple):
     arch: Arch
     call: str
     kernel: str
-    function: tuple[str, str]
+    function: FunctionName
     signature: dict[str, str]
     constants: dict[str, Any]
     n: int
@@ -189,12 +206,13 @@ def _build_of(
         "fp32" if isinstance(size, float) else "i64" if size >= 1 << 31 else "i32" for size in sizes
     ]
     kinds = pointers + numbers + ["constexpr"] * len(launch.constants)
-    given = dict(zip(kernel.arg_names, (*tensors, *sizes, *launch.constants), strict=True))
+    constants = [FunctionName.of(c) if hasattr(c, "fn") else c for c in launch.constants]
+    given = dict(zip(kernel.arg_names, (*tensors, *sizes, *constants), strict=True))
     return Build(
         arch=arch,
         call=case.name,
         kernel=f"{kernel.__name__} {number}" if number > 1 else kernel.__name__,
-        function=(kernel.fn.__module__, kernel.__name__),
+        function=FunctionName.of(kernel),
         signature=dict(zip(kernel.arg_names, kinds, strict=True)),
         constants={name: given[name] for name in kernel.arg_names[len(pointers + numbers) :]},
         n=given.get("n", 0),
@@ -220,12 +238,14 @@ def recorded_launches() -> Iterator[list[tuple[Launch, tuple[Tensor, ...]]]]:
 
 
 def compiled(build: Build) -> Any:
-    module, name = build.function
     pointers = [i for i, kind in enumerate(build.signature.values()) if kind.startswith("*")]
     source = ASTSource(
-        fn=getattr(importlib.import_module(module), name),
+        fn=build.function.find(),
         signature=build.signature,
-        constexprs=build.constants,
+        constexprs={
+            name: value.find() if isinstance(value, FunctionName) else value
+            for name, value in build.constants.items()
+        },
         attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
     )
     target = GPUTarget("hip" if build.amd else "cuda", build.arch, build.wave)

@@ -8,8 +8,8 @@ from tritonamp.kernels.device import tl, triton
 
 
 @triton.jit
-def note_changes(changes, at, whole, stride, before, after, mask, ROWS: tl.constexpr):
-    """Store which elements of ROWS blocks have other bits, one bit each.
+def note_changes(changes, at, whole, stride, before, after, mask, BLOCKS: tl.constexpr):
+    """Store which elements of BLOCKS blocks have other bits, one bit each.
 
     The first row of ``changes`` collects bits until its reader clears it. The second row, stride
     bits later, has those of the last step.
@@ -18,9 +18,9 @@ def note_changes(changes, at, whole, stride, before, after, mask, ROWS: tl.const
     # one NaN for another is no change, because payloads depend on the device
     differs = differs & ((before == before) | (after == after)) & mask
     # eight elements, which two threads hold
-    bits = tl.reshape(differs.to(tl.int32), (ROWS, 16, 8)) << tl.arange(0, 8)
+    bits = tl.reshape(differs.to(tl.int32), (BLOCKS, 16, 8)) << tl.arange(0, 8)
     bits = tl.sum(bits, 2)
-    row, byte = tl.arange(0, ROWS), tl.arange(0, 16)
+    row, byte = tl.arange(0, BLOCKS), tl.arange(0, 16)
     offs = at // 8 + (tl.expand_dims(row, 1) * 16 + tl.expand_dims(byte, 0))
     mask = offs < whole // 8
     since = tl.load(changes + offs, mask=mask, other=0).to(tl.int32)

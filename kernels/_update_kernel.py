@@ -50,13 +50,13 @@ def _store(state, offs, mask, blocks, whole, stride, x, random, FORMAT: tl.const
 
 
 @triton.jit
-def _set_flag(flag_ptr, found, ROWS: tl.constexpr, VEC: tl.constexpr):
+def _set_flag(flag_ptr, found, BLOCKS: tl.constexpr, VEC: tl.constexpr):
     """Set a flag if any element of a tile is true."""
     # reduced inside a thread, which needs no shared memory; all threads store the same 1, so no
     # atomic is needed
     found = found.to(tl.int32)
-    if ROWS > 0:
-        of_thread = tl.max(tl.reshape(found, (ROWS, 32, 4)), 2)
+    if BLOCKS > 0:
+        of_thread = tl.max(tl.reshape(found, (BLOCKS, 32, 4)), 2)
     else:
         of_thread = tl.max(tl.reshape(found, (found.shape[0] // VEC, VEC)), 1)
     tl.store(flag_ptr + 0 * of_thread, 1, mask=of_thread != 0)
@@ -68,17 +68,17 @@ def _update_tile(
     overflow_ptr, factor, rule, step, number,
     UPDATE: tl.constexpr, COPY: tl.constexpr, HALF: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, RANDOM: tl.constexpr,
-    CHANGES: tl.constexpr, ROWS: tl.constexpr, VEC: tl.constexpr,
+    CHANGES: tl.constexpr, BLOCKS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     # Blocks of codes are stored whole, elements after the last one included, because a block
     # shares an exponent. Masked elements are loaded as 0.
     mask, whole = offs < end, (end + 127) // 128 * 128
-    blocks = at // 128 + tl.arange(0, ROWS) if ROWS > 0 else 0
+    blocks = at // 128 + tl.arange(0, BLOCKS) if BLOCKS > 0 else 0
     stored = tl.load(params + offs, mask=mask, other=0.0, eviction_policy="evict_first")
     stored = stored.to(tl.float32)
     p = stored
     if HALF is not None:
-        remainder = tl.load(remainders + offs, mask=offs < whole if ROWS > 0 else mask, other=0)
+        remainder = tl.load(remainders + offs, mask=offs < whole if BLOCKS > 0 else mask, other=0)
         p = joined(stored, remainder, HALF == "bfloat16")
     a = _load(first, offs, mask, blocks, whole, stride, FIRST)
     b = _load(second, offs, mask, blocks, whole, stride, SECOND)
@@ -102,7 +102,7 @@ def _update_tile(
         stored = tl.load(copies + offs, mask=mask, other=0.0).to(tl.float32)
     if HALF is not None:
         half, remainder = split(p, HALF == "bfloat16")
-        mask_of_rest = offs < whole if ROWS > 0 else mask
+        mask_of_rest = offs < whole if BLOCKS > 0 else mask
         tl.store(remainders + offs, remainder.to(tl.int16), mask=mask_of_rest)
         tl.store(params + offs, half.to(params.dtype.element_ty), mask=mask)
     else:
@@ -115,17 +115,17 @@ def _update_tile(
     if COPY or HALF is not None:
         # a finite value that became inf
         beyond = (tl.abs(half) == float("inf")) & (tl.abs(p) < float("inf")) & mask
-        _set_flag(overflow_ptr, beyond, ROWS, VEC)
+        _set_flag(overflow_ptr, beyond, BLOCKS, VEC)
     if CHANGES is not None:
         after = half if HALF is not None else rounded_half(p, CHANGES)
-        note_changes(changes, at, whole, stride, stored, after, mask, ROWS)
+        note_changes(changes, at, whole, stride, stored, after, mask, BLOCKS)
 
 
 @triton.jit
-def _offsets(at, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _offsets(at, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the offsets of a tile; a block of codes is a row of them."""
-    if ROWS > 0:
-        row, column = tl.arange(0, ROWS), tl.arange(0, 128)
+    if BLOCKS > 0:
+        row, column = tl.arange(0, BLOCKS), tl.arange(0, 128)
         return at + (tl.expand_dims(row, 1) * 128 + tl.expand_dims(column, 0))
     else:
         return at + tl.arange(0, BLOCK)
@@ -140,7 +140,7 @@ def update_kernel(
     PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, HALF: tl.constexpr,
     FIRST_TYPE: tl.constexpr, FIRST: tl.constexpr, SECOND_TYPE: tl.constexpr, SECOND: tl.constexpr,
     THIRD_TYPE: tl.constexpr, THIRD: tl.constexpr, RANDOM: tl.constexpr, CHANGES: tl.constexpr,
-    ROWS: tl.constexpr, VEC: tl.constexpr, TILE: tl.constexpr,
+    BLOCKS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update one chunk by a rule.
 
@@ -149,7 +149,7 @@ def update_kernel(
     more if the row holds the rule's numbers. Types are None where there is no such list, and
     FIRST, SECOND and THIRD are formats of ``_load``. RANDOM: a format needs random bits. HALF names
     the type of half parameters with remainders, CHANGES that of the values whose changes are noted.
-    ROWS is the number of blocks of codes or bits in a tile, or 0.
+    BLOCKS is the number of blocks of codes or bits in a tile, or 0.
     """
     # A skip is decided on the device, and every program returns before it writes: all bits stay.
     if tl.load(found_inf_ptr) != 0.0:
@@ -160,7 +160,7 @@ def update_kernel(
     row = tl.load(rows_ptr + program)
     number = tl.load(number_ptr + row)
     # Whole tiles where a tile has blocks: no two programs, and no loop and tail, may share one.
-    STEP: tl.constexpr = TILE if ROWS > 0 else VEC
+    STEP: tl.constexpr = BLOCK if BLOCKS > 0 else VEC
     begin, whole, end = chunk_bounds(numel_ptr, begin_ptr, row, program, chunk, STEP)
     stride = (tl.load(numel_ptr + row) + 127) // 128 * 128
     params = element_pointer(params_ptr, row, PARAM, VEC)
@@ -190,20 +190,20 @@ def update_kernel(
         factor, rule = LOAD_RULE(rules_ptr + NUMBERS * group, grad_scale_ptr)
     step = tl.load(counts) if COUNTS > 0 else 0.0
     overflow = overflow_ptr + number
-    for at in range(begin, whole, TILE):
+    for at in range(begin, whole, BLOCK):
         _update_tile(
-            at, _offsets(at, ROWS, TILE), whole, stride, params, grads, copies, remainders,
+            at, _offsets(at, BLOCKS, BLOCK), whole, stride, params, grads, copies, remainders,
             first, second, third, changes, overflow, factor, rule, step, number,
-            UPDATE, COPY is not None, HALF, FIRST, SECOND, THIRD, RANDOM, CHANGES, ROWS, VEC,
+            UPDATE, COPY is not None, HALF, FIRST, SECOND, THIRD, RANDOM, CHANGES, BLOCKS, VEC,
         )  # fmt: skip
     # the tail's mask is separate, because a mask that ends inside a vector splits every load of the
     # loop
     if whole < end:
-        offs = _offsets(whole, ROWS, TILE) if ROWS > 0 else tail_offsets(whole, VEC)
+        offs = _offsets(whole, BLOCKS, BLOCK) if BLOCKS > 0 else tail_offsets(whole, VEC)
         _update_tile(
             whole, offs, end, stride, params, grads, copies, remainders,
             first, second, third, changes, overflow, factor, rule, step, number,
-            UPDATE, COPY is not None, HALF, FIRST, SECOND, THIRD, RANDOM, CHANGES, ROWS, VEC,
+            UPDATE, COPY is not None, HALF, FIRST, SECOND, THIRD, RANDOM, CHANGES, BLOCKS, VEC,
         )  # fmt: skip
 
 
