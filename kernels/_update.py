@@ -111,8 +111,15 @@ class Update(Implementations):
         found_inf: Tensor | None,
         backend: str = "auto",
     ) -> None:
-        on_cpu = self._on_cpu if self._is_plain(lists.tensors) else None
+        on_cpu = self._step_on_cpu if self._on_cpu else None
         lists.run(self, on_cpu, backend, grad_scale, found_inf)
+
+    def _step_on_cpu(
+        self, lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        assert self._on_cpu is not None
+        step = self._on_cpu if self._is_plain(lists.tensors) else self.in_torch
+        step(lists, grad_scale, found_inf)
 
     def has(self, name: str, rule: Any) -> bool:
         """Tell whether a group with these hyperparameters has the state ``name``."""

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +22,12 @@ from tritonamp.kernels._small_state import (
 )
 from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
 
-if TYPE_CHECKING:
-    from tritonamp.kernels._update import Update
-
 FORMATS = {"fp32": WIDE, "bf16": BF16, "8bit": torch.uint8}
 """Dtypes of state tensors by the name of a format."""
 
 
 def update_lists(
-    update: "Update",
+    update: Any,
     rule: Hyperparameters,
     params: list[Tensor],
     grads: list[Tensor],
@@ -42,7 +39,7 @@ def update_lists(
     """Return lists of one group for a third step. The state has the values of the parameters.
 
     Args:
-        update: operation that steps on the lists.
+        update: ``Update`` that steps on the lists.
         rule: hyperparameters of all tensors.
         params: stepped-on tensors.
         grads: gradients.
@@ -85,7 +82,7 @@ def _state(param: Tensor, kind: int, state: str) -> Tensor:
     return memory
 
 
-def update_samples(update: "Update", rules: Sequence[Hyperparameters]) -> list[ListSample]:
+def update_samples(update: Any, rules: Sequence[Hyperparameters]) -> list[ListSample]:
     """Return samples in all formats by the first rule, and on masters with copies by the others."""
     samples = [_sample(update, rule, words) for rule in rules[:1] for words in _VARIANTS]
     for rule in rules[1:]:
@@ -104,7 +101,7 @@ _VARIANTS = (
 )
 
 
-def _sample(update: "Update", rule: Hyperparameters, words: str) -> ListSample:
+def _sample(update: Any, rule: Hyperparameters, words: str) -> ListSample:
     state, packed, changes = words.split()[0], "packed" in words, "changes" in words
     alone = "of half" in words or "of FP32" in words
 
@@ -134,12 +131,12 @@ def _sample(update: "Update", rule: Hyperparameters, words: str) -> ListSample:
     return ListSample(args, results, 0 if alone or changes else moved, variant)
 
 
-def _words(update: "Update", rule: Hyperparameters) -> str:
+def _words(update: Any, rule: Hyperparameters) -> str:
     """Return the fields of a rule that give it optional state, for a name."""
     return " ".join(flag for flag in update.optional.values() if getattr(rule, flag))
 
 
-def shipped_updates(update: "Update", rules: Sequence[Hyperparameters]) -> Iterator[Shipped]:
+def shipped_updates(update: Any, rules: Sequence[Hyperparameters]) -> Iterator[Shipped]:
     """Yield calls by each rule for all levels, and by the first one in all formats."""
     for rule, level, aligned in itertools.product(rules, LEVELS, (True, False)):
         yield _shipped(update, rule, level, aligned)
@@ -160,7 +157,7 @@ def shipped_updates(update: "Update", rules: Sequence[Hyperparameters]) -> Itera
 
 
 def _shipped(
-    update: "Update",
+    update: Any,
     rule: Hyperparameters,
     level: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     aligned: bool,

@@ -19,6 +19,7 @@ import pytest
 import tritonamp
 import tritonamp.kernels
 from tritonamp.kernels._implementations import operations
+from tritonamp.kernels._update import Update
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, KERNELS = ROOT / "tritonamp", ROOT / "kernels"
@@ -262,6 +263,11 @@ def test_top_level_is_fixed() -> None:
 # Kernel files
 
 
+def updates(module: ModuleType) -> set[Update]:
+    """The rules of one element in a module."""
+    return {value for value in vars(module).values() if isinstance(value, Update)}
+
+
 @each_op_file
 def test_twins_have_one_signature(path: Path) -> None:
     module = importlib.import_module(module_name(path))
@@ -269,7 +275,7 @@ def test_twins_have_one_signature(path: Path) -> None:
         name: function for name, function in vars(module).items() if inspect.isfunction(function)
     }
     operations = {name.removesuffix("_torch") for name in functions if name.endswith("_torch")}
-    assert operations, "an op file holds at least one op_torch"
+    assert operations or updates(module), "an op file holds an op_torch, or the rule of an Update"
     assert {
         name.removesuffix("_triton") for name in functions if name.endswith("_triton")
     } <= operations
@@ -293,22 +299,26 @@ def test_the_list_of_kernels_is_what_there_is() -> None:
         for name, value in vars(module).items()
         if inspect.isfunction(value)
     }
-    assert {name.removesuffix("_triton") for name in names if name.endswith("_triton")} == set(
-        operations()
-    )
+    in_files = {name.removesuffix("_triton") for name in names if name.endswith("_triton")}
+    rules = {update.name for module in modules for update in updates(module) if update.samples}
+    assert in_files | rules == set(operations())
 
 
 @each_op_file
 def test_kernels_are_built_for_every_architecture(path: Path) -> None:
     module = importlib.import_module(module_name(path))
-    if any(name.endswith("_triton") for name in vars(module)):
-        shipped = {case.function.__name__ for case in module.shipped()}
-        assert shipped == {name for name in vars(module) if name.endswith("_triton")}
+    functions = {f for name, f in vars(module).items() if name.endswith("_triton")}
+    functions |= {update.launch for update in updates(module) if update.samples}
+    if functions:
+        assert {case.function for case in module.shipped()} == functions
 
 
 @each_op_file
 def test_every_op_file_has_a_test_file(path: Path) -> None:
-    assert (ROOT / "tests" / "kernels" / f"test_{path.stem}.py").is_file()
+    folder, module = ROOT / "tests" / "kernels", importlib.import_module(module_name(path))
+    names = [update.name for update in updates(module) if update.samples]
+    in_table = (folder / "updates.py").read_text()
+    assert (folder / f"test_{path.stem}.py").is_file() or all(name in in_table for name in names)
 
 
 @each_kernel_file

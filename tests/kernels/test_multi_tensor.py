@@ -234,7 +234,7 @@ def test_numbers_of_chunks_and_elements_beyond_32_bits() -> None:
     sizes = [3, 2**31 + 5, 2**33, 1]
     x = [torch.empty(n, dtype=HALF, device="meta") for n in sizes]
     part = _device_tables.DeviceTables(
-        torch.device("cpu"), {"x": x}, (), frozenset(), [0, 1, 2, 3], [0, 1, 2, 3], 0
+        torch.device("cpu"), {"x": x}, frozenset(), [0, 1, 2, 3], [0, 1, 2, 3], 0
     )
     (table,) = part.tables
     assert table.numel.tolist() == sizes
