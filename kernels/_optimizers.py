@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tritonamp.kernels._small_state import FORMATS
+
 SUM, NORM = "sum", "norm"
-_FORMATS = ("fp32", "bf16", "8bit")
+_FORMATS = tuple(FORMATS)
 
 
 class Known(NamedTuple):
@@ -46,6 +48,8 @@ OPTIMIZERS = {
 FUSED = [name for name, known in OPTIMIZERS.items() if known.states]
 """Optimizers that take a fused step."""
 IN_PARTS = [name for name in FUSED if OPTIMIZERS[name].in_parts]
+IN_OPTIM = [name for name in IN_PARTS if OPTIMIZERS[name].in_optim]
+"""Optimizers of ``tritonamp.optim`` for parameters of any shape."""
 
 
 def keeping(state: str) -> list[str]:

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from tritonamp.kernels._small_state import FORMATS, bytes_per_element
+
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-STATES = ("fp32", "bf16", "8bit")  # formats of optimizer state
+STATES = tuple(FORMATS)  # formats of optimizer state
 MASTERS = (None, "packed", "fp32")  # forms of FP32 masters
 ON_NONFINITE = ("skip", "explain", "heal", "raise")
 INIT_SCALE = 2.0**16  # torch.amp.GradScaler's
@@ -187,8 +189,8 @@ class Policy:
             return float(parameter + grad)
         is_packed = self.masters == "packed" or (self.masters is None and state == "8bit")
         lower_bits = 2 if is_packed else 4
-        moments = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 128}[state]
-        return parameter + grad + lower_bits * (is_half and self.master_weights) + moments
+        masters = lower_bits * (is_half and self.master_weights)
+        return parameter + grad + masters + 2 * bytes_per_element(state)
 
 
 def _normalised_cast_inputs(given: Any, dtype: torch.dtype) -> Any:

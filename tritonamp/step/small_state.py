@@ -12,6 +12,7 @@ from tritonamp.kernels._optimizers import in_words, keeping
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._small_state import (
     BLOCK,
+    FORMATS,
     codes_size,
     decode,
     encode,
@@ -57,7 +58,7 @@ def moment_dtype(state: str, param: Tensor) -> torch.dtype:
     """
     if param.dtype not in (*HALF_DTYPES, torch.float32):
         return param.dtype
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}[state]
+    return FORMATS[state]
 
 
 def coded(moment: Tensor | None, param: Tensor, kind: int) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._device_tables import memory_strides
+from tritonamp.kernels._small_state import FORMATS
 from tritonamp.kernels.device import refuse_capture
 from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.offload import Offload
@@ -31,7 +32,7 @@ class StateShape:
     @property
     def has_codes(self) -> bool:
         """Whether moments are in codes."""
-        return self._state == "8bit"
+        return FORMATS[self._state] is torch.uint8
 
     def counts_steps(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Tell whether all state holds a step count; codes always need one."""
