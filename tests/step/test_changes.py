@@ -542,7 +542,8 @@ def test_the_share_that_a_step_leaves(
 
     def grouped(params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         half, norm, unused = params[:3] + params[5:7], params[3:5], params[7:]
-        groups = [{"params": group} for group in (half, norm, unused)]
+        # FP32 norms that stay as they were: they are no half values
+        groups = [{"params": half}, {"params": norm, "lr": 0.0}, {"params": unused}]
         return OPTIMIZERS[optimizer](groups, lr=lr)
 
     other = {"track_changes": False} if flag != "track_changes" else {}
