@@ -69,11 +69,10 @@ class FusedRule:
         kinds = zip(self.update.states, self.update.codes, strict=True)
         return {self.state_keys[name]: kind for name, kind in kinds}
 
-    def hyperparameters(self, optimizer: Optimizer, group: Mapping[str, Any]) -> Hyperparameters:
-        """Return the hyperparameters of one group; missing ones are the optimizer's defaults."""
-        fields, defaults = self.update.rule._fields, optimizer.defaults
+    def hyperparameters(self, group: Mapping[str, Any]) -> Hyperparameters:
+        """Return the hyperparameters of one group."""
         found: Hyperparameters = self.update.rule(
-            *(scalar(_value(name, group, defaults)) for name in fields)
+            *(scalar(_value(name, group)) for name in self.update.rule._fields)
         )
         return found
 
@@ -136,7 +135,6 @@ def _key(name: str) -> str:
     return "betas" if name in ("beta1", "beta2") else name
 
 
-def _value(name: str, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
+def _value(name: str, group: Mapping[str, Any]) -> Any:
     key = _key(name)
-    value = group[key] if key in group else defaults[key]
-    return value if key == name else value[("beta1", "beta2").index(name)]
+    return group[key] if key == name else group[key][("beta1", "beta2").index(name)]
