@@ -12,6 +12,7 @@ from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import BF16, HALF, LEVELS, WIDE, Shipped, build_name
 from tritonamp.kernels._small_state import (
+    FORMATS,
     UNSIGNED,
     codes_size,
     encode,
@@ -21,9 +22,6 @@ from tritonamp.kernels._small_state import (
     split_codes,
 )
 from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
-
-FORMATS = {"fp32": WIDE, "bf16": BF16, "8bit": torch.uint8}
-"""Dtypes of state tensors by the name of a format."""
 
 
 def update_lists(
@@ -124,7 +122,7 @@ def _sample(update: Any, rule: Hyperparameters, words: str) -> ListSample:
         rows = zip(lists["params"], lists["remainders"], strict=True)
         return found + [join_master(in_order_of_memory(p), r[: p.numel()]) for p, r in rows]
 
-    wide = 1 if state == "8bit" else FORMATS[state].itemsize
+    wide = FORMATS[state].itemsize
     moved = 2 + 2 * wide * sum(update.has(name, rule) for name in update.states)
     moved += 8 if packed else 10
     variant = words.removeprefix("fp32").strip()

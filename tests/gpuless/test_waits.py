@@ -143,11 +143,21 @@ def test_no_option_brings_a_wait(gpu: AnyCuda, level: str, options: dict[str, An
         {"optimizer": functools.partial(tritonamp.optim.AdamW, state="bf16")},
         {"optimizer": functools.partial(tritonamp.optim.AdamW, state="8bit")},
         {"optimizer": functools.partial(tritonamp.optim.Lion, state="8bit")},
+        {"optimizer": torch.optim.RMSprop, "masters": "packed"},
         {"skip_outliers": 6.0},
         {"offload": "state"},
         {"softmax_dtype": torch.float32},
     ],
-    ids=["lion", "bf16", "8bit", "lion 8bit", "skip_outliers", "offload", "softmax_dtype"],
+    ids=[
+        "lion",
+        "bf16",
+        "8bit",
+        "lion 8bit",
+        "packed",
+        "skip_outliers",
+        "offload",
+        "softmax_dtype",
+    ],
 )
 def test_no_option_of_o2_brings_a_wait(gpu: AnyCuda, options: dict[str, Any]) -> None:
     assert waits(gpu, Looped("O2", clipped, **options)) == []

@@ -15,7 +15,8 @@ from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._shards import any_sharded
 from tritonamp.kernels.cast import cast
 from tritonamp.policy import HALF_DTYPES, Policy
-from tritonamp.step.small_state import has_master, state_format, take_master
+from tritonamp.step.packed_masters import has_master, masters_form, packs, take_master
+from tritonamp.step.small_state import state_format
 from tritonamp.step.state_loading import widen_state
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -36,6 +37,7 @@ class Masters:
 
     Attributes:
         optimizer: the optimizer, whose ``param_groups`` hold the masters.
+        packs: whether an FP32 master is the half parameter and 16 more bits.
     """
 
     def __init__(
@@ -49,8 +51,8 @@ class Masters:
         self._fp32_values = fp32_values
         self._trains_fp32_values = policy.trains_fp32_values
         self._sharding = sharding
-        self._packs = state_format(optimizer, policy.state) == "8bit"
-        self._lends = self._packs or policy.offload is not None
+        self.packs = packs(masters_form(optimizer, policy), state_format(optimizer, policy.state))
+        self._lends = self.packs or policy.offload is not None
         self._memory = Memory()
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
         # The same in the order of the groups. A step hands these lists on as they are: to make
@@ -94,7 +96,7 @@ class Masters:
         master = param
         if self._trains_fp32_values and self._needs_master(param):
             if self._lends:
-                self._fp32_values.lend(param, self._packs)
+                self._fp32_values.lend(param, self.packs)
             else:
                 master = self._fp32_values.master(param)
         self._sources[master] = param
