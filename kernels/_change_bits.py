@@ -28,7 +28,6 @@ def note_changes(changes, at, whole, stride, before, after, mask, BLOCKS: tl.con
     tl.store(changes + stride // 8 + offs, bits.to(tl.uint8), mask=mask)
 
 
-_BITS = 1, 2, 4, 8, 16, 32, 64, 128
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -47,10 +46,11 @@ def other_bits(before: Tensor, after: Tensor) -> Tensor:
 def packed_bits(flags: Tensor) -> Tensor:
     """Return n flags, bool of shape (n,), as bytes, uint8 of shape (padded(n) // 8,)."""
     n = flags.numel()
-    whole = torch.nn.functional.pad(flags.to(torch.uint8), (0, padded(n) - n)).view(-1, 8)
-    return (whole * whole.new_tensor(_BITS)).sum(1, dtype=torch.uint8)
+    whole = torch.nn.functional.pad(flags.to(torch.int32), (0, padded(n) - n)).view(-1, 8)
+    return (whole << torch.arange(8, device=flags.device)).sum(1).to(torch.uint8)
 
 
 def unpacked_bits(memory: Tensor, numel: int) -> Tensor:
     """Return the flags, bool of shape (numel,), of bytes that ``packed_bits`` returned."""
-    return (memory.unsqueeze(1) & memory.new_tensor(_BITS)).ne(0).view(-1)[:numel]
+    bits = memory.to(torch.int32).unsqueeze(1) >> torch.arange(8, device=memory.device)
+    return (bits & 1).bool().view(-1)[:numel]

@@ -123,8 +123,8 @@ def test_a_handful_of_launches_whatever_the_number_of_tensors(
             assert names == [
                 *["grad_stats_kernel"] * 2,
                 "decide_kernel",
-                "adam_rates_kernel",
-                *["adamw_kernel"] * 2,
+                "count_steps_kernel",
+                *["update_kernel"] * 2,
             ]
         run.amp.disable()
 
@@ -347,7 +347,7 @@ def test_a_kernel_that_does_not_compile_gives_way(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: Any) -> None:
-        raise _launch.KernelError("adamw_kernel cannot be compiled: no")
+        raise _launch.KernelError("update_kernel cannot be compiled: no")
 
     monkeypatch.setattr(_implementations, "failures", {})
     monkeypatch.setitem(hardware._answers, device, True)
@@ -357,7 +357,7 @@ def test_a_kernel_that_does_not_compile_gives_way(
     runs[0].step(x)
     with pytest.warns(
         RuntimeWarning,
-        match="adamw runs in eager torch from now on: adamw_kernel cannot be compiled",
+        match="adamw runs in eager torch from now on: update_kernel cannot be compiled",
     ):
         runs[1].step(x)
     assert same(runs[0].everything(), runs[1].everything())

@@ -464,7 +464,7 @@ def test_one_warning_where_kernels_do_not_compile(
     assert same(run.stored(), eager.stored())
 
 
-@pytest.mark.parametrize("broken", ["adam_rates_kernel", "adamw_kernel"])
+@pytest.mark.parametrize("broken", ["count_steps_kernel", "update_kernel"])
 def test_a_step_of_which_one_kernel_does_not_compile_is_taken_once(
     start: Any, device: torch.device, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

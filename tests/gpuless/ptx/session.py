@@ -44,9 +44,9 @@ COPIES = (
     "copies are stored, and have the same bits. Where they differ, that is another kind."
 )
 FLAG = "Whoever finds an overflow stores a 1, and nobody anything else."
-UPDATES = "adamw_kernel|lion_kernel|sgd_kernel|muon_prepare_kernel|muon_apply_kernel"
+UPDATES = "update_kernel|muon_prepare_kernel"
 BENIGN = [
-    Benign("decide_kernel|adam_rates_kernel", LOADED_BY_ALL, REDUNDANT),
+    Benign("decide_kernel|count_steps_kernel", LOADED_BY_ALL, REDUNDANT),
     Benign(f"{UPDATES}|ema_kernel", LOADED_BY_ALL, REDUNDANT),
     Benign(f"{UPDATES}|cast_kernel", STORED_TWICE, FLAG),
     Benign(".*", "shared write-write race, same values of (warps|lanes)", COPIES),
