@@ -72,7 +72,7 @@ class FusedStep:
         # the first
         if tells_first and found_inf is not None and bool(found_inf):
             return
-        rules = [self.rule.hyperparameters(self._optimizer, group) for group in groups]
+        rules = [self.rule.hyperparameters(group) for group in groups]
         # number len(groups) + g is the first-step rule of group g
         if tells_first:
             rules += [self.rule.at_first_step(rule) for rule in rules]

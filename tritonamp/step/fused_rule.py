@@ -69,11 +69,16 @@ class FusedRule:
         kinds = zip(self.update.states, self.update.codes, strict=True)
         return {self.state_keys[name]: kind for name, kind in kinds}
 
-    def hyperparameters(self, optimizer: Optimizer, group: Mapping[str, Any]) -> Hyperparameters:
-        """Return the hyperparameters of one group; missing ones are the optimizer's defaults."""
-        fields, defaults = self.update.rule._fields, optimizer.defaults
-        found: Hyperparameters = self.update.rule(
-            *(scalar(_value(name, group, defaults)) for name in fields)
+    def hyperparameters(self, group: Mapping[str, Any]) -> Hyperparameters:
+        """Return the hyperparameters of one group."""
+        rule: Any = self.update.rule
+        if "beta1" in rule._fields:
+            beta1, beta2 = group["betas"]
+            group = {**group, "beta1": beta1, "beta2": beta2}
+        # groups may be many, so that a call for each field would be felt at every step
+        values = map(group.__getitem__, rule._fields)
+        found: Hyperparameters = rule._make(
+            scalar(value) if isinstance(value, Tensor) else value for value in values
         )
         return found
 
@@ -134,9 +139,3 @@ def scalar(value: Any) -> Any:
 def _key(name: str) -> str:
     """Return the key in a group that holds the hyperparameter ``name``."""
     return "betas" if name in ("beta1", "beta2") else name
-
-
-def _value(name: str, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
-    key = _key(name)
-    value = group[key] if key in group else defaults[key]
-    return value if key == name else value[("beta1", "beta2").index(name)]

@@ -29,7 +29,7 @@ class FusedMuonRule(FusedRule):
         """Keys that a loaded group must have; torch completes no group of Muon."""
         return set(MuonRule._fields) - {"adjust_lr_fn", "compute"}
 
-    def hyperparameters(self, optimizer: Optimizer, group: Mapping[str, Any]) -> Any:
+    def hyperparameters(self, group: Mapping[str, Any]) -> Any:
         """Return the hyperparameters of one group.
 
         Raises:
@@ -76,11 +76,11 @@ class FusedMuonAndAdamRule(FusedMuonRule):
         """Keys that a loaded group of either kind must have."""
         return super().needs & ADAM.needs
 
-    def hyperparameters(self, optimizer: Optimizer, group: Mapping[str, Any]) -> Any:
+    def hyperparameters(self, group: Mapping[str, Any]) -> Any:
         if not is_adamws(group):
-            return super().hyperparameters(optimizer, group)
-        # ``optimizer`` is a Muon, so its defaults cannot say that the decay is AdamW's
-        return ADAM.hyperparameters(optimizer, {**group, "decoupled_weight_decay": True})
+            return super().hyperparameters(group)
+        # a Muon does not complete groups that are added later: the decay is AdamW's
+        return ADAM.hyperparameters({**group, "decoupled_weight_decay": True})
 
     def has(self, name: str, group: Mapping[str, Any]) -> bool:
         if not is_adamws(group):
