@@ -24,7 +24,9 @@ OPTIMIZERS = {
 @pytest.fixture
 def enabled(device: torch.device, handles: Callable[..., Any]) -> Callable[..., Any]:
     def make(level: Any = "O2", optimizer: str = "AdamW", **fields: Any) -> Any:
-        run = Training(Net, OPTIMIZERS.get(optimizer, optimizer), level, device, enable=handles, **fields)
+        run = Training(
+            Net, OPTIMIZERS.get(optimizer, optimizer), level, device, enable=handles, **fields
+        )
         return run.model, run.optimizer, run.amp
 
     return make
