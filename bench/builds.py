@@ -124,6 +124,11 @@ class Build(NamedTuple):
         return self.constants.get("VEC", 8)
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether the masked tail is a tile, too, because a block of codes or bits is whole."""
+        return self.constants.get("BLOCKS", 0) > 0
+
+    @property
     def row_major(self) -> bool:
         return self.constants.get("ROW_MAJOR", True)
 

@@ -9,8 +9,9 @@ from snapshots import VERSION, Numbers
 FIRST_DISASSEMBLED = 75  # by every supported Triton; up to 3.6 also sm_70
 MIN_OCCUPANCY = 0.25
 MIN_IN_FLIGHT = 32 << 10  # bytes for each multiprocessor of an sm_90
-# scalar registers that lie in lanes of vector ones: read in a loop, and written before it
-AMD_LANES = {"adamw_8bit": 40, "lion_8bit": 40}
+CODES = "8bit"  # in the names of calls whose state is codes
+# with codes, scalar registers that lie in lanes of vector ones: read in a loop, and written before
+AMD_LANES = 40
 AMD_REGISTERS = 168  # of a lane's 512: three waves for each SIMD unit of a CU
 STACK = {  # bytes: two numbers that a loop does not change may be put aside
     70: 8,  # which has no uniform registers
@@ -19,8 +20,7 @@ STACK = {  # bytes: two numbers that a loop does not change may be put aside
     120: 8 if VERSION == "3.7" else 0,  # as sm_75
 }
 
-# a tile's exponents change their layout
-SHARED = dict.fromkeys(("adamw_8bit", "lion_8bit"), 256 if VERSION == "3.6" else 0)
+SHARED = 256 if VERSION == "3.6" else 0  # bytes with codes: a tile's exponents change their layout
 
 
 def faults(row: Row) -> list[str]:
@@ -36,7 +36,7 @@ def faults(row: Row) -> list[str]:
 def memory_faults(row: Row) -> Iterator[str]:
     """Yield values that a build keeps in memory instead of registers."""
     build = row.build
-    operation = build.call.split()[0]
+    has_codes = CODES in build.call.split()
     stack = STACK.get(build.arch, 0)
     if row.stack > stack or row.local or (row.spills and not row.stack):
         yield (
@@ -44,10 +44,10 @@ def memory_faults(row: Row) -> Iterator[str]:
             f"allowed are {stack} B of stack for what a loop does not change"
         )
     if build.max_shared is not None:
-        shared = max(build.max_shared, SHARED.get(operation, 0))
+        shared = max(build.max_shared, SHARED if has_codes else 0)
         if row.shared > shared:
             yield (f"{row.shared} B of shared memory, allowed are {shared}: a layout is converted")
-    lanes = AMD_LANES.get(operation, 0)
+    lanes = AMD_LANES if has_codes else 0
     if row.scalar_spills > lanes and build.moves_tensors:
         yield f"{row.scalar_spills} spills of scalar registers, allowed are {lanes or 'none'}"
 

@@ -154,9 +154,11 @@ def of_amd(build: Build, built: Any) -> Row:
 
 
 def moved_by_threads(build: Build, built: Any) -> Iterator[dict[int, int]]:
-    """Yield ``tile_bytes`` of loads, then of stores."""
+    """Yield ``tile_bytes`` of loads, then of stores, for one tile without masks."""
+    tiles = 2 if build.has_blocks else 1  # the second is the masked tail, with the same accesses
     for what in "load", "store":
-        yield tile_bytes(built.asm["ttir"], what, build.tile, build.threads, build.widest)
+        found = tile_bytes(built.asm["ttir"], what, build.tile, build.threads, build.widest)
+        yield {size: bytes_moved // tiles for size, bytes_moved in found.items()}
 
 
 def resources(usage: str) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ import norm_ops
 import row_ops
 import steps
 import training
+import update_rows
 from case import Case
 
 
@@ -21,6 +22,7 @@ def all_cases(toy: bool = False) -> list[Case]:
     return [
         *training.cases(toy),
         *steps.cases(toy),
+        *update_rows.cases(toy),
         *row_ops.cases(toy),
         *norm_ops.cases(toy),
         *group_norm_ops.cases(toy),

@@ -20,8 +20,8 @@ from typing import Any
 import peer_machine  # before torch
 import provenance
 import roofline
-import steps
 import torch
+import update_rows
 from case import Case
 from gpuless.ptx.emulated import Launch
 from matrix import all_cases
@@ -64,7 +64,7 @@ def _elements(question: Question, host: list[Any]) -> int:
 def adam(peer: str, machine: Machine) -> Iterator[Row]:
     """Count a step of AdamW by all programs, because the programs of a list of tensors differ."""
     machine.emulator.options = COUNTING_ALL
-    work = steps.stepping(*steps.ADAMWS[peer], _parameters, CUDA)
+    work = update_rows.stepping(*update_rows.ADAMWS[peer], _parameters, CUDA)
     work.calls[0]()  # state is there from then on
     machine.clear()
     started = time.time()

@@ -151,7 +151,12 @@ def adam(found: Row) -> str:
         for row in found["rows"]
         if row["case"] == "AdamW step"
     ]
-    return f"A step of AdamW, per parameter: {'; '.join(texts)}."
+    about = (
+        "Ours has FP32 masters and FP32 state. optimi's has bfloat16 parameters and state, no "
+        "masters, and no check, so it compares with the rows of "
+        "[other formats](#bytes-of-a-step) instead."
+    )
+    return paragraph(f"A step of AdamW, per parameter: {'; '.join(texts)}. {about}")
 
 
 def absent(found: Row) -> str:

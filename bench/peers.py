@@ -38,6 +38,7 @@ PEERS = {
     "Transformer Engine": Peer("te", "transformer_engine", "transformer_engine[pytorch]"),
     "apex": Peer("apex", "apex.optimizers", "apex, from source with its CUDA extensions"),
     "optimi": Peer("optimi", "optimi", "torch-optimi"),
+    "FlashOptim": Peer("flashoptim", "flashoptim", "flashoptim"),
     "bitsandbytes": Peer("bitsandbytes", "bitsandbytes", "bitsandbytes"),
     "torchao": Peer("torchao", "torchao", "torchao"),
 }

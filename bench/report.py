@@ -24,6 +24,7 @@ import jsonl
 import matrix
 import peer_tables
 import pictures
+import step_bytes
 from markdown import multiple, paragraph, table
 from peers import PEERS
 from pictures import STEPS, TRAINING
@@ -293,6 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
         README: {
             "speed": speed(records, LINK),
             "articles": articles.results(folder),
+            "bytes": step_bytes.page(),
             "counts": peer_tables.page(peer_tables.load()),
             **studies,
         },

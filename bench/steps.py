@@ -1,8 +1,7 @@
-"""Parts of an optimizer step, and whole steps, on the parameters of real models."""
+"""Whole steps, and their parts but for the update, on the parameters of real models."""
 
 import functools
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +14,14 @@ from tritonamp.kernels import cast, ema, grad_stats
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels.ranges import ROW, ranges
 
-HALF, BF16 = torch.float16, torch.bfloat16
+HALF = torch.float16
 LR = 1e-5
 MAX_NORM = 1.0
 
+FUSED_ADAMW = functools.partial(torch.optim.AdamW, lr=LR, fused=True)
+FOREACH_RMSPROP = functools.partial(torch.optim.RMSprop, lr=LR, foreach=True)
+
 Build = Callable[[], nn.Module]
-Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Maker = Callable[..., Work]
 """Takes ``Build`` and a device."""
 
@@ -77,54 +78,6 @@ def unscale_and_norm(build: Build, device: torch.device) -> Work:
         torch.nn.utils.get_total_norm(grads)
 
     return Work([call])
-
-
-def stepping(
-    optimizer: Optimizer,
-    dtype: torch.dtype,
-    build: Build,
-    device: torch.device,
-) -> Work:
-    """Make ``optimizer.step()`` alone, on parameters in ``dtype``."""
-    return Work([optimizer(parameters(build, device, dtype)).step])
-
-
-def imported(module: str, name: str, **options: Any) -> Optimizer:
-    """Return a function that imports a peer's optimizer and makes it for parameters."""
-    return lambda params: getattr(importlib.import_module(module), name)(params, lr=LR, **options)
-
-
-FUSED_ADAMW = functools.partial(torch.optim.AdamW, lr=LR, fused=True)
-OF_APEX = {"weight_decay": 1e-2, "capturable": True, "master_weights": True}
-ADAMWS: dict[str, tuple[Optimizer, torch.dtype]] = {
-    "tritonamp": (functools.partial(tritonamp.optim.AdamW, lr=LR), HALF),
-    "fused AdamW": (FUSED_ADAMW, torch.float32),
-    "apex": (imported("apex.optimizers", "FusedAdam", **OF_APEX), HALF),
-    "optimi": (imported("optimi", "AdamW"), BF16),
-}
-"""By peer, its AdamW and the dtype of its parameters."""
-FP32_STATE = "tritonamp", "fused AdamW"  # which move 28 B
-
-
-def our_stepper(name: str, **options: Any) -> Maker:
-    """Make the step of an optimizer of ``tritonamp.optim``, on half parameters."""
-    optimizer = functools.partial(getattr(tritonamp.optim, name), lr=LR, **options)
-    return functools.partial(stepping, optimizer, HALF)
-
-
-def fp32_stepper(optimizer: Optimizer) -> Maker:
-    return functools.partial(stepping, optimizer, torch.float32)
-
-
-def torchs_sgd(**options: Any) -> Maker:
-    return fp32_stepper(functools.partial(torch.optim.SGD, lr=LR, momentum=0.9, **options))
-
-
-def muon(kind: type[torch.optim.Optimizer], build: Build, device: torch.device) -> Work:
-    """Make ``optimizer.step()`` alone, on all matrices: ours half with masters, torch's FP32."""
-    dtype = HALF if kind is tritonamp.optim.Muon else torch.float32
-    matrices = [p for p in parameters(build, device, dtype) if p.dim() == 2]
-    return Work([kind(matrices, lr=LR).step])  # type: ignore[call-arg]
 
 
 def our_cast(build: Build, device: torch.device) -> Work:
@@ -199,10 +152,15 @@ def our_step(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any)
     return Work([call], amp.disable)
 
 
-def full_step(build: Build, device: torch.device, **options: Any) -> Work:
+def full_step(
+    build: Build,
+    device: torch.device,
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **options: Any,
+) -> Work:
     with torch.device(device):
         model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    optimizer = kind(model.parameters(), lr=LR)  # type: ignore[call-arg]
     return our_step(model, optimizer, level="O2", dtype=HALF, **options)
 
 
@@ -246,14 +204,18 @@ def half_pipeline(build: Build, device: torch.device) -> Work:
     return Work([call])
 
 
-def standard_amp(build: Build, device: torch.device) -> Work:
-    """Make the step of FP32 parameters and gradients, 54 B/param.
+def standard_amp(
+    build: Build,
+    device: torch.device,
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = FUSED_ADAMW,
+) -> Work:
+    """Make the step of FP32 parameters and gradients, 54 B/param with fused AdamW.
 
-    Weight casts of the forward, unscale, clip, fused AdamW.
+    Weight casts of the forward, unscale, clip, update.
     """
     params = parameters(build, device, torch.float32)
     weights = [p.detach() for p in params if p.dim() > 1]
-    step = torchs_step(FUSED_ADAMW(params), params)
+    step = torchs_step(optimizer(params), params)
 
     def call() -> None:
         for weight in weights:  # one by one, as autocast does
@@ -269,7 +231,8 @@ class Group(NamedTuple):
     Attributes:
         name: name of the group.
         peers: by name, a function that makes the work, and the bytes that the peer moves per
-            parameter, None if they are unknown. Ours are the least.
+            parameter, None if they are unknown. Ours are the least, and ``step_bytes`` has the
+            terms of both.
         operations: names of the measured operations of the kernels.
     """
 
@@ -293,64 +256,23 @@ GROUPS = [
         {"tritonamp": (functools.partial(full_step, skip_outliers=6.0), 30)},
         ("grad_stats", "outliers", "decide", "adamw"),
     ),
-    Group(  # products of matrices beside them: not a matter of bytes
-        "Muon",
-        {
-            "tritonamp": (functools.partial(muon, tritonamp.optim.Muon), None),
-            "eager": (functools.partial(muon, torch.optim.Muon), None),
-        },
-        ("muon",),
+    Group(
+        "full step, masters packed",
+        {"tritonamp": (functools.partial(full_step, masters="packed"), 28)},
+        ("grad_stats", "decide", "adamw"),
     ),
     Group(
-        "optimizer",
-        {
-            peer: (functools.partial(stepping, *given), 28 if peer in FP32_STATE else None)
-            for peer, given in ADAMWS.items()
-        },
-        ("adamw",),
+        "full step, masters packed, changes",
+        {"tritonamp": (functools.partial(full_step, masters="packed", track_changes=True), 28.375)},
+        ("grad_stats", "decide", "adamw"),
     ),
     Group(
-        "optimizer, state bf16",
+        "full step, RMSprop",
         {
-            "tritonamp": (our_stepper("AdamW", state="bf16"), 20),
-            "fused AdamW": (fp32_stepper(FUSED_ADAMW), 28),
+            "tritonamp": (functools.partial(full_step, kind=torch.optim.RMSprop), 22),
+            "torch.amp": (functools.partial(standard_amp, optimizer=FOREACH_RMSPROP), 78),
         },
-        ("adamw",),
-    ),
-    Group(  # bitsandbytes and torchao: FP32 parameters, 8-bit moments
-        "optimizer, state 8bit",
-        {
-            "tritonamp": (our_stepper("AdamW", state="8bit"), 14),
-            "fused AdamW": (fp32_stepper(FUSED_ADAMW), 28),
-            "bitsandbytes": (fp32_stepper(imported("bitsandbytes.optim", "AdamW8bit")), 16),
-            "torchao": (fp32_stepper(imported("torchao.optim", "AdamW8bit")), None),
-        },
-        ("adamw_8bit",),
-    ),
-    Group(
-        "SGD with momentum",
-        {
-            "tritonamp": (our_stepper("SGD", momentum=0.9), 20),
-            "fused SGD": (torchs_sgd(fused=True), 20),
-            "foreach SGD": (torchs_sgd(foreach=True), None),
-        },
-        ("sgd",),
-    ),
-    Group(
-        "Lion",
-        {
-            "tritonamp": (our_stepper("Lion"), 20),
-            "optimi": (functools.partial(stepping, imported("optimi", "Lion"), BF16), None),
-        },
-        ("lion",),
-    ),
-    Group(  # bitsandbytes: FP32 parameters, an 8-bit moment
-        "Lion, state 8bit",
-        {
-            "tritonamp": (our_stepper("Lion", state="8bit"), 12),
-            "bitsandbytes": (fp32_stepper(imported("bitsandbytes.optim", "Lion8bit")), 14),
-        },
-        ("lion_8bit",),
+        ("grad_stats", "decide", "rmsprop"),
     ),
     Group(
         "gradient statistics",
@@ -377,8 +299,8 @@ FIRST = {
 """Cases of the first tier."""
 
 
-def cases(toy: bool) -> list[Case]:
-    return [_case(group, name, toy) for name in SETS for group in GROUPS]
+def cases(toy: bool, groups: Sequence[Group] = GROUPS) -> list[Case]:
+    return [_case(group, name, toy) for name in SETS for group in groups]
 
 
 @functools.cache

@@ -537,6 +537,7 @@ def test_readme_is_what_the_report_writes(bench: SimpleNamespace) -> None:
         for study in bench.convergence.STUDIES
     }
     found["speed"] = speed
+    found["bytes"] = bench.report.step_bytes.page()
     found["counts"] = bench.report.peer_tables.page(bench.report.peer_tables.load())
     for name, body in found.items():
         assert text == bench.report.filled(text, name, body)

@@ -41,6 +41,7 @@ TABLE: dict[str, tuple[Any, Any, Any, Any]] = {
     "on_nonfinite": ("skip", "skip", "skip", "skip"),
     "raise_after": (1, 1, 1, 1),
     "skip_outliers": (None, None, None, None),
+    "track_changes": (False, False, False, False),
     "track_lost_updates": (False, False, False, False),
 }
 
@@ -296,6 +297,8 @@ CONFLICTS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("O0", {"softmax_dtype": FP32}, "softmax_dtype needs op_policy=True"),
     ("O3", {"softmax_dtype": FP32}, "softmax_dtype needs op_policy=True"),
+    ("O0", {"track_changes": True}, r"track_changes=True needs half weights, .*\(use level='O2'"),
+    ("O1", {"track_lost_updates": True}, "track_lost_updates=True needs half weights, cast_model"),
     (
         "O0",
         {"fp32_modules": "head"},

@@ -71,8 +71,9 @@ class Policy:
             All but "skip" read the decision on the host at every step, and keep the gradients of
             the model's outputs until then.
         raise_after: number of faults in a row until "raise" raises.
-        track_lost_updates: Adam and AdamW count the updates that did not change the half value of
-            their parameter.
+        track_changes: one bit per element notes which weights have changed, for ``Amp.changes``
+            and ``Amp.stats`` (only with ``cast_model`` or ``half_parameters``).
+        track_lost_updates: the same as ``track_changes``.
         skip_outliers: a step is skipped if its loss or gradient norm lies this many standard
             deviations above the last 63 steps; at most 4 of any 64 steps. None: no step is.
     """
@@ -97,6 +98,7 @@ class Policy:
     fuse_norms: bool = True
     on_nonfinite: str = "skip"
     raise_after: int = 1
+    track_changes: bool = False
     track_lost_updates: bool = False
     skip_outliers: float | None = None
 
@@ -165,6 +167,11 @@ class Policy:
     def trains_fp32_values(self) -> bool:
         """Whether trainable parameters have FP32 values: masters, or FP32 parameters."""
         return self.master_weights or not (self.cast_model or self.half_parameters)
+
+    @property
+    def tracks_changes(self) -> bool:
+        """Whether steps note which weights have changed."""
+        return self.track_changes or self.track_lost_updates
 
     def bytes_per_parameter(self, state: str | None = None) -> float:
         """Return the bytes that a parameter takes on its device in training with Adam or AdamW.
@@ -316,6 +323,12 @@ def _conflicts(policy: Policy) -> Iterable[str]:
         yield (
             "state='8bit' needs FP32 values, master_weights=True: it holds their lower bits (use "
             "level='O2', or state='bf16')"
+        )
+    if policy.tracks_changes and not (policy.cast_model or policy.half_parameters):
+        name = "track_changes" if policy.track_changes else "track_lost_updates"
+        yield (
+            f"{name}=True needs half weights, cast_model=True: it notes which of them a step has "
+            "changed (use level='O2' or 'O3')"
         )
     if policy.masters == "fp32" and policy.state == "8bit":
         yield (

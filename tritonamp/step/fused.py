@@ -11,6 +11,7 @@ from tritonamp.kernels._facts import identities
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.policy import STATES
+from tritonamp.step.changes import Changes
 from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.gradients import Gradients
 from tritonamp.step.offload import Offload
@@ -30,6 +31,7 @@ class FusedStep:
         stored_form: function from parameters to the stored form of their FP32 values: the 16 bits
             if ``packs`` is True, else the masters of ``offload``.
         offload: host memory of masters and state; None: they are on the parameters' devices.
+        changes: record of changed values, which the kernels write; None: they write none.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class FusedStep:
         packs: bool = False,
         stored_form: Callable[[Sequence[Tensor]], list[Tensor]] = list,
         offload: Offload | None = None,
+        changes: Changes | None = None,
     ) -> None:
         self.rule = rule
         self._optimizer = optimizer
@@ -49,6 +52,7 @@ class FusedStep:
         self._packs = packs
         self._stored_form = stored_form
         self._offload = offload
+        self._changes = changes
 
     def step(
         self, gradients: Gradients, grad_scale: Tensor | None, found_inf: Tensor | None
@@ -118,6 +122,8 @@ class FusedStep:
                 found[name] = self._values(name, key, states, tensors, group_of)
         except KeyError:
             return None
+        if self._changes is not None:
+            found["changes"] = self._changes.rows(tensors.numbers, tensors["params"])
         # state without codes has no order of its own
         orders = [state.get(ORDER) for state in states] if self._shape.has_codes else ()
         return tensors.with_lists(repeat, ("steps",), found, orders=orders)

@@ -71,8 +71,14 @@ class FusedRule:
 
     def hyperparameters(self, group: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters of one group."""
-        found: Hyperparameters = self.update.rule(
-            *(scalar(_value(name, group)) for name in self.update.rule._fields)
+        rule: Any = self.update.rule
+        if "beta1" in rule._fields:
+            beta1, beta2 = group["betas"]
+            group = {**group, "beta1": beta1, "beta2": beta2}
+        # groups may be many, so that a call for each field would be felt at every step
+        values = map(group.__getitem__, rule._fields)
+        found: Hyperparameters = rule._make(
+            scalar(value) if isinstance(value, Tensor) else value for value in values
         )
         return found
 
@@ -133,8 +139,3 @@ def scalar(value: Any) -> Any:
 def _key(name: str) -> str:
     """Return the key in a group that holds the hyperparameter ``name``."""
     return "betas" if name in ("beta1", "beta2") else name
-
-
-def _value(name: str, group: Mapping[str, Any]) -> Any:
-    key = _key(name)
-    return group[key] if key == name else group[key][("beta1", "beta2").index(name)]

@@ -227,7 +227,7 @@ class Stepper:
             if rule is not None:
                 state = state_format(optimizer, self._policy.state)
                 w = self.weights[optimizer]
-                how = state, w.packs, w.stored_form, self.offload
+                how = state, w.packs, w.stored_form, self.offload, w.changes
                 fused = FusedStep(optimizer, rule, self._backend, *how)
             self._fused[optimizer] = fused
         fused = self._fused[optimizer]
@@ -259,6 +259,8 @@ class Stepper:
             fused.step(*judged)
             # Before the user's hooks after the step, because values that they write to masters are
             # newer than the half parameters.
+            if w.changes is not None:
+                w.changes.leave_out(judged.gradients.lists.numbers, judged.found_inf)
             w.mark_rounded()
         self._finish_step(w, decisions)
 
@@ -278,6 +280,8 @@ class Stepper:
             # them
             decisions[0].unscale(w)
         optimizer = w.optimizer
+        if w.changes is not None:
+            w.changes.copy_before()
         before = _versions(optimizer)
         try:
             base_class(type(optimizer)).step(optimizer)  # type: ignore[attr-defined]
