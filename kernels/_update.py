@@ -81,7 +81,7 @@ class Update(Implementations):
         states: Mapping[str, int],
         load_rule: Any,
         update: Any,
-        twin: Callable[..., tuple[Tensor | None, ...]],
+        twin: Callable[..., tuple[Any, ...]],
         *,
         rules: Sequence[Hyperparameters],
         optional: Mapping[str, str] = MappingProxyType({}),
@@ -236,13 +236,13 @@ class Update(Implementations):
             found = [None if state is param else state for state in states]
             kinds = self.codes
             values = [load_state(s, k, param, dtype) for s, k in zip(found, kinds, strict=True)]
-            p, *values = self._twin(p, grad, *values, rule, step)
+            p, *after = self._twin(p, grad, *values, rule, step)
 
-            for k, (state, value) in enumerate(zip(found, values, strict=True)):
+            for k, (state, value) in enumerate(zip(found, after, strict=True)):
                 if state is not None:
                     random = random_of(state, param, step, number, k)
                     put_state(results, state, param, value, random, kinds[k])
-            if steps is not None:
+            if step is not None:
                 results.put(steps, step)
             overflow = lists.overflow(param.device)[number]
             half = put_master(results, param, remainder, copy, p, overflow)

@@ -172,7 +172,7 @@ def _shipped(
     lists = update_lists(update, rule, make(param), make(grad), copies, state, packed, changes)
     in_codes = state == "8bit"
     words = in_codes and "8bit", packed and not in_codes and "packed", _words(update, rule) or False
-    words = *words, not aligned and "unaligned", state == "bf16" and "bf16", changes and "changes"
+    more = not aligned and "unaligned", state == "bf16" and "bf16", changes and "changes"
     dtypes = [dtype for dtype in level if dtype is not None or not (packed or in_codes)]
     in_blocks = in_codes or changes
     registers = MAX_REGISTERS if in_blocks and aligned else 208 if in_blocks else 64
@@ -180,7 +180,7 @@ def _shipped(
         registers = 72 if state == "fp32" else 80
     # a byte for each block: the exponents of a tile are exchanged through shared memory
     shared = (8 if aligned else None) if in_codes else None if changes else 0
-    name = build_name(update.name, *dtypes, *words)
+    name = build_name(update.name, *dtypes, *words, *more)
     return Shipped(name, update.launch, (lists, None, None), registers, max_shared=shared)
 
 
