@@ -46,11 +46,16 @@ def other_bits(before: Tensor, after: Tensor) -> Tensor:
 def packed_bits(flags: Tensor) -> Tensor:
     """Return n flags, bool of shape (n,), as bytes, uint8 of shape (padded(n) // 8,)."""
     n = flags.numel()
-    whole = torch.nn.functional.pad(flags.to(torch.int32), (0, padded(n) - n)).view(-1, 8)
-    return (whole << torch.arange(8, device=flags.device)).sum(1).to(torch.uint8)
+    whole = torch.nn.functional.pad(flags.to(torch.uint8), (0, padded(n) - n)).view(-1, 8)
+    return (whole << _bit_numbers(flags.device)).sum(1, dtype=torch.uint8)
 
 
 def unpacked_bits(memory: Tensor, numel: int) -> Tensor:
     """Return the flags, bool of shape (numel,), of bytes that ``packed_bits`` returned."""
-    bits = memory.to(torch.int32).unsqueeze(1) >> torch.arange(8, device=memory.device)
-    return (bits & 1).bool().view(-1)[:numel]
+    bits = memory.unsqueeze(1) >> _bit_numbers(memory.device) & 1
+    return bits.bool().view(-1)[:numel]
+
+
+def _bit_numbers(device: torch.device) -> Tensor:
+    # made on the device, because a copy from the host would wait, and cannot be captured in a graph
+    return torch.arange(8, dtype=torch.uint8, device=device)

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tritonamp.kernels._small_state import FORMATS
+
 SUM, NORM = "sum", "norm"
-_FORMATS = ("fp32", "bf16", "8bit")
+_FORMATS = tuple(FORMATS)
 
 
 class Known(NamedTuple):
@@ -17,18 +19,20 @@ class Known(NamedTuple):
         states: formats in which the fused step keeps state; (): the optimizer runs its own step.
         in_parts: whether a fused step can work on some parameters after others.
         in_torch: whether ``torch.optim`` has the optimizer.
+        in_optim: whether ``tritonamp.optim`` has the optimizer, if it takes a fused step.
     """
 
     squares: str | None = None
     states: tuple[str, ...] = ()
     in_parts: bool = True
     in_torch: bool = True
+    in_optim: bool = True
 
 
 OPTIMIZERS = {
     "Adam": Known("betas", _FORMATS),
     "AdamW": Known("betas", _FORMATS),
-    "SGD": Known(None, _FORMATS[:2]),
+    "SGD": Known(None, _FORMATS),
     "Lion": Known(None, _FORMATS, in_torch=False),
     "Muon": Known("betas", _FORMATS[:1], in_parts=False),  # betas: of groups that AdamW steps on
     **dict.fromkeys(("NAdam", "RAdam", "SparseAdam"), Known("betas")),
@@ -37,18 +41,20 @@ OPTIMIZERS = {
     "FusedAdagrad": Known(SUM, in_torch=False),
     "Adafactor": Known(NORM),
     "FusedNovoGrad": Known(NORM, in_torch=False),
-    "RMSprop": Known("alpha"),
+    "RMSprop": Known("alpha", _FORMATS, in_optim=False),
     "Adadelta": Known("rho"),
 }
 
 FUSED = [name for name, known in OPTIMIZERS.items() if known.states]
 """Optimizers that take a fused step."""
 IN_PARTS = [name for name in FUSED if OPTIMIZERS[name].in_parts]
+IN_OPTIM = [name for name in IN_PARTS if OPTIMIZERS[name].in_optim]
+"""Optimizers of ``tritonamp.optim`` for parameters of any shape."""
 
 
-def keeping(*states: str) -> list[str]:
-    """Return the optimizers whose fused step keeps its state in just these formats."""
-    return [name for name in FUSED if OPTIMIZERS[name].states == states]
+def keeping(state: str) -> list[str]:
+    """Return the optimizers whose fused step can keep its state in this format."""
+    return [name for name in FUSED if state in OPTIMIZERS[name].states]
 
 
 def in_words(names: Sequence[str], word: str = "and") -> str:

@@ -14,6 +14,8 @@ from torch import Tensor
 from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels.device import tl, triton
 
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+"""Dtypes of state tensors by the name of a format."""
 BLOCK = 128
 """Number of elements of a parameter whose codes share an exponent."""
 # Kernels below repeat these constants as literals, because a jitted function can read no global
@@ -103,6 +105,12 @@ def in_order_of_memory(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 def padded(numel: int) -> int:
     """Return the number of elements of the whole blocks that hold ``numel`` elements."""
     return -(-numel // BLOCK) * BLOCK
+
+
+def bytes_per_element(state: str) -> float:
+    """Return the bytes that an element of a state takes in the format ``state``."""
+    dtype = FORMATS[state]
+    return dtype.itemsize + (1 / BLOCK if dtype is torch.uint8 else 0)
 
 
 def codes_size(numel: int) -> int:

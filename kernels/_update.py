@@ -12,20 +12,7 @@ from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch, Operand
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._plan import Plan
-from tritonamp.kernels._small_state import (
-    BLOCK,
-    SIGNED,
-    decode,
-    encode,
-    in_memory_of,
-    in_order_of_memory,
-    join_master,
-    padded,
-    random_bits_twin,
-    rounded_twin,
-    split_codes,
-    split_master,
-)
+from tritonamp.kernels._small_state import BLOCK, SIGNED, in_order_of_memory
 from tritonamp.kernels._tables import NUM_WARPS, Table
 from tritonamp.kernels._update_kernel import count_steps_kernel, update_kernel
 from tritonamp.kernels._update_lists import (
@@ -35,12 +22,20 @@ from tritonamp.kernels._update_lists import (
     unscaled,
 )
 from tritonamp.kernels._update_samples import MAX_REGISTERS, update_samples
+from tritonamp.kernels._update_twin import (
+    load_master,
+    load_state,
+    put_master,
+    put_state,
+    random_of,
+)
 from tritonamp.kernels.device import WARP_SIZE
 
 _STATES = 3  # largest number of states of a rule
 # Elements that a thread holds. With 8 the compiler converts layouts, which takes shared memory and
 # 117 to 255 registers instead of 54. A warp then holds a block of codes.
 _VEC = 4
+_TILE = WARP_SIZE * NUM_WARPS * _VEC
 
 
 class Update(Implementations):
@@ -86,7 +81,7 @@ class Update(Implementations):
         states: Mapping[str, int],
         load_rule: Any,
         update: Any,
-        twin: Callable[..., tuple[Tensor | None, ...]],
+        twin: Callable[..., tuple[Any, ...]],
         *,
         rules: Sequence[Hyperparameters],
         optional: Mapping[str, str] = MappingProxyType({}),
@@ -170,46 +165,51 @@ class Update(Implementations):
         return lists.tensors.kept("counts", shape, torch.float32, device), width
 
     def _update_launch(self, lists: UpdateLists, t: Table, numbers: int) -> Launch:
-        tensors = lists.tensors
-        names = [name if name in tensors else "params" for name in ("remainders", "changes")]
-        states = (*self.states, *("params",) * (_STATES - len(self.states)))
-        formats = [
-            _format(t, name, kind, "steps" in tensors)
-            for name, kind in zip(self.states, self.codes, strict=True)
-        ]
-        formats += [None] * (_STATES - len(formats))
-        types = [
-            None if found is None else t.type(name)
-            for name, found in zip(states, formats, strict=True)
-        ]
-        counts, width = self._counts(lists, t.device)
-        groups, rules, *flags = lists.numbers_and_flags(t.device)
-        has_remainders = "remainders" in tensors and t.dtypes["remainders"] is not None
+        """Return the launch of the update on the rows of one table."""
+        tensors, missing = lists.tensors, _STATES - len(self.states)
+        remainders, changes = (n if n in tensors else "params" for n in ("remainders", "changes"))
         has_codes = torch.uint8 in map(t.dtypes.get, self.states)
         in_blocks = has_codes or "changes" in tensors
-        constants = (
-            *(self._update, self._load_rule, numbers, width),
-            *(t.type("params"), t.type(self._grads), t.type("copies")),
-            _name(t.dtypes["params"]) if has_remainders else None,
-            *(x for pair in zip(types, formats, strict=True) for x in pair),
-            any(f not in (None, "nearest") for f in formats),
-            _name(t.dtypes["copies"] or t.dtypes["params"]) if "changes" in tensors else None,
-            WARP_SIZE * NUM_WARPS * _VEC // BLOCK if in_blocks else 0,
-        )
-        maxnreg = self._max_registers if formats[0] and t.dtypes["copies"] else None
+        formats = [f for name in self.states for f in self._format(t, name, "steps" in tensors)]
+        formats += [None] * 2 * missing
+        maxnreg = self._max_registers if formats[0] is not None and t.dtypes["copies"] else None
         if in_blocks:
             # unaligned builds need more than the limit, and would spill under it
             maxnreg = MAX_REGISTERS if t.aligned else None
+        counts, width = self._counts(lists, t.device)
+        groups, rules, *flags = lists.numbers_and_flags(t.device)
+        is_packed = "remainders" in tensors and t.dtypes["remainders"] is not None
+        constants = (
+            *(self._update, self._load_rule, numbers, width),
+            *(t.type("params"), t.type(self._grads), t.type("copies")),
+            _name(t.dtypes["params"]) if is_packed else None,
+            *formats,
+            not {None, "nearest"}.issuperset(formats[1::2]),
+            _name(t.dtypes["copies"] or t.dtypes["params"]) if "changes" in tensors else None,
+            _TILE // BLOCK if in_blocks else 0,
+        )
+        states = *self.states, *["params"] * missing
         return t.launch_of(
             update_kernel,
-            ("params", self._grads, "copies", names[0], *states, names[1]),
+            ("params", self._grads, "copies", remainders, *states, changes),
             (groups, rules, counts, *flags),
             constants,
             _VEC,
             maxnreg=maxnreg,
             # whole blocks in a tile also if pointers are not aligned
-            tile=WARP_SIZE * NUM_WARPS * _VEC if in_blocks else None,
+            tile=_TILE if in_blocks else None,
         )
+
+    def _format(self, t: Table, name: str, counts_steps: bool) -> tuple[Any, str | None]:
+        """Return type and format of a state, as the kernel names them."""
+        dtype = t.dtypes[name]
+        if dtype is None:
+            return None, None
+        if dtype is torch.uint8:
+            is_signed = self.codes[self.states.index(name)] == SIGNED
+            return t.type(name), "signed" if is_signed else "unsigned"
+        is_random = dtype is torch.bfloat16 and counts_steps
+        return t.type(name), "stochastic" if is_random else "nearest"
 
     # the twin
 
@@ -229,110 +229,27 @@ class Update(Implementations):
         for row, rule, number in lists.rows((*names, *self.states)):
             param, grad, copy, remainder, changes, steps, *states = row
             dtype = torch.promote_types(param.dtype, torch.float32)
-            p = _master(param, remainder, dtype)
+            p = load_master(param, remainder, dtype)
             step = None if steps is None else steps + 1
             # unscale and clip
             grad = unscaled(grad, grad_scale, getattr(rule, "maximize", False), dtype)
             found = [None if state is param else state for state in states]
             kinds = self.codes
-            values = [_loaded(s, k, param, dtype) for s, k in zip(found, kinds, strict=True)]
-            p, *values = self._twin(p, grad, *values, rule, step)
+            values = [load_state(s, k, param, dtype) for s, k in zip(found, kinds, strict=True)]
+            p, *after = self._twin(p, grad, *values, rule, step)
 
-            for k, (state, value) in enumerate(zip(found, values, strict=True)):
+            for k, (state, value) in enumerate(zip(found, after, strict=True)):
                 if state is not None:
-                    random = _random(state, param, step, number, k)
-                    _put_state(results, state, param, value, random, kinds[k])
-            if steps is not None:
+                    random = random_of(state, param, step, number, k)
+                    put_state(results, state, param, value, random, kinds[k])
+            if step is not None:
                 results.put(steps, step)
             overflow = lists.overflow(param.device)[number]
-            half = _put_master(results, param, remainder, copy, p, overflow)
+            half = put_master(results, param, remainder, copy, p, overflow)
             if changes is not None:
                 bits = packed_bits(in_order_of_memory(other_bits(copy, half), like=param))
                 results.put(changes, torch.stack([changes[0] | bits, bits]))
 
 
-def _format(table: Table, name: str, kind: int, counts_steps: bool) -> str | None:
-    """Return the format of a state, as ``_load`` of the kernel names it."""
-    dtype = table.dtypes[name]
-    if dtype is torch.uint8:
-        return "signed" if kind == SIGNED else "unsigned"
-    if dtype is None:
-        return None
-    return "stochastic" if dtype is torch.bfloat16 and counts_steps else "nearest"
-
-
 def _name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _master(param: Tensor, remainder: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the values to step on, in the shape of ``param``."""
-    if remainder is None or remainder is param:  # an FP32 parameter is its own master
-        return param.to(dtype)
-    flat = join_master(in_order_of_memory(param), remainder[: param.numel()])
-    return in_memory_of(param, flat)
-
-
-def _loaded(state: Tensor | None, kind: int, param: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return a state in the shape of ``param``, or None if there is none."""
-    if state is None or state.dtype is not torch.uint8:
-        return None if state is None else state.to(dtype)
-    n = param.numel()
-    return in_memory_of(param, decode(*split_codes(state, n), kind)[:n])
-
-
-def _random(
-    state: Tensor, param: Tensor, step: Tensor | None, number: int, k: int
-) -> Tensor | None:
-    """Return the random bits of state k, in order of memory; None: round to the nearest."""
-    if step is None or state.dtype not in (torch.uint8, torch.bfloat16):
-        return None
-    return random_bits_twin(param, step, number)[min(k, 1)]
-
-
-def _put_state(
-    results: PendingWrites,
-    state: Tensor,
-    param: Tensor,
-    value: Tensor,
-    random: Tensor | None,
-    kind: int,
-) -> None:
-    """Plan to write the value of a state of ``param``."""
-    if state.dtype is torch.uint8:
-        assert random is not None
-        n = value.numel()
-        # zeros fill the last block, because they do not raise its exponent
-        missing = 0, padded(n) - n
-        flat = in_order_of_memory(value, like=param)
-        whole, bits = (torch.nn.functional.pad(t, missing) for t in (flat, random))
-        for target, codes in zip(split_codes(state, n), encode(whole, bits, kind), strict=True):
-            results.put(target, codes)
-        return
-    # Rounded to the nearest in bfloat16, a second moment would never decay (_small_state says why).
-    if random is not None:
-        value = rounded_twin(value, in_memory_of(param, random), 16)
-    results.put(state, value)
-
-
-def _put_master(
-    results: PendingWrites,
-    param: Tensor,
-    remainder: Tensor | None,
-    copy: Tensor,
-    p: Tensor,
-    overflow: Tensor,
-) -> Tensor:
-    """Plan to write the stepped-on values, with their copy; return the model's later values."""
-    if remainder is not None and remainder is not param:
-        half, rest = split_master(in_order_of_memory(p, like=param), param.dtype)
-        results.put(remainder[: param.numel()], rest)
-        # put_copy sets the flag. The second write wins: ``half`` rounds ties of bfloat16 away from
-        # 0.
-        results.put_copy(param, p, overflow)
-        results.put(param, in_memory_of(param, half))
-        return in_memory_of(param, half)
-    results.put(param, p)
-    if copy is not param:
-        results.put_copy(copy, p, overflow)
-    return p.to(copy.dtype)

@@ -1,5 +1,6 @@
 """The lists and hyperparameters of one optimizer's step, and how they reach the device."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -93,12 +94,11 @@ class UpdateLists:
 
         A list that there is not yields None.
         """
-        lists = list(map(self.tensors.get, names))
-        for place, number in enumerate(self.tensors.numbers):
-            row = [None if tensors is None else tensors[place] for tensors in lists]
-            # a tensor that stands in two lists stays one tensor
-            real = {id(tensor): _as_real(tensor) for tensor in row if tensor is not None}
-            yield [real.get(id(tensor)) for tensor in row], self.rules[self.groups[number]], number
+        found = map(self.tensors.get, names)
+        lists = [itertools.repeat(None) if tensors is None else tensors for tensors in found]
+        for row, number in zip(zip(*lists, strict=False), self.tensors.numbers, strict=True):
+            real = _as_real(row) if row[0] is not None and row[0].is_complex() else row
+            yield real, self.rules[self.groups[number]], number
 
     def run(
         self,
@@ -216,5 +216,8 @@ def unscaled(grad: Tensor, grad_scale: Tensor | None, maximize: bool, dtype: tor
     return -grad if maximize else grad
 
 
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _as_real(row: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return a row with views of complex tensors; a tensor that stands in two places stays one."""
+    complex_ones = {id(t): t for t in row if t is not None and t.is_complex()}
+    real = {key: torch.view_as_real(tensor) for key, tensor in complex_ones.items()}
+    return [real.get(id(tensor), tensor) for tensor in row]

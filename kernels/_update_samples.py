@@ -12,6 +12,7 @@ from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import BF16, HALF, LEVELS, WIDE, Shipped, build_name
 from tritonamp.kernels._small_state import (
+    FORMATS,
     UNSIGNED,
     codes_size,
     encode,
@@ -21,9 +22,6 @@ from tritonamp.kernels._small_state import (
     split_codes,
 )
 from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
-
-FORMATS = {"fp32": WIDE, "bf16": BF16, "8bit": torch.uint8}
-"""Dtypes of state tensors by the name of a format."""
 
 
 def update_lists(
@@ -124,7 +122,7 @@ def _sample(update: Any, rule: Hyperparameters, words: str) -> ListSample:
         rows = zip(lists["params"], lists["remainders"], strict=True)
         return found + [join_master(in_order_of_memory(p), r[: p.numel()]) for p, r in rows]
 
-    wide = 1 if state == "8bit" else FORMATS[state].itemsize
+    wide = FORMATS[state].itemsize
     moved = 2 + 2 * wide * sum(update.has(name, rule) for name in update.states)
     moved += 8 if packed else 10
     variant = words.removeprefix("fp32").strip()
@@ -174,7 +172,7 @@ def _shipped(
     lists = update_lists(update, rule, make(param), make(grad), copies, state, packed, changes)
     in_codes = state == "8bit"
     words = in_codes and "8bit", packed and not in_codes and "packed", _words(update, rule) or False
-    words = *words, not aligned and "unaligned", state == "bf16" and "bf16", changes and "changes"
+    more = not aligned and "unaligned", state == "bf16" and "bf16", changes and "changes"
     dtypes = [dtype for dtype in level if dtype is not None or not (packed or in_codes)]
     in_blocks = in_codes or changes
     registers = MAX_REGISTERS if in_blocks and aligned else 208 if in_blocks else 64
@@ -182,7 +180,7 @@ def _shipped(
         registers = 72 if state == "fp32" else 80
     # a byte for each block: the exponents of a tile are exchanged through shared memory
     shared = (8 if aligned else None) if in_codes else None if changes else 0
-    name = build_name(update.name, *dtypes, *words)
+    name = build_name(update.name, *dtypes, *words, *more)
     return Shipped(name, update.launch, (lists, None, None), registers, max_shared=shared)
 
 

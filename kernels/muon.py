@@ -202,7 +202,7 @@ MUON = Implementations(muon_triton, muon_torch, [_sample(True), _sample(False)])
 def shipped() -> Iterator[Shipped]:
     """Yield calls for all levels."""
     for (param, grad, copy), aligned in itertools.product(LEVELS, (True, False)):
-        dtypes = {"params": param, "grads": grad, "momentum_buffers": WIDE}
+        dtypes: dict[str, Any] = {"params": param, "grads": grad, "momentum_buffers": WIDE}
         rows = shipped_lists(aligned, **dtypes, copies=copy or "params")
         square: dict[str, Any] = {n: [rows[n][0].view(64, 64)] for n in (*dtypes, "copies")}
         if copy is None:

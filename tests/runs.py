@@ -14,6 +14,11 @@ import tritonamp
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 STATES = ["fp32", "bf16", "8bit"]
+FORMS: dict[str, dict[str, Any]] = {
+    **{state: {"state": state} for state in STATES},
+    **{f"packed {state}": {"state": state, "masters": "packed"} for state in STATES[:2]},
+}
+"""Forms of optimizer state and FP32 masters: fields of `Policy`, arguments of `tritonamp.optim`."""
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **{
@@ -22,6 +27,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
         if isinstance(kind, type) and kind is not torch.optim.Optimizer
     },
     "SGD momentum": partial(torch.optim.SGD, momentum=0.9),
+    "RMSprop momentum": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
     "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
     "fused AdamW": partial(torch.optim.AdamW, fused=True),
     "Lion": tritonamp.optim.Lion,

@@ -129,7 +129,7 @@ def test_a_with_block_disables_after_an_exception_and_not_twice(device: torch.de
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
 def test_around_step_surrounds_decision_and_step(
     handles: Any, device: torch.device, level: str, kind: Any
 ) -> None:

@@ -28,7 +28,8 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "tritonamp", "kernels", "
 # A room is a package or a file directly in tritonamp/, and kernels/. Each knows only rooms of
 # earlier tiers.
 TIERS = [
-    "asleep kernels policy",
+    "asleep kernels",
+    "policy",
     "ambient class_swap fp32_values functional names nested readback scaler watched",
     "casts checkpoint distributed",
     "diagnosis",

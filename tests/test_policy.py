@@ -35,11 +35,13 @@ TABLE: dict[str, tuple[Any, Any, Any, Any]] = {
     "fp32_modules": ((), (), (), ()),
     "fuse_norms": (True, True, True, True),
     "state": ("fp32", "fp32", "fp32", "fp32"),
+    "masters": (None, None, None, None),
     "offload": (None, None, None, None),
     "half_parameters": (False, False, False, False),
     "on_nonfinite": ("skip", "skip", "skip", "skip"),
     "raise_after": (1, 1, 1, 1),
     "skip_outliers": (None, None, None, None),
+    "track_changes": (False, False, False, False),
     "track_lost_updates": (False, False, False, False),
 }
 
@@ -295,6 +297,8 @@ CONFLICTS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("O0", {"softmax_dtype": FP32}, "softmax_dtype needs op_policy=True"),
     ("O3", {"softmax_dtype": FP32}, "softmax_dtype needs op_policy=True"),
+    ("O0", {"track_changes": True}, r"track_changes=True needs half weights, .*\(use level='O2'"),
+    ("O1", {"track_lost_updates": True}, "track_lost_updates=True needs half weights, cast_model"),
     (
         "O0",
         {"fp32_modules": "head"},
@@ -420,6 +424,9 @@ def test_texts_that_are_no_policy(text: str, message: str) -> None:
         ("O2", {}, 2 + 2 + 4 + 8),
         ("O2", {"state": "bf16"}, 2 + 2 + 4 + 4),
         ("O2", {"state": "8bit"}, 2 + 2 + 2 + 2 + 2 / 128),
+        ("O2", {"masters": "packed"}, 2 + 2 + 2 + 8),
+        ("O2", {"masters": "packed", "state": "bf16"}, 2 + 2 + 2 + 4),
+        ("O2", {"masters": "fp32", "state": "bf16"}, 2 + 2 + 4 + 4),
         ("O2", {"grad_dtype": FP32}, 18),
         ("O1", {"offload": "state"}, 4 + 4),
         ("O2", {"offload": "state", "state": "8bit"}, 2 + 2),

@@ -19,6 +19,7 @@ from tritonamp.distributed.ddp import check_buckets, unwrapped
 from tritonamp.distributed.fsdp import fsdp2_modules, mp_policy
 from tritonamp.distributed.refused import check_gathered, check_spread
 from tritonamp.kernels._shards import is_sharded
+from tritonamp.kernels.device import is_capturing
 from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
@@ -211,6 +212,35 @@ def check_flag(flag: Any) -> None:
         f"flag: expected True, False or a 0-d tensor of dtype torch.bool, got {got}: "
         "amp.veto(norm > 100) compares on the device, amp.veto(flags.any()) combines flags"
     )
+
+
+def check_changes(
+    policy: Policy, models: Sequence[nn.Module], clear: Any, dense_above: Any
+) -> None:
+    """Check a call of ``amp.changes``.
+
+    Raises:
+        ValueError: an argument of another kind.
+        RuntimeError: the policy does not track changes, or a CUDA graph is captured.
+    """
+    if not isinstance(clear, bool):
+        raise ValueError(f"clear: expected True or False, got {clear!r}")
+    is_number = isinstance(dense_above, Real) and not isinstance(dense_above, bool)
+    if dense_above is not None and not (is_number and 0 <= dense_above <= 1):
+        raise ValueError(
+            "dense_above: expected None or a share of a parameter's elements, a number in [0, 1], "
+            f"got {dense_above!r}"
+        )
+    if not policy.tracks_changes:
+        raise RuntimeError(
+            "amp.changes(): expected a policy that tracks changes, got one that does not: call "
+            "tritonamp.enable(..., track_changes=True)"
+        )
+    if any(is_capturing(p.device) for model in models for p in model.parameters()):
+        raise RuntimeError(
+            "amp.changes(): expected a call outside of a CUDA graph's capture, got one inside, "
+            "where the device cannot be read: call it between replays"
+        )
 
 
 def check_pipeline(loss_fn: Any, policy: Policy) -> None:

@@ -10,26 +10,27 @@ from torch import Tensor
 
 from tritonamp.class_swap import is_installed
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._multi_tensor import Memory
-from tritonamp.policy import HALF_DTYPES, STATES
-from tritonamp.step.adam import ADAM
+from tritonamp.policy import HALF_DTYPES, MASTERS, STATES
 from tritonamp.step.fused import FusedStep
 from tritonamp.step.fused_rule import FusedRule, scalar
 from tritonamp.step.gradients import Gradients
-from tritonamp.step.lion import LION
 from tritonamp.step.muon import MUON, MUON_AND_ADAMW, is_adamws
-from tritonamp.step.sgd import SGD as SGD_RULE
-from tritonamp.step.shown_gradients import ShownGradients
-from tritonamp.step.small_state import (
+from tritonamp.step.packed_masters import (
     HALF_DTYPE,
     ORDER,
     REMAINDER,
-    check_state,
-    fp32_state_dict,
-    in_fp32,
+    check_masters,
+    has_codes,
+    packs,
 )
+from tritonamp.step.rule_table import ADAM, LION
+from tritonamp.step.rule_table import SGD as SGD_RULE
+from tritonamp.step.shown_gradients import ShownGradients
+from tritonamp.step.small_state import check_state, fp32_state_dict, in_fp32
 from tritonamp.step.state_loading import load_state
 
 __all__ = ["SGD", "Adam", "AdamW", "Lion", "Muon"]
@@ -61,23 +62,37 @@ class _Fused:
 
     fused_rule: FusedRule
     _state_format = STATES[0]
+    _masters: str | None = None
     _step_supports_amp_scaling = _SupportsAmpScaling()  # private to torch (2.11 to 2.15)
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
 
-    def __init__(self, *args: Any, state: str = STATES[0], **hyperparameters: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        state: str = STATES[0],
+        masters: str | None = None,
+        **hyperparameters: Any,
+    ) -> None:
         super().__init__(*args, **hyperparameters)
-        if state not in STATES:
-            raise ValueError(
-                f"state: expected one of {', '.join(map(repr, STATES))}, got {state!r}"
-            )
+        for name, value, allowed in ("state", state, STATES), ("masters", masters, MASTERS):
+            if value not in allowed:
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}"
+                )
         check_state(state, self, self.fused_rule)  # type: ignore[arg-type]
-        self._state_format = state
+        check_masters(masters, state, self, self.fused_rule)  # type: ignore[arg-type]
+        self._state_format, self._masters = state, masters
 
     def __getstate__(self) -> dict[str, Any]:
         state: Any = super().__getstate__()
-        return {**state, "_state_format": self._state_format}
+        return {**state, "_state_format": self._state_format, "_masters": self._masters}
+
+    @property
+    def _packs(self) -> bool:
+        """Whether a half parameter's FP32 master is the parameter and 16 more bits."""
+        return packs(self._masters, self._state_format)
 
     @between_graphs
     @torch.no_grad()
@@ -104,7 +119,7 @@ class _Fused:
                 # torch's step without its decorators, which would turn gradients off again
                 inspect.unwrap(super().step.__func__)(self)  # type: ignore[misc]
             return loss
-        value_of = self._pack_master if self._state_format == "8bit" else self._fp32_master
+        value_of = self._pack_master if self._packs else self._fp32_master
         stepped_on = [
             value_of(p) if p.grad is not None and p.dtype in HALF_DTYPES else p for p in all_params
         ]
@@ -172,16 +187,15 @@ class _Fused:
     def _fused_step(self) -> tuple[FusedStep, Memory]:
         made = self.__dict__.get("_own_fused")
         if made is None:
-            state = self._state_format
-            stored_form = self._fp32_values.stored_form
-            fused = FusedStep(self, self.fused_rule, "auto", False, state, stored_form)  # type: ignore[arg-type]
+            how = "auto", self._state_format, self._packs, self._fp32_values.stored_form
+            fused = FusedStep(self, self.fused_rule, *how)  # type: ignore[arg-type]
             made = self.__dict__["_own_fused"] = fused, Memory()
         return made
 
     def _fp32_master(self, param: Tensor) -> Tensor:
         """Return the FP32 master of a half parameter; the state has it as ``master_param``."""
         state = self.state[param]
-        if REMAINDER in state:  # loaded from an optimizer of state "8bit"
+        if REMAINDER in state:  # loaded from an optimizer with packed masters
             state = self.state[param] = in_fp32(state, self.fused_rule, param)
         # it is half if torch's ``load_state_dict`` has cast it to the parameter's dtype
         state["master_param"] = state.get("master_param", param.detach()).float()
@@ -193,6 +207,9 @@ class _Fused:
         known = state.get(REMAINDER), state.get(ORDER)
         state[REMAINDER] = self._fp32_values.lend_packed(param, *known)
         state[HALF_DTYPE] = param.dtype
+        # codes keep the order in which they were made until the step makes them again
+        if not has_codes(state):
+            state[ORDER] = memory_strides(param)
         if "master_param" in state:
             self._fp32_values.load(param, state.pop("master_param"))
             self._fp32_values.settle_lent()
@@ -288,6 +305,7 @@ class Lion(_Fused, torch.optim.Optimizer):
         weight_decay: decoupled weight decay; three to ten times AdamW's is usual.
         maximize: step along the gradient instead of against it.
         state: format of ``exp_avg``, "fp32", "bf16" or "8bit".
+        masters: form of the FP32 masters of half parameters, as in ``tritonamp.Policy``.
 
     Raises:
         ValueError: a hyperparameter is out of its range.
@@ -304,6 +322,7 @@ class Lion(_Fused, torch.optim.Optimizer):
         *,
         maximize: bool = False,
         state: str = STATES[0],
+        masters: str | None = None,
     ) -> None:
         if not lr >= 0.0:
             raise ValueError(f"lr: expected 0 or more, got {lr}")
@@ -317,7 +336,7 @@ class Lion(_Fused, torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, state=state)
+        super().__init__(params, defaults, state=state, masters=masters)
 
 
 class Muon(_Fused, torch.optim.Muon):

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
+from tritonamp.kernels._small_state import FORMATS, bytes_per_element
+
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-STATES = ("fp32", "bf16", "8bit")  # formats of optimizer state
+STATES = tuple(FORMATS)  # formats of optimizer state
+MASTERS = (None, "packed", "fp32")  # forms of FP32 masters
 ON_NONFINITE = ("skip", "explain", "heal", "raise")
 INIT_SCALE = 2.0**16  # torch.amp.GradScaler's
 
@@ -46,12 +49,15 @@ class Policy:
             reduced, in FP32, at two more bytes per parameter. None: gradients have the parameters'
             dtype.
         state: format of optimizer state. "fp32"; "bf16": moments in bfloat16; "8bit": moments of
-            one byte, and FP32 masters kept as the half parameter and 16 more bits (Adam, AdamW and
-            Lion).
+            one byte. The optimizer needs a fused step that keeps such state.
+        masters: form of the FP32 masters (only with ``master_weights``). "packed": the half
+            parameter and 16 more bits, with the same values (float16: those from 2^-14 on), for
+            optimizers with a fused step. "fp32": FP32 tensors. None: "packed" if ``state`` is
+            "8bit", else "fp32".
         offload: "state": FP32 masters and optimizer state stay in pinned host memory, and go
             through the device part by part while the optimizer steps, with the same bits. For CUDA
-            devices and Adam, AdamW, SGD or Lion, without FSDP2 and CUDA graphs. None: they stay on
-            the device.
+            devices and optimizers whose fused step works in parts, without FSDP2 and CUDA graphs.
+            None: they stay on the device.
         half_parameters: True: parameters that are half before ``enable`` stay half. False: those
             that require gradients get FP32 values.
         fp32_modules: names ("encoder.head") or classes of modules whose parameters and arithmetic
@@ -65,8 +71,9 @@ class Policy:
             All but "skip" read the decision on the host at every step, and keep the gradients of
             the model's outputs until then.
         raise_after: number of faults in a row until "raise" raises.
-        track_lost_updates: Adam and AdamW count the updates that did not change the half value of
-            their parameter.
+        track_changes: one bit per element notes which weights have changed, for ``Amp.changes``
+            and ``Amp.stats`` (only with ``cast_model`` or ``half_parameters``).
+        track_lost_updates: the same as ``track_changes``.
         skip_outliers: a step is skipped if its loss or gradient norm lies this many standard
             deviations above the last 63 steps; at most 4 of any 64 steps. None: no step is.
     """
@@ -84,12 +91,14 @@ class Policy:
     state_dict_dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype | None = None
     state: str = STATES[0]
+    masters: str | None = None
     offload: str | None = None
     half_parameters: bool = False
     fp32_modules: tuple[str | type, ...] = ()
     fuse_norms: bool = True
     on_nonfinite: str = "skip"
     raise_after: int = 1
+    track_changes: bool = False
     track_lost_updates: bool = False
     skip_outliers: float | None = None
 
@@ -159,6 +168,11 @@ class Policy:
         """Whether trainable parameters have FP32 values: masters, or FP32 parameters."""
         return self.master_weights or not (self.cast_model or self.half_parameters)
 
+    @property
+    def tracks_changes(self) -> bool:
+        """Whether steps note which weights have changed."""
+        return self.track_changes or self.track_lost_updates
+
     def bytes_per_parameter(self, state: str | None = None) -> float:
         """Return the bytes that a parameter takes on its device in training with Adam or AdamW.
 
@@ -173,9 +187,10 @@ class Policy:
         grad = 4 if self.grad_dtype is not None else parameter
         if self.offload is not None:
             return float(parameter + grad)
-        lower_bits = 2 if state == "8bit" else 4
-        moments = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 128}[state]
-        return parameter + grad + lower_bits * (is_half and self.master_weights) + moments
+        is_packed = self.masters == "packed" or (self.masters is None and state == "8bit")
+        lower_bits = 2 if is_packed else 4
+        masters = lower_bits * (is_half and self.master_weights)
+        return parameter + grad + masters + 2 * bytes_per_element(state)
 
 
 def _normalised_cast_inputs(given: Any, dtype: torch.dtype) -> Any:
@@ -259,6 +274,7 @@ def _choices(policy: Policy) -> dict[str, tuple[tuple[Any, ...], str]]:
         "grad_dtype": ((None, fp32), kept),
         "state_dict_dtype": ((fp32, half), f"torch.float32 or the policy's {half}"),
         "state": (STATES, f"one of {', '.join(map(repr, STATES))}"),
+        "masters": (MASTERS, f"one of {', '.join(map(repr, MASTERS))}"),
         "offload": ((None, "state"), "None or 'state'"),
         "on_nonfinite": (ON_NONFINITE, f"one of {', '.join(map(repr, ON_NONFINITE))}"),
     }
@@ -307,6 +323,22 @@ def _conflicts(policy: Policy) -> Iterable[str]:
         yield (
             "state='8bit' needs FP32 values, master_weights=True: it holds their lower bits (use "
             "level='O2', or state='bf16')"
+        )
+    if policy.tracks_changes and not (policy.cast_model or policy.half_parameters):
+        name = "track_changes" if policy.track_changes else "track_lost_updates"
+        yield (
+            f"{name}=True needs half weights, cast_model=True: it notes which of them a step has "
+            "changed (use level='O2' or 'O3')"
+        )
+    if policy.masters == "fp32" and policy.state == "8bit":
+        yield (
+            "masters='fp32' needs state='fp32' or 'bf16': masters of state='8bit' are packed "
+            "(leave masters out)"
+        )
+    if policy.masters == "packed" and not policy.master_weights:
+        yield (
+            "masters='packed' needs FP32 masters of half parameters, master_weights=True (use "
+            "level='O2')"
         )
     if policy.softmax_dtype is not None and not policy.op_policy:
         yield "softmax_dtype needs op_policy=True: without the op policy softmax is plain torch"

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
-from tritonamp.kernels._optimizers import IN_PARTS
+from tritonamp.kernels._optimizers import IN_OPTIM
 from tritonamp.kernels._squares import NO_SQUARES, squares_of
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.decide import OUTLYING, Evidence, ScaleRule, ScaleState, decide
@@ -314,7 +314,7 @@ class GradScaler(torch.amp.GradScaler):
             optimizer._widen_gradients()  # type: ignore[attr-defined]
         grads = _grads(optimizer)
         if not allow_fp16 and any(g.dtype is torch.float16 for g in grads):
-            others = [name for name in IN_PARTS if name != "AdamW"]
+            others = [name for name in IN_OPTIM if name != "AdamW"]
             raise ValueError(
                 "Attempting to unscale FP16 gradients: the optimizer holds float16 parameters. "
                 'tritonamp.enable(model, optimizer, level="O2") keeps FP32 masters of them and '

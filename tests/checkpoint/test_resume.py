@@ -35,6 +35,7 @@ OPTIMIZERS = {
     **named("AdamW", "our AdamW", "SGD momentum", "Adagrad"),
     "Adam amsgrad": partial(torch.optim.Adam, amsgrad=True, eps=1e-4),
     "RMSprop": partial(torch.optim.RMSprop, momentum=0.5, eps=1e-4),
+    "NAdam": partial(torch.optim.NAdam, eps=1e-4),  # steps by itself
 }
 SCALERS: dict[str, dict[str, Any]] = {
     "interval": {"init_scale": 2.0**8, "growth_interval": 2, "hysteresis": 2},
@@ -206,7 +207,7 @@ def test_resumed_after_any_step(
     assert_resumes_after_any_step(start, level, optimizer)
 
 
-@pytest.mark.parametrize("optimizer", ["our AdamW", "Adam amsgrad", "RMSprop", "Adagrad"])
+@pytest.mark.parametrize("optimizer", ["our AdamW", "Adam amsgrad", "RMSprop", "NAdam", "Adagrad"])
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_other_optimizers_resumed(
     start: Callable[..., TwoModels], level: str, optimizer: str

@@ -9,6 +9,7 @@ from tritonamp.commands import doctor
 from tritonamp.kernels import _native
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import operations
+from tritonamp.kernels._optimizers import FUSED, OPTIMIZERS
 
 
 @pytest.fixture
@@ -39,6 +40,12 @@ def test_versions(report, what, version):
 def test_every_device_has_a_backend_and_a_reason(report):
     for device in doctor._devices():
         assert report.count(doctor._backend(device)) == len(doctor._devices())
+
+
+def test_every_fused_optimizer_has_a_row(report):
+    for name in FUSED:
+        (row,) = _rows(report, name)
+        assert ", ".join(OPTIMIZERS[name].states) in row
 
 
 def test_cpp_for_steps(monkeypatch):

@@ -83,7 +83,6 @@ def test_bad_parameters_since_when(start: Any) -> None:
 
 
 OWN_STEPS = [
-    torch.optim.RMSprop,
     torch.optim.NAdam,
     torch.optim.RAdam,
     torch.optim.Adamax,
@@ -127,9 +126,9 @@ def test_a_step_whose_eps_is_zero_in_half(
         (torch.optim.SGD, {"level": "O3"}),
         (torch.optim.Adagrad, {"level": "O3"}),  # whose state was made in FP32
         (torch.optim.Adadelta, {"level": "O3"}),  # 1e-6 is not 0
-        (torch.optim.RMSprop, {"level": "O2"}),
-        (torch.optim.RMSprop, {"level": "O3", "dtype": torch.bfloat16}),
-        (lambda params: torch.optim.RMSprop(params, eps=1e-4), {"level": "O3"}),
+        (torch.optim.NAdam, {"level": "O2"}),
+        (torch.optim.NAdam, {"level": "O3", "dtype": torch.bfloat16}),
+        (lambda params: torch.optim.NAdam(params, eps=1e-4), {"level": "O3"}),
     ],
 )
 def test_no_warning_of_an_eps_that_is_held(
@@ -142,7 +141,7 @@ def test_no_warning_of_an_eps_that_is_held(
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.NAdam])
 def test_a_step_is_not_blamed_for_what_other_code_wrote(
     device: torch.device, level: str, kind: Any
 ) -> None:

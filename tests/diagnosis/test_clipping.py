@@ -14,7 +14,7 @@ from runs import Training, started
 from torch import Tensor, nn
 
 STEPS = 5
-RATES = {"SGD": 1e-2, "AdamW": 1e-3, "RMSprop": 1e-3}  # the last one steps by itself
+RATES = {"SGD": 1e-2, "AdamW": 1e-3, "NAdam": 1e-3}  # the last one steps by itself
 
 
 def mlp() -> nn.Module:
@@ -183,7 +183,7 @@ def test_clipping(
 @pytest.mark.parametrize("one_batch", [False, True], ids=["batches", "one batch"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("model", [*MODELS, "sums"])
-@pytest.mark.parametrize("optimizer", ["SGD", "RMSprop"])  # one of ours, one that steps by itself
+@pytest.mark.parametrize("optimizer", ["SGD", "NAdam"])  # one of ours, one that steps by itself
 @pytest.mark.parametrize("work", LINEAR)
 def test_linear_work(
     start: Any,

@@ -330,6 +330,8 @@ def enabling(what: str) -> str:
         options["level"] = "O3"
     elif what == "8bit":
         options |= {"state": "8bit", "optimizer": torch.optim.AdamW}
+    elif what == "packed masters":
+        options |= {"masters": "packed", "optimizer": torch.optim.AdamW}
     elif what == "offload":
         options["offload"] = "state"
     model = sharded(model, [model[0]])
@@ -370,6 +372,7 @@ REFUSED = {
     "fp32_modules": "fp32_modules: FSDP2 gathers the parameters of Linear in torch.float16: call "
     "fully_shard on it first",
     "8bit": "state='8bit': expected parameters in one piece, got sharded ones (FSDP2, DTensor)",
+    "packed masters": "masters='packed': expected parameters in one piece, got sharded ones (FSDP2",
     "offload": "offload='state': expected parameters in one piece, got sharded ones (FSDP2",
     "O3": "level: expected one with FP32 masters for sharded parameters",
 }

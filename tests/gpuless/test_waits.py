@@ -125,11 +125,10 @@ def test_no_loop_waits(gpu: AnyCuda, level: str, loop: Loop) -> None:
     [
         {"optimizer": torch.optim.SGD},
         {"optimizer": muon},
-        {"track_lost_updates": True},
         {"dtype": torch.bfloat16},
         {"grad_dtype": torch.float32},
     ],
-    ids=["optimizer", "muon", "track_lost_updates", "dtype", "grad_dtype"],
+    ids=["optimizer", "muon", "dtype", "grad_dtype"],
 )
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_option_brings_a_wait(gpu: AnyCuda, level: str, options: dict[str, Any]) -> None:
@@ -143,11 +142,17 @@ def test_no_option_brings_a_wait(gpu: AnyCuda, level: str, options: dict[str, An
         {"optimizer": functools.partial(tritonamp.optim.AdamW, state="bf16")},
         {"optimizer": functools.partial(tritonamp.optim.AdamW, state="8bit")},
         {"optimizer": functools.partial(tritonamp.optim.Lion, state="8bit")},
+        {"optimizer": torch.optim.RMSprop, "masters": "packed"},
         {"skip_outliers": 6.0},
         {"offload": "state"},
         {"softmax_dtype": torch.float32},
+        {"track_changes": True},
+        {"track_changes": True, "optimizer": muon},
     ],
-    ids=["lion", "bf16", "8bit", "lion 8bit", "skip_outliers", "offload", "softmax_dtype"],
+    ids=[
+        *("lion", "bf16", "8bit", "lion 8bit", "packed", "skip_outliers", "offload"),
+        *("softmax_dtype", "track_changes", "track_changes muon"),
+    ],
 )
 def test_no_option_of_o2_brings_a_wait(gpu: AnyCuda, options: dict[str, Any]) -> None:
     assert waits(gpu, Looped("O2", clipped, **options)) == []

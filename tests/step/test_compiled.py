@@ -135,7 +135,7 @@ CASES = [
     # one more: at the call of ``plain``
     Case(of_two_losses, "O2", BF16, "SGD", "aot_eager", breaks=7, graphs=2),
     Case(in_a_block, "O3", FP16, "SGD", "aot_eager", breaks=1, graphs=1),
-    Case(as_in_torch, "O2", FP16, "RMSprop", "aot_eager", breaks=6, graphs=1),
+    Case(as_in_torch, "O2", FP16, "NAdam", "aot_eager", breaks=6, graphs=1),
 ]
 
 

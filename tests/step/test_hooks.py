@@ -10,7 +10,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-OPTIMIZERS = "AdamW", "SGD", "Lion", "RMSprop", "Adagrad"  # the last two step by themselves
+OPTIMIZERS = "AdamW", "SGD", "Lion", "NAdam", "Adagrad"  # the last two step by themselves
 
 
 start = started_on_cpu()

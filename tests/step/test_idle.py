@@ -59,7 +59,7 @@ def by_scaler(run: TwoOptimizers) -> None:
 IDLE = no_backward, cleared_by_the_optimizer, cleared_by_the_model, by_scaler
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("iteration", IDLE, ids=lambda f: f.__name__)
 def test_the_third_step_names_its_line(

@@ -121,7 +121,7 @@ class Saved(Training):
 @pytest.mark.parametrize(
     ("name", "state"),
     [*(("AdamW", s) for s in STATES), ("our AdamW", "8bit"), ("Lion", "8bit"),
-     ("SGD momentum", "bf16"), ("Muon", "fp32"), ("RMSprop", "fp32")],
+     ("SGD momentum", "bf16"), ("Muon", "fp32"), ("NAdam", "fp32")],
 )  # fmt: skip
 def test_what_outlives_inference_mode_is_a_normal_tensor(
     tmp_path: Path, name: str, state: str, call: str, at: int

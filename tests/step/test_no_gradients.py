@@ -15,7 +15,7 @@ from tritonamp.apex import amp as apex_amp
 from tritonamp.apex.amp import _amp_state
 from tritonamp.apex.fp16_utils import FP16_Optimizer
 
-MAKERS = named("AdamW", "SGD momentum", "RMSprop")  # which steps by itself
+MAKERS = named("AdamW", "SGD momentum", "NAdam")  # which steps by itself
 FOREIGN = "no amp.backward\\(loss\\) fed this optimizer"  # gradients of a plain loss.backward()
 
 
@@ -32,7 +32,7 @@ class WithoutGradients(Training):
 start = started(WithoutGradients)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "RMSprop"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "NAdam"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("by_scaler", [False, True], ids=["step", "scaler.step"])
 def test_enabled(start: Any, level: str, optimizer: str, by_scaler: bool) -> None:

@@ -16,7 +16,7 @@ from gpuless.fake_cuda import FakeCuda
 from gpuless.real_cuda import AnyCuda
 from gpuless.streams import Clocks
 from helpers import disabled_after, on_cpu, same_bits, storage_bytes
-from runs import OPTIMIZERS, Training, batch
+from runs import FORMS, OPTIMIZERS, Training, batch
 from small_models import TiedAndFrozen
 from torch import Tensor, nn
 
@@ -129,6 +129,10 @@ def pair(runs: Callable[..., Offloaded], *args: Any, **fields: Any) -> tuple[Off
                 ("SGD", {}),
                 ("Lion", {"state": "bf16"}),
                 ("Lion", {"state": "8bit"}),
+                ("SGD momentum", {"state": "8bit"}),
+                ("AdamW", {"masters": "packed"}),
+                ("RMSprop momentum", {"masters": "packed", "state": "bf16"}),
+                ("RMSprop momentum", {"state": "8bit", "backend": "eager"}),
             ]
         ),
     ],
@@ -281,7 +285,7 @@ def test_moments_in_another_order(runs: Callable[..., Offloaded]) -> None:
 # memory and the bus
 
 
-HOST = "exp_avg", "exp_avg_sq", "moments", "momentum_buffer"
+HOST = "exp_avg", "exp_avg_sq", "square_avg", "momentum_buffer", "grad_avg"
 
 
 def host_tensors(run: Offloaded) -> list[Tensor]:
@@ -295,26 +299,30 @@ def padded(number: int) -> int:
     return -(-number // 128) * 128
 
 
+in_halves = sum(padded(n) * 2 for n in (72, 12, 36, 3))
+
+
 def in_8bit(half: int, wide: int) -> int:
     codes = sum(padded(n) * 2 + padded(n) // 128 * 2 for n in (72, 12, 36, 3, 12, 12))
-    return codes + sum(padded(n) * 2 for n in (72, 12, 36, 3))
+    return codes + in_halves
 
 
 @pytest.mark.parametrize(
-    ("kind", "state", "expected"),
+    ("kind", "form", "expected"),
     [
         ("AdamW", "fp32", lambda half, wide: 12 * half + 8 * wide),
         ("AdamW", "bf16", lambda half, wide: 8 * half + 4 * wide),
         ("AdamW", "8bit", in_8bit),
         ("SGD momentum", "fp32", lambda half, wide: 8 * half + 4 * wide),
         ("SGD", "fp32", lambda half, wide: 4 * half),
+        ("RMSprop", "packed bf16", lambda half, wide: 2 * half + 2 * wide + in_halves),
     ],
 )
 def test_bytes_over_the_bus(
     fake_cuda: FakeCuda,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
-    state: str,
+    form: str,
     expected: Callable[[int, int], int],
 ) -> None:
     """Masters and moments once in each direction, in a step that is skipped, too.
@@ -343,7 +351,7 @@ def test_bytes_over_the_bus(
 
     nbytes = expected(72 + 12 + 36 + 3, 24)
     runs = [
-        Offloaded("cuda", on, kind, state=state, backend="eager").steps(4) for on in (False, True)
+        Offloaded("cuda", on, kind, **FORMS[form], backend="eager").steps(4) for on in (False, True)
     ]
     assert sum(x.nbytes for x in host_tensors(runs[1])) == nbytes
     for bad in (False, True):
@@ -353,10 +361,10 @@ def test_bytes_over_the_bus(
         run.amp.disable()
 
 
-@pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
-def test_memory_of_the_device(cuda: torch.device, state: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_memory_of_the_device(cuda: torch.device, form: str) -> None:
     """Between steps: half parameters, gradients, and two buffers of the largest part."""
-    run = Offloaded(cuda, state=state, backend="eager")
+    run = Offloaded(cuda, **FORMS[form], backend="eager")
     run.steps(2)
     run.backward()
     buffers = run.amp._parts.stepper.offload._buffers
@@ -532,19 +540,19 @@ def test_plans_are_found_again(
 # files
 
 
-@pytest.mark.parametrize("state", ["fp32", "bf16", *more(["8bit"])])
+@pytest.mark.parametrize("form", ["fp32", "bf16", *more(["8bit", "packed fp32"])])
 @pytest.mark.parametrize("saves", [False, True])
-def test_resume(runs: Callable[..., Offloaded], tmp_path: Path, state: str, saves: bool) -> None:
+def test_resume(runs: Callable[..., Offloaded], tmp_path: Path, form: str, saves: bool) -> None:
     """From either kind of run into the other, with the same bits as one that went on."""
-    plain, offloaded = pair(runs, state=state, backend="eager")
+    plain, offloaded = pair(runs, **FORMS[form], backend="eager")
     first = (plain, offloaded)[saves]
     first.steps(4)
     tritonamp.save(tmp_path / "checkpoint", **first.objects())
-    resumed = runs(not saves, state=state, backend="eager")
+    resumed = runs(not saves, **FORMS[form], backend="eager")
     tritonamp.load(tmp_path / "checkpoint", **resumed.objects())
     resumed.taken = 4
     states = first.states()
-    again = runs(True, state=state, backend="eager").load(states)
+    again = runs(True, **FORMS[form], backend="eager").load(states)
     again.taken = 4
     for run in (first, resumed, again):
         for _ in range(3):
@@ -590,7 +598,7 @@ def test_masters_of_our_optimizers_files(cuda: torch.device) -> None:
     model(torch.ones(2, 6, device=cuda).half()).float().sum().backward()
     optimizer.step()
     state = on_cpu(optimizer.state_dict())
-    for fields in ({}, {"state": "8bit"}, {"offload": "state"}):
+    for fields in ({}, {"state": "8bit"}, {"masters": "packed"}, {"offload": "state"}):
         other = copy.deepcopy(model)
         theirs = tritonamp.optim.AdamW(other.parameters(), lr=0.02)
         amp = tritonamp.enable(other, theirs, level="O2", **fields)

@@ -1,16 +1,17 @@
-"""Packed states of ``state="bf16"`` and ``"8bit"``, loaded into every format, plain and enabled."""
+"""Packed states of every form, loaded into every form, plain and enabled."""
 
 import copy
 import itertools
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from covering import more
 from helpers import of_kernels, same, snapshot
-from runs import STATES, Training, batch
+from runs import FORMS, OPTIMIZERS, Training, batch, grouped, tensors_of
 from torch import Tensor, nn
 
 import tritonamp
@@ -23,10 +24,10 @@ class HalfAlone(Training):
     """Trains half parameters without ``enable``."""
 
     def __init__(
-        self, half: torch.dtype, kind: Any = tritonamp.optim.AdamW, state: str = "8bit"
+        self, half: torch.dtype, kind: Any = tritonamp.optim.AdamW, form: str = "8bit"
     ) -> None:
         model = lambda: nn.Linear(16, 16).to(half)  # noqa: E731
-        super().__init__(model, partial(kind, state=state), level=None, lr=1e-3)
+        super().__init__(model, partial(kind, **FORMS[form]), level=None, lr=1e-3)
         self.x = batch(0, 4, 16, dtype=half)
 
     def train(self, seeds: Sequence[int], bad: Sequence[int] = ()) -> Any:
@@ -39,19 +40,19 @@ class HalfAlone(Training):
         return [own["master_param"].clone() for own in states]
 
 
-KINDS = [tritonamp.optim.AdamW, tritonamp.optim.Lion]
-each_kind = pytest.mark.parametrize("kind", KINDS)
+KINDS = [tritonamp.optim.AdamW, tritonamp.optim.Lion, partial(tritonamp.optim.SGD, momentum=0.9)]
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=["AdamW", "Lion", "SGD"])
 each_half = pytest.mark.parametrize("half", [BF16, HALF], ids=str)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("form", FORMS)
 @each_half
 @each_kind
 def test_rolling_back_has_the_same_bits(
-    kind: Any, half: torch.dtype, state: str, packed: bool
+    kind: Any, half: torch.dtype, form: str, packed: bool
 ) -> None:
-    run = HalfAlone(half, kind, state).train(range(3))
+    run = HalfAlone(half, kind, form).train(range(3))
     saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict(packed=packed)))
     ends = []
     for _ in range(2):
@@ -60,7 +61,7 @@ def test_rolling_back_has_the_same_bits(
         run.model.load_state_dict(saved[0])
         run.optimizer.load_state_dict(saved[1])
     # FP32 moments that become codes again, and masters of float16 below 2^-14, lose bits once
-    exact = packed or state == "fp32" or half is BF16
+    exact = packed or form == "fp32" or half is BF16
     if exact:
         assert same(*ends)
 
@@ -70,7 +71,7 @@ WHERE = ["plain", "enabled", "enabled later", "enabled and trained"]
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize(("saved", "loading"), more(itertools.product(STATES, STATES)))
+@pytest.mark.parametrize(("saved", "loading"), more(itertools.product(FORMS, FORMS)))
 @each_kind
 def test_packed_states_have_the_same_fp32_values_wherever_they_are_loaded(
     handles: Any, kind: Any, saved: str, loading: str, where: str, packed: bool
@@ -90,7 +91,7 @@ def test_packed_states_have_the_same_fp32_values_wherever_they_are_loaded(
         return
     if where == "enabled later":
         load()
-    other.amp = handles(other.model, other.optimizer, level="O2", dtype=BF16, state=loading)
+    other.amp = handles(other.model, other.optimizer, level="O2", dtype=BF16, **FORMS[loading])
     if where == "enabled and trained":
         other.train([9])
     if where != "enabled later":
@@ -104,12 +105,13 @@ def test_packed_states_have_the_same_fp32_values_wherever_they_are_loaded(
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)
+@pytest.mark.parametrize("form", ["8bit", "packed fp32"])
 @each_half
 def test_packed_states_load_into_other_dtypes(
-    handles: Any, half: torch.dtype, dtype: torch.dtype, level: str
+    handles: Any, half: torch.dtype, form: str, dtype: torch.dtype, level: str
 ) -> None:
     """FP32 values of an enabled model hold the half values of either dtype."""
-    run = HalfAlone(half).train(range(3))
+    run = HalfAlone(half, form=form).train(range(3))
     other = nn.Linear(16, 16)
     loaded = tritonamp.optim.AdamW(other.parameters(), lr=1e-3)
     amp = handles(other, loaded, level=level, dtype=dtype)
@@ -133,21 +135,22 @@ def test_remainders_of_other_values_are_not_added(
     assert same([p.detach() for p in amp.master_params()], before)
 
 
-def test_packed_states_that_cannot_be_exact_are_refused(handles: Any) -> None:
-    run = HalfAlone(BF16).train([0])
+@pytest.mark.parametrize("form", ["8bit", "packed bf16"])
+def test_packed_states_that_cannot_be_exact_are_refused(handles: Any, form: str) -> None:
+    run = HalfAlone(BF16, form=form).train([0])
     packed = copy.deepcopy(run.optimizer.state_dict(packed=True))
     other = HalfAlone(HALF).optimizer
     with pytest.raises(ValueError, match=r"remainder of torch.bfloat16 values for a parameter of"):
         other.load_state_dict(packed)
     other.load_state_dict(run.optimizer.state_dict())
-    # torch casts codes to the dtype of the parameter
+    # torch casts codes and remainders to the dtype of the parameter
     plain = nn.Linear(16, 16).to(BF16)
     torchs = torch.optim.AdamW(plain.parameters())
     torchs.load_state_dict(packed)
     with pytest.raises(ValueError, match=r"load a packed state after tritonamp\.enable, or save"):
         tritonamp.enable(plain, torchs, level="O2")
     torchs = torch.optim.AdamW(plain.parameters())
-    amp = handles(plain, torchs, level="O2", state="8bit")
+    amp = handles(plain, torchs, level="O2", **FORMS[form])
     plain.load_state_dict(run.model.state_dict())
     torchs.load_state_dict(packed)
     assert same([p.detach() for p in amp.master_params()], run.masters())
@@ -159,11 +162,114 @@ def test_a_tie_keeps_its_lower_bits(handles: Any) -> None:
     tie = torch.full((16, 16), 0x3F808000, dtype=torch.int32).view(FP32)
     state = run.optimizer.state_dict()
     state["state"][0]["master_param"] = tie
-    for kind in STATES:
+    for form in FORMS:
         with torch.no_grad():
             run.model.weight.copy_(torch.full((16, 16), 0x3F81, dtype=torch.int16).view(BF16))
-        other = HalfAlone(BF16, state=kind)
+        other = HalfAlone(BF16, form=form)
         other.model.load_state_dict(run.model.state_dict())
         other.optimizer.load_state_dict(copy.deepcopy(state))
         amp = handles(other.model, other.optimizer, level="O2")
         assert torch.equal(next(amp.master_params()), tie)
+
+
+# masters
+
+
+def drifting(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss whose gradients do not depend on the weights, so that a tie changes one value only."""
+    return (model(x).float() * torch.linspace(-1, 1, 16)).sum()
+
+
+class Drifting(Training):
+    """Trains weights beyond 2^-14 in magnitude, which packed masters hold exactly."""
+
+    def __init__(self, handles: Any, name: str, half: torch.dtype, **fields: Any) -> None:
+        super().__init__(
+            lambda: self.far_from_zero(nn.Linear(16, 16)), MAKERS[name], "O2", lr=1e-3,
+            enable=handles, dtype=half, loss_scale=1.0, **fields,
+        )  # fmt: skip
+        self.x = batch(0, 4, 16)
+
+    @staticmethod
+    def far_from_zero(model: nn.Module) -> nn.Module:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(p.sign() + p)
+        return model
+
+    def loss(self, x: Any = None) -> Tensor:
+        return drifting(self.model, self.x if x is None else x)
+
+
+def muon_and_adamw(params: list[nn.Parameter], **rest: Any) -> torch.optim.Optimizer:
+    return tritonamp.optim.Muon(params[:1], adamw_params=params[1:], **rest)
+
+
+def matrices(params: list[nn.Parameter], **rest: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Muon(params[:1], **rest), torch.optim.AdamW(params[1:], **rest)]
+
+
+MAKERS = {
+    **{name: OPTIMIZERS[name] for name in [
+        "Adam", "AdamW", "amsgrad", "our AdamW", "Lion", "SGD", "SGD momentum", "RMSprop",
+        "RMSprop momentum",
+    ]},
+    "SGD with and without momentum": grouped("SGD", momentum=0.9, dampening=0.5),
+    "Muon": matrices,
+    "our Muon and AdamW": muon_and_adamw,
+}  # fmt: skip
+ROWS = [
+    (name, state)
+    for name in MAKERS
+    for state in ("fp32", "bf16", "8bit")
+    if state == "fp32" or "Muon" not in name
+]
+
+
+@each_half
+@pytest.mark.parametrize(("name", "state"), ROWS)
+def test_packed_masters_have_the_bits_of_fp32_ones(
+    handles: Any, name: str, state: str, half: torch.dtype
+) -> None:
+    """Every step, and a skip; half parameters differ at ties of bfloat16 alone."""
+    other = "fp32" if state != "8bit" else None  # whose masters are always packed
+    packed = Drifting(handles, name, half, state=state, masters="packed")
+    plain = Drifting(handles, name, half, state=state, masters=other)
+    for seed in range(4):
+        for run in (packed, plain):
+            run.step(batch(seed, 4, 16), bad=seed == 2)
+        assert same(packed.masters(), plain.masters()), seed
+        pairs = zip(packed.model.parameters(), plain.model.parameters(), strict=True)
+        for (a, b), master in zip(pairs, plain.masters(), strict=True):
+            is_tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
+            assert ((a == b) | (is_tie & (half is BF16))).all()
+    states = [tuple(o.state_dict() for o in run.optimizers) for run in (packed, plain)]
+    moments = [[t for s in each for t in tensors_of(s)] for each in states]
+    assert same(*moments)
+    assert all(
+        p.dtype is half for o in packed.optimizers for g in o.param_groups for p in g["params"]
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "Muon"])
+def test_packed_masters_resume(handles: Any, name: str, tmp_path: Path) -> None:
+    straight = Drifting(handles, name, HALF, masters="packed")
+    straight.train(range(3))
+    tritonamp.save(tmp_path / "x", **straight.objects())
+    resumed = Drifting(handles, name, HALF, masters="packed")
+    resumed.train([9])
+    tritonamp.load(tmp_path / "x", **resumed.objects())
+    for run in (straight, resumed):
+        run.train([3, 4])
+    assert same(straight.everything(), resumed.everything())
+
+
+def test_a_group_without_momentum_keeps_no_codes(handles: Any) -> None:
+    run = Drifting(handles, "SGD with and without momentum", HALF, state="8bit")
+    run.step()
+    kept = [run.optimizer.state[p] for g in run.optimizer.param_groups for p in g["params"]]
+    assert kept[0]["momentum_buffer"].dtype is torch.uint8
+    assert kept[1].keys() == {"step"}
+    alone = Drifting(handles, "SGD", HALF, state="8bit")
+    alone.step()
+    assert not alone.optimizer.state

@@ -40,7 +40,7 @@ def before(run: Penalized) -> None:
     run.backward()
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("iteration", [behind, before], ids=lambda f: f.__name__)
 def test_the_line_is_named(

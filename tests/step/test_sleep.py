@@ -13,7 +13,7 @@ import torch
 from covering import more
 from gpuless.real_cuda import AnyCuda
 from helpers import same_bits, storage_bytes
-from runs import OPTIMIZERS, Training, named
+from runs import FORMS, OPTIMIZERS, Training, named
 from small_models import TiedAndFrozen
 from torch import Tensor, nn
 
@@ -21,7 +21,10 @@ import tritonamp
 from tritonamp.step import host_memory, sleep
 from tritonamp.step.host_memory import HostMemory
 
-KINDS = {**named("AdamW", "SGD momentum", "Muon", "Adagrad"), "8bit": OPTIMIZERS["AdamW"]}
+KINDS = {
+    **named("AdamW", "SGD momentum", "Muon", "Adagrad"),
+    **dict.fromkeys(FORMS, OPTIMIZERS["AdamW"]),
+}
 MATRIX = 12 * 6
 SMALL = 1 << 10
 """Bytes that stay for these few parameters: records, decisions, the batch."""
@@ -37,7 +40,7 @@ class Sleeper(Training):
             first, *norm, last = params
             return [KINDS[kind]([first, last], lr=0.05), torch.optim.AdamW(norm, lr=lr)]
 
-        fields |= {"state": "8bit"} if kind == "8bit" else {}
+        fields |= FORMS.get(kind, {})
         scaler = tritonamp.GradScaler(init_scale=8.0, growth_interval=3) if level != "O3" else None
         model = lambda: TiedAndFrozen(bias=False).partly_half("frozen", "first")  # noqa: E731
         super().__init__(model, in_two, level, device, scaler=scaler, **fields)
@@ -60,7 +63,7 @@ def sleeps(run: Sleeper, weights: bool) -> None:
 @pytest.mark.parametrize(
     ("level", "kind"),
     [
-        *[("O2", kind) for kind in ("AdamW", "Muon", "8bit")],
+        *[("O2", kind) for kind in ("AdamW", "Muon", "8bit", "packed fp32")],
         ("O1", "SGD momentum"),
         *more([("O2", "Adagrad"), ("O3", "SGD momentum")]),
     ],
@@ -397,9 +400,10 @@ def test_host_memory(device: torch.device, block: int, monkeypatch: pytest.Monke
     assert [t._version for t in tensors] == versions
 
 
-def test_packed_masters_leave_the_device(cuda: torch.device) -> None:
+@pytest.mark.parametrize("kind", ["8bit", "packed fp32"])
+def test_packed_masters_leave_the_device(cuda: torch.device, kind: str) -> None:
     """With values that were written into lent FP32 tensors, which are given up."""
-    run = Sleeper(cuda, kind="8bit")
+    run = Sleeper(cuda, kind=kind)
     run.step()
     masters = list(run.amp.master_params())
     with torch.no_grad():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from covering import more, one_in
 from helpers import of_kernels, same
-from runs import OPTIMIZERS, STATES, Training, batch, tensors_of
+from runs import FORMS, OPTIMIZERS, STATES, Training, batch, tensors_of
 from torch import Tensor, nn
 
 pytestmark = of_kernels
@@ -22,14 +22,11 @@ HALF, BF16, FP32, FP64, C64 = (
     torch.float64,
     torch.complex64,
 )
-NAMES = "AdamW", "Adam", "our AdamW", "Lion", "SGD momentum"
-NOT_CODED = "SGD momentum", "8bit"
-FUSED = one_in(
-    2, [(name, state) for name in NAMES for state in STATES if (name, state) != NOT_CODED]
-)
-CODED = ["AdamW", "Adam", "our AdamW", "Lion"]
+NAMES = "AdamW", "amsgrad", "our AdamW", "Lion", "SGD momentum", "RMSprop momentum"
+FUSED = one_in(2, [(name, form) for name in NAMES for form in FORMS])
+WIDE = one_in(2, [(name, state) for name in NAMES for state in STATES])
 
-each_coded = pytest.mark.parametrize("name", CODED)
+each_name = pytest.mark.parametrize("name", NAMES)
 
 
 # orders of memory
@@ -38,8 +35,8 @@ each_coded = pytest.mark.parametrize("name", CODED)
 class Convolution(Training):
     """Trained while its memory format changes."""
 
-    def __init__(self, handles: Any, device: Any, name: str, state: str, remembers: bool) -> None:
-        fields = {"dtype": BF16, "backend": "triton", "state": state}
+    def __init__(self, handles: Any, device: Any, name: str, form: str, remembers: bool) -> None:
+        fields = {"dtype": BF16, "backend": "triton", **FORMS[form]}
         super().__init__(lambda: nn.Conv2d(3, 5, 3), name, "O2", device, enable=handles, **fields)
         self.remembers = remembers
 
@@ -51,12 +48,12 @@ class Convolution(Training):
 
 
 @pytest.mark.usefixtures("plans")
-@pytest.mark.parametrize(("name", "state"), FUSED)
+@pytest.mark.parametrize(("name", "form"), FUSED)
 def test_plans_know_in_which_order_memory_lies(
-    handles: Any, device: torch.device, name: str, state: str
+    handles: Any, device: torch.device, name: str, form: str
 ) -> None:
     """A format of before comes back, by a change of the model or with a state that is loaded."""
-    runs = [Convolution(handles, device, name, state, remembers) for remembers in (True, False)]
+    runs = [Convolution(handles, device, name, form, remembers) for remembers in (True, False)]
     saved: list[Any] = []
     for seed in range(7):
         for run in runs:
@@ -130,7 +127,7 @@ def stepped_on_edited(
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@each_coded
+@each_name
 @pytest.mark.parametrize(
     "ways", more([(ways,) for ways in itertools.product([False, True], repeat=3)]), ids=str
 )
@@ -149,22 +146,21 @@ def test_gradients_on_lent_masters_count(
         handles_seen.append(model)
         return handles(model, *args, **fields)
 
-    found = stepped_on_edited(spied, device, name, edit, ways, state="8bit")
-    expected = stepped_on_edited(
-        spied, device, name, on_parameters, (False, False, False), state="8bit"
-    )
+    plain = False, False, False
+    found = stepped_on_edited(spied, device, name, edit, ways, masters="packed")
+    expected = stepped_on_edited(spied, device, name, on_parameters, plain, masters="packed")
     assert same(found, expected)
     assert all(p.grad is None for p in handles_seen[0].parameters())
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize(("name", "state"), FUSED)
+@pytest.mark.parametrize(("name", "form"), FUSED)
 def test_gradients_on_offloaded_masters_count(
-    handles: Any, cuda: torch.device, name: str, state: str, edit: Any
+    handles: Any, cuda: torch.device, name: str, form: str, edit: Any
 ) -> None:
     ways = (False, True, True)
     runs = [
-        stepped_on_edited(handles, cuda, name, edit, ways, state=state, **fields)
+        stepped_on_edited(handles, cuda, name, edit, ways, **FORMS[form], **fields)
         for fields in ({"offload": "state"}, {})
     ]
     assert same(*([t.cpu() for t in run] for run in runs))
@@ -192,7 +188,7 @@ class WideTraining(Training):
 
 @pytest.mark.parametrize("level", ["O0", "O1"])
 @pytest.mark.parametrize("dtype", [FP64, C64, torch.complex128], ids=str)
-@pytest.mark.parametrize(("name", "state"), FUSED)
+@pytest.mark.parametrize(("name", "state"), WIDE)
 def test_wide_parameters_keep_state_of_their_own_dtype(
     handles: Any, name: str, state: str, dtype: torch.dtype, level: str
 ) -> None:
@@ -207,7 +203,7 @@ def test_wide_parameters_keep_state_of_their_own_dtype(
     runs = [run(name, level, state=given, loss_scale=1.0) for given in (state, "fp32")]
     assert {t.dtype for found in runs for t in found} == {dtype}
     assert same(*runs)
-    if name in ("Adam", "AdamW", "SGD momentum"):
+    if name in vars(torch.optim) or name.endswith("momentum"):
         torchs = run(partial(OPTIMIZERS[name], foreach=False), None)
         # three steps, each some ten roundings
         rtol = 64 * torch.finfo(dtype).eps

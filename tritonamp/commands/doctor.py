@@ -20,6 +20,7 @@ from tritonamp.commands.table import table
 from tritonamp.kernels import _native
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import operations
+from tritonamp.kernels._optimizers import FUSED, OPTIMIZERS
 
 MOST_JOBS = 8  # processes, each of which takes half a GB of the GPU's memory
 
@@ -107,7 +108,22 @@ def report() -> str:
                 [_trial(*trial, device) for trial in TRIALS],
             )
         )
+    parts.append(table(("optimizer with a fused step", "from", "state", "offload"), _fused()))
     return "\n\n".join(parts)
+
+
+def _fused() -> list[tuple[str, str, str, str]]:
+    """Return name, origin, formats of state and offload of each optimizer with a fused step."""
+    return [
+        (
+            name,
+            " and ".join(["torch.optim"] * known.in_torch + ["tritonamp.optim"] * known.in_optim),
+            ", ".join(known.states),
+            "yes" if known.in_parts else "no",
+        )
+        for name, known in OPTIMIZERS.items()
+        if name in FUSED
+    ]
 
 
 def _versions() -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """The FP32 values behind half tensors."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -35,10 +35,14 @@ class Fp32Values:
 
     Attributes:
         asleep: record of the tensors that are away from the device.
+        on_write: functions that are called after a write to a half tensor, where its values of
+            before are known: with the half tensor, these values (FP32 or half), and its version and
+            address then.
     """
 
     def __init__(self, home: Home | None = None) -> None:
         self.asleep = Asleep()
+        self.on_write: list[Callable[[Tensor, Tensor, tuple[int, int]], None]] = []
         self._home = home
         self._index: dict[Tensor, int] = {}  # of a half tensor in the lists below
         self._halves: list[Tensor] = []
@@ -181,6 +185,9 @@ class Fp32Values:
     def _update(self, i: int) -> None:
         """Copy half tensor number i into its value, where the value rounds to anything else."""
         half, value = self._halves[i], self._values[i]
+        if value._version == self._value_versions[i]:
+            # the value still rounds to the half values of before
+            self._tell(half, value, (self._versions[i], self._pointers[i]))
         with torch.no_grad():
             value.copy_(fp32_value(half.detach().to(value.device), value.detach()))
         self._mark_agreed(i)
@@ -198,9 +205,17 @@ class Fp32Values:
         if versions(self._values) != self._value_versions.tobytes():
             for i, (half, value) in enumerate(zip(self._halves, self._values, strict=True)):
                 if value._version != self._value_versions[i]:
+                    value = self.get(half)
+                    before = half.detach().clone() if self.on_write else half
+                    at = half._version, half.data_ptr()
                     with torch.no_grad():
-                        half.copy_(self.get(half))
+                        half.copy_(value)
+                    self._tell(half, before, at)
                     self.mark_rounded([i])
+
+    def _tell(self, half: Tensor, before: Tensor, at: tuple[int, int]) -> None:
+        for function in self.on_write:
+            function(half, before, at)
 
     @leaves_inference_mode
     def master(self, half: Tensor) -> Tensor:

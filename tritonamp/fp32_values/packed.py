@@ -30,7 +30,7 @@ class PackedValue(LentValue):
         home: host memory that holds the 16 bits; None: they are on the device of ``half``.
     """
 
-    made_by = "state='8bit'"
+    made_by = "masters='packed' or state='8bit'"
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from tritonamp.amp_state import ResumeState, parse_state
 from tritonamp.casts import copies, dispatch
-from tritonamp.checks import check_flag, check_max_norm, check_pipeline
+from tritonamp.checks import check_changes, check_flag, check_max_norm, check_pipeline
 from tritonamp.class_swap import uninstall
 from tritonamp.diagnosis import scaled_gradients
 from tritonamp.diagnosis.fault_counts import FaultCounts
@@ -435,8 +435,9 @@ class Amp:
             - backend_reason: the reason for that backend.
             - kernel_failures: operation to the reason why its Triton kernel could not be compiled;
               the operation runs in eager torch.
-            - lost_updates: by parameter group, the share of the last step's updates that changed no
-              half value though they were not zero; 0 without track_lost_updates.
+            - lost_updates: by parameter group, the share of all half weights that the last taken
+              step left as they were, those without a gradient included; 0 without track_changes or
+              track_lost_updates, and in groups without half weights.
             - overflowed_parameters: names of half parameters that became inf though their FP32
               master is finite: beyond 65504 in float16.
         """
@@ -458,6 +459,53 @@ class Amp:
             ],
             "scales": {loss_id: scaler.get_scale() for loss_id, scaler in self._scalers.items()},
         }
+
+    @between_graphs
+    @leaves_inference_mode
+    def changes(
+        self, clear: bool = True, dense_above: float | None = None
+    ) -> dict[str, tuple[Tensor | None, Tensor]]:
+        """Return the weights that have changed since the last call. Waits for the device.
+
+        An element has changed if a step, or other code, has written other bits to it; written back
+        later, it still counts. A skipped step changes none. ``load_state_dict`` of the model,
+        healing and writes of your own count: half parameters with FP32 masters are compared, others
+        count as changed as a whole. After ``Amp.load_state_dict``, so also in a resumed run, all
+        elements count.
+
+        Args:
+            clear: count from this call on. False: the next call returns these changes, too.
+            dense_above: share of a parameter's elements above which the whole parameter is
+                returned; None: never.
+
+        Returns:
+            name, as in ``named_parameters()``, to positions and values, for each parameter of the
+            optimizers. The positions are int32, in ``param.flatten()``, in ascending order. The
+            values have the parameter's dtype. Both are empty if nothing has changed. The positions
+            are None where the values are the whole parameter. A shared parameter has its first
+            name. Of a sharded parameter, the positions and values are those of this rank's part.
+
+        Raises:
+            ValueError: an argument of another kind; or, without ``dense_above``, a parameter of
+                more elements than int32 counts.
+            RuntimeError: the policy has neither ``track_changes`` nor ``track_lost_updates``; the
+                model was enabled without an optimizer; training is asleep; or a CUDA graph is
+                captured.
+        """
+        self._check_enabled("changes")
+        parts = self._parts
+        check_changes(self.policy, parts.models, clear, dense_above)
+        self._check_fed(None)
+        names = parameter_names(parts.models)
+        found: dict[Tensor, tuple[Tensor | None, Tensor]] = {}
+        tracked = [w.changes for w in parts.weights.values() if w.changes is not None]
+        for weights in parts.weights.values():
+            weights.refresh()
+        for changes in tracked:
+            found |= changes.read(names, dense_above)
+        for changes in tracked if clear else ():
+            changes.clear()
+        return {name: found[param] for param, name in names.items() if param in found}
 
     @property
     def history(self) -> list[StepRecord]:
@@ -673,6 +721,10 @@ class Amp:
         self._parts.response.counts = FaultCounts.of(state.faults)
         self._parts.stepper.decider.outlier_windows.load_state(state.outliers, self._scalers)
         self._parts.schedulers.load_state(state.schedulers)
+        for weights in self._parts.weights.values():
+            if weights.changes is not None:
+                # the reader has seen the weights of another run, or of another time
+                weights.changes.mark_all()
 
     @between_graphs
     def sleep(self, *, weights: bool = False) -> int:

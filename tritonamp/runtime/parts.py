@@ -37,6 +37,7 @@ from tritonamp.step.decider import Decider
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
 from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload, check_offload
+from tritonamp.step.packed_masters import check_masters, masters_form
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.rules import rule_of, zero_eps
 from tritonamp.step.schedulers import SchedulerSteps
@@ -185,10 +186,11 @@ class Parts:
 
 
 def _check_steps(request: Request) -> None:
-    """Raise ValueError if an optimizer cannot keep its state as the policy asks."""
+    """Raise ValueError if an optimizer cannot keep state and masters as the policy asks."""
     for optimizer in request.optimizers:
-        rule = rule_of(optimizer)
-        check_state(state_format(optimizer, request.policy.state), optimizer, rule)
+        rule, state = rule_of(optimizer), state_format(optimizer, request.policy.state)
+        check_state(state, optimizer, rule)
+        check_masters(masters_form(optimizer, request.policy), state, optimizer, rule)
         check_codes(optimizer, rule)
         if request.policy.offload is not None:
             check_offload(optimizer, rule, request.device)

@@ -11,13 +11,12 @@ from tritonamp.kernels._facts import identities
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.policy import STATES
+from tritonamp.step.changes import Changes
 from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.gradients import Gradients
 from tritonamp.step.offload import Offload
-from tritonamp.step.small_state import IN_THE_FORMAT, ORDER, PACKED
+from tritonamp.step.packed_masters import ORDER
 from tritonamp.step.state_shape import StateShape
-
-_dtype = operator.attrgetter("dtype")
 
 
 class FusedStep:
@@ -27,11 +26,12 @@ class FusedStep:
         optimizer: the optimizer; its ``param_groups`` and ``state`` are read and written.
         rule: rule of this kind of optimizer.
         backend: "auto", "triton" or "eager".
-        track_lost: count the half values that a step did not change.
-        state: format of the state, among ``policy.STATES``; for parameters as in ``StateShape``.
-        stored_form: function from parameters to the stored form of their FP32 values: lower 16 bits
-            for state "8bit", else the masters of ``offload``.
+        state: format of the state, among ``policy.STATES``; for parameters as in ``moment_dtype``.
+        packs: whether FP32 masters are the half parameters and 16 more bits.
+        stored_form: function from parameters to the stored form of their FP32 values: the 16 bits
+            if ``packs`` is True, else the masters of ``offload``.
         offload: host memory of masters and state; None: they are on the parameters' devices.
+        changes: record of changed values, which the kernels write; None: they write none.
     """
 
     def __init__(
@@ -39,19 +39,20 @@ class FusedStep:
         optimizer: Optimizer,
         rule: FusedRule,
         backend: str,
-        track_lost: bool = False,
         state: str = STATES[0],
+        packs: bool = False,
         stored_form: Callable[[Sequence[Tensor]], list[Tensor]] = list,
         offload: Offload | None = None,
+        changes: Changes | None = None,
     ) -> None:
         self.rule = rule
         self._optimizer = optimizer
         self._backend = backend
-        self._track_lost = track_lost
-        self._state = state
         self._shape = StateShape(rule, state, offload)
+        self._packs = packs
         self._stored_form = stored_form
         self._offload = offload
+        self._changes = changes
 
     def step(
         self, gradients: Gradients, grad_scale: Tensor | None, found_inf: Tensor | None
@@ -71,38 +72,22 @@ class FusedStep:
         # the first
         if tells_first and found_inf is not None and bool(found_inf):
             return
-        rules = [self.rule.hyperparameters(self._optimizer, group) for group in groups]
+        rules = [self.rule.hyperparameters(group) for group in groups]
         # number len(groups) + g is the first-step rule of group g
         if tells_first:
             rules += [self.rule.at_first_step(rule) for rule in rules]
-        # A list, not a generator: all state is in shape before any parameter is written, so that an
-        # error of a later part (out of memory) leaves the parameters as they were.
-        for lists, group_of, _ in [
-            self._in_shape(part, state, tells_first) for part, state in self._by_format(gradients)
-        ]:
-            for part in [lists] if self._offload is None else self._offload.parts_on_device(lists):
-                updates = UpdateLists(part, rules, group_of)
-                step = self.rule.operation(updates)
-                step(updates, grad_scale, found_inf, self._backend)
+        # All state is in shape before any parameter is written, so that an error (out of memory)
+        # leaves the parameters as they were.
+        lists, group_of = self._in_shape(gradients, tells_first)
+        for part in [lists] if self._offload is None else self._offload.parts_on_device(lists):
+            updates = UpdateLists(part, rules, group_of)
+            self.rule.update(updates, grad_scale, found_inf, self._backend)
 
-    def _by_format(self, gradients: Gradients) -> list[tuple[Gradients, str]]:
-        """Return the gradients in groups, each with the format of its parameters' state."""
-        params = gradients.params
-        if self._state == STATES[0] or IN_THE_FORMAT.issuperset(map(_dtype, params)):
-            return [(gradients, self._state)]
-        places: dict[str, list[int]] = {}
-        for i, param in enumerate(params):
-            places.setdefault(self._shape.format_of(param), []).append(i)
-        return [(gradients.part(of_format), state) for state, of_format in places.items()]
-
-    def _in_shape(
-        self, gradients: Gradients, state: str, tells_first: bool
-    ) -> tuple[TensorLists, list[int], str]:
-        """Return the lists of a step with its state, the rule of each parameter, and the format.
+    def _in_shape(self, gradients: Gradients, tells_first: bool) -> tuple[TensorLists, list[int]]:
+        """Return the lists of a step with its state, and the rule of each parameter.
 
         Args:
-            gradients: gradients of parameters whose state has one format.
-            state: the format, among ``policy.STATES``.
+            gradients: gradients of the step.
             tells_first: whether parameters without state have first-step rules.
         """
         groups = self._optimizer.param_groups
@@ -111,40 +96,37 @@ class FusedStep:
         # A plan of an earlier step proves that such state is in shape. Only without one, or where
         # state is missing, is each parameter's state looked at. State of zeros is made before the
         # device knows whether it skips, and stays zero at a skip.
-        lists = self._lists(gradients, group_of, state)
+        lists = self._lists(gradients, group_of)
         if self._offload is not None or lists is None or not _is_in_shape(lists):
             made = self._bring_into_shape(gradients, group_of)
-            lists = self._lists(gradients, group_of, state)
+            lists = self._lists(gradients, group_of)
             assert lists is not None
         if tells_first:
             group_of = [g + len(groups) * (i in made) for i, g in enumerate(group_of)]
-        return lists, group_of, state
+        return lists, group_of
 
-    def _lists(
-        self, gradients: Gradients, group_of: Sequence[int], state: str
-    ) -> TensorLists | None:
+    def _lists(self, gradients: Gradients, group_of: Sequence[int]) -> TensorLists | None:
         """Return the gradients' lists joined by the state's; None if some state is missing."""
         tensors, states = gradients.lists, self._states(gradients.params)
-        packed = state == "8bit"
-        if self._offload is not None and not packed:
+        repeat, found = ["copies", *self.rule.optional], dict[str, Sequence[Tensor]]()
+        if self._packs:
+            repeat.append("remainders")
+            found["remainders"] = self._stored_form(gradients.params)
+        elif self._offload is not None:
             tensors = tensors.with_lists((), (), {"params": self._stored_form(gradients.params)})
-        # All codes of a parameter are one tensor, under one key.
-        keys = {PACKED: PACKED} if packed else dict(self.rule.state_keys)
-        if self._shape.counts_steps(state):
+        keys = dict(self.rule.state_keys)
+        if self._shape.counts_steps(self._optimizer.param_groups):
             keys["steps"] = "step"
         try:
-            found = {
-                name: self._values(name, key, states, tensors, group_of)
-                for name, key in keys.items()
-            }
-            orders = list(map(operator.itemgetter(ORDER), states)) if packed else ()
+            for name, key in keys.items():
+                found[name] = self._values(name, key, states, tensors, group_of)
         except KeyError:
             return None
-        if not packed:
-            return tensors.with_lists(("copies", *self.rule.optional), ("steps",), found)
-        found["remainders"] = self._stored_form(gradients.params)
-        repeat = "copies", "remainders"
-        return tensors.with_lists(repeat, ("steps",), found, orders)
+        if self._changes is not None:
+            found["changes"] = self._changes.rows(tensors.numbers, tensors["params"])
+        # state without codes has no order of its own
+        orders = [state.get(ORDER) for state in states] if self._shape.has_codes else ()
+        return tensors.with_lists(repeat, ("steps",), found, orders=orders)
 
     def _states(self, params: Sequence[Tensor]) -> list[Mapping[str, Any]]:
         # not ``optimizer.state``, which waits for the device under ``offload``
@@ -186,7 +168,8 @@ class FusedStep:
         """Bring the state of all parameters into shape; return the numbers with new state."""
         groups, state = self._optimizer.param_groups, vars(self._optimizer)["state"]
         rows = zip(gradients.lists.numbers, gradients.params, strict=True)
-        return {i for i, p in rows if self._shape.bring(p, state, groups[group_of[i]])}
+        counts = self._shape.counts_steps(groups)
+        return {i for i, p in rows if self._shape.bring(p, state, groups[group_of[i]], counts)}
 
 
 def _is_in_shape(lists: TensorLists) -> bool:

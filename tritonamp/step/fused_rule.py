@@ -1,56 +1,95 @@
 """The rule by which one kind of optimizer steps in one pass on the device."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
-from tritonamp.policy import STATES
-
-Operation = Callable[[UpdateLists, Tensor | None, Tensor | None, str], None]
-"""Steps on lists, given the factor on gradients (0-d, or None), a flag that skips, the backend."""
+from tritonamp.kernels._optimizers import OPTIMIZERS
+from tritonamp.kernels._update_lists import Hyperparameters
 
 
-class FusedRule(ABC):
+@dataclass(frozen=True, eq=False)
+class FusedRule:
     """The step of one kind of optimizer: unscale, clip, update, half copies, skip in one pass.
 
     Attributes:
+        name: name in ``kernels._optimizers``, whose table has the formats of the state.
         kinds: name of such optimizers in messages, with its article.
+        update: operation of ``tritonamp.kernels`` that steps, an ``Update`` except for Muon. The
+            fields of its hyperparameters are keys of a group; "beta1" and "beta2" are its "betas".
+        state_keys: name in the kernel's lists to key in ``optimizer.state``.
         torch_step: step function of torch's own optimizer of this kind; None: torch has none.
-        needs: keys that a parameter group must have.
-        states: formats that the state can have, among ``policy.STATES``.
-        state_keys: name in the kernel's lists to key in ``optimizer.state``, for tensors of the
-            parameter's shape, in FP32 (FP64 for FP64 parameters).
-        optional: names among ``state_keys`` that a group may lack.
-        counts_steps: whether the state holds a step count under "step"; state "8bit" always does.
-        leaves_sparse_to_torch: whether torch's own step takes sparse gradients.
-        offloads: whether a step can be divided into parts, on some parameters after others.
+        first_step: hyperparameters that a parameter's first step replaces.
+        foreign: flags that are False in groups of other optimizers only, to such an optimizer.
+        sparse_error: text of torch's error for sparse gradients; None: torch's own step takes them.
     """
 
+    name: str
     kinds: str
+    update: Any
+    state_keys: Mapping[str, str]
     torch_step: Callable[..., Any] | None = None
-    needs: Sequence[str]
-    states: tuple[str, ...] = STATES[:1]
-    state_keys: ClassVar[Mapping[str, str]]
-    optional: Sequence[str] = ()
-    counts_steps: bool = False
-    leaves_sparse_to_torch: bool = False
-    offloads: bool = True
+    first_step: Mapping[str, float] = field(default_factory=dict)
+    foreign: Mapping[str, str] = field(default_factory=dict)
+    sparse_error: str | None = None
 
-    @abstractmethod
-    def operation(self, lists: UpdateLists) -> Operation:
-        """Return the operation of ``tritonamp.kernels`` that steps on the lists."""
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Formats that the state can have, among ``policy.STATES``."""
+        return OPTIMIZERS[self.name].states
 
-    @abstractmethod
-    def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Hyperparameters:
+    @property
+    def offloads(self) -> bool:
+        """Whether a step can be divided into parts, on some parameters after others."""
+        return OPTIMIZERS[self.name].in_parts
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Names among ``state_keys`` that a group may lack."""
+        return tuple(self.update.optional)
+
+    @property
+    def needs(self) -> set[str]:
+        """Keys that a loaded group must have; torch completes missing flags."""
+        rule = self.update.rule
+        return {_key(name) for name in rule._fields if rule.__annotations__[name] is not bool}
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether the state holds a step count under "step"; state in codes always does."""
+        counts: bool = self.update.counts_steps
+        return counts
+
+    @property
+    def codes(self) -> dict[str, int]:
+        """Key of each moment to the kind of its codes in state "8bit", SIGNED or UNSIGNED."""
+        kinds = zip(self.update.states, self.update.codes, strict=True)
+        return {self.state_keys[name]: kind for name, kind in kinds}
+
+    def hyperparameters(self, group: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters of one group."""
+        rule: Any = self.update.rule
+        if "beta1" in rule._fields:
+            beta1, beta2 = group["betas"]
+            group = {**group, "beta1": beta1, "beta2": beta2}
+        # groups may be many, so that a call for each field would be felt at every step
+        values = map(group.__getitem__, rule._fields)
+        found: Hyperparameters = rule._make(
+            scalar(value) if isinstance(value, Tensor) else value for value in values
+        )
+        return found
 
-    def has(self, name: str, group: dict[str, Any]) -> bool:
+    def has(self, name: str, group: Mapping[str, Any]) -> bool:
         """Tell whether the group's parameters have the state ``name``, a key of ``state_keys``."""
-        return True
+        flag = self.update.optional.get(name)
+        return flag is None or bool(group[flag])
+
+    def keys_of(self, group: Mapping[str, Any]) -> list[str]:
+        """Return the keys of the state that the group's parameters have."""
+        return [key for name, key in self.state_keys.items() if self.has(name, group)]
 
     def takes(self, optimizer: Optimizer) -> bool:
         """Tell whether this rule replaces the step of ``optimizer``, which is torch's own."""
@@ -62,11 +101,16 @@ class FusedRule(ABC):
         True costs one host read per step, because a step that the device skips does not count as
         the first.
         """
-        return False
+        return any(
+            group[name] != first and len(self.keys_of(group)) > 0
+            for group in groups
+            for name, first in self.first_step.items()
+        )
 
     def at_first_step(self, hyperparameters: Any) -> Hyperparameters:
         """Return the hyperparameters of a first step, given those of a parameter's other steps."""
-        return hyperparameters
+        first: Hyperparameters = hyperparameters._replace(**self.first_step)
+        return first
 
     def group_problems(
         self, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
@@ -75,12 +119,23 @@ class FusedRule(ABC):
         missing = sorted(key for key in self.needs if any(key not in group for group in groups))
         if missing:
             yield f"the parameter groups have no {', '.join(missing)}"
+        # torch would load such groups, and ignore the flag from then on: another trajectory
+        # without any message.
+        for flag, other in self.foreign.items():
+            if flag not in defaults and not all(group.get(flag, True) for group in groups):
+                yield f"{flag}=False, which is {other}'s"
 
     def refuse_sparse(self) -> None:
-        """Raise torch's error for sparse gradients; return if torch's optimizer takes them."""
-        return
+        """Raise torch's RuntimeError for sparse gradients; return if torch's step takes them."""
+        if self.sparse_error is not None:
+            raise RuntimeError(self.sparse_error)
 
 
 def scalar(value: Any) -> Any:
     """Return ``value``; a tensor of one element becomes 0-d."""
     return value.reshape(()) if isinstance(value, Tensor) else value
+
+
+def _key(name: str) -> str:
+    """Return the key in a group that holds the hyperparameter ``name``."""
+    return "betas" if name in ("beta1", "beta2") else name

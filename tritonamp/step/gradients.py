@@ -85,12 +85,3 @@ class Gradients(NamedTuple):
             copies=copies,
         )
         return cls(lists, known_as, any_sparse)
-
-    def part(self, places: Sequence[int]) -> "Gradients":
-        """Return the gradients of some parameters.
-
-        Args:
-            places: indices into the lists.
-        """
-        params = [self.params[i] for i in places]
-        return Gradients(self.lists.part(places, {}), params, self.any_sparse)

@@ -168,6 +168,7 @@ class MasterWeights(Masters):
         self._lent_gradients.clear()
         yield from (x for x, param in zip(stored_form, self._lent, strict=True) if x is not param)
         yield from self._shown.hidden_gradients()
+        yield from () if self.changes is None else self.changes.memory()
         for memory in (self._memory, *self._statistics.values()):
             yield from memory.forget_plans()
 

@@ -15,7 +15,9 @@ from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._shards import any_sharded
 from tritonamp.kernels.cast import cast
 from tritonamp.policy import HALF_DTYPES, Policy
-from tritonamp.step.small_state import has_master, state_format, take_master
+from tritonamp.step.changes import Changes
+from tritonamp.step.packed_masters import has_master, masters_form, packs, take_master
+from tritonamp.step.small_state import state_format
 from tritonamp.step.state_loading import widen_state
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -36,6 +38,8 @@ class Masters:
 
     Attributes:
         optimizer: the optimizer, whose ``param_groups`` hold the masters.
+        changes: record of the values that have changed; None: the policy does not ask for it.
+        packs: whether an FP32 master is the half parameter and 16 more bits.
     """
 
     def __init__(
@@ -49,8 +53,8 @@ class Masters:
         self._fp32_values = fp32_values
         self._trains_fp32_values = policy.trains_fp32_values
         self._sharding = sharding
-        self._packs = state_format(optimizer, policy.state) == "8bit"
-        self._lends = self._packs or policy.offload is not None
+        self.packs = packs(masters_form(optimizer, policy), state_format(optimizer, policy.state))
+        self._lends = self.packs or policy.offload is not None
         self._memory = Memory()
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
         # The same in the order of the groups. A step hands these lists on as they are: to make
@@ -63,6 +67,7 @@ class Masters:
         self._frozen: list[Tensor] = []  # half parameters that train once they require gradients
         self._halves: list[int] = []  # the half parameters' numbers in the FP32 values
         self._versions_after_step = b""  # of the parameters, for the log
+        self.changes = Changes(fp32_values) if policy.tracks_changes else None
         self.adopt(*optimizer.param_groups)
 
     def adopt(self, *groups: dict[str, Any]) -> None:
@@ -88,13 +93,15 @@ class Masters:
         lends = self._lends and self._trains_fp32_values
         self._lent = [p for p in self._params if lends and p in self._fp32_values]
         self._halves = self._fp32_values.indices(list(self.copies().values()))
+        if self.changes is not None:
+            self.changes.adopt(self._masters, self._params)
 
     def _master_of(self, param: Tensor) -> Tensor:
         """Return the tensor to step on for ``param``, which takes over the optimizer's state."""
         master = param
         if self._trains_fp32_values and self._needs_master(param):
             if self._lends:
-                self._fp32_values.lend(param, self._packs)
+                self._fp32_values.lend(param, self.packs)
             else:
                 master = self._fp32_values.master(param)
         self._sources[master] = param
@@ -226,7 +233,10 @@ class Masters:
         # tensors would launch kernels and wait for them.
         if not same:
             self.adopt(*groups)
-        if not self._fp32_values.refresh(self._halves):
+        changed = self._fp32_values.refresh(self._halves)
+        if self.changes is not None:
+            self.changes.follow()
+        if not changed:
             return
         # Only after a change: a move to another device gives half parameters other memory, so that
         # it is noticed above.
@@ -270,6 +280,8 @@ class Masters:
     def write_back(self, backend: str) -> None:
         """Round the masters into the half parameters."""
         lists = TensorLists(memory=self._memory, params=self._masters, copies=self._params)
+        if self.changes is not None:
+            self.changes.compare()
         with torch.no_grad():
             cast(lists, backend)
         self.mark_rounded()
@@ -279,6 +291,8 @@ class Masters:
         self._fp32_values.mark_rounded(self._halves)
         # lent FP32 tensors are out of date now, since a step writes to their stored form
         self._fp32_values.note_step()
+        if self.changes is not None:
+            self.changes.note_step()
 
     def note_step(self) -> None:
         """Note that a step was the last to write to the parameters."""
@@ -299,17 +313,9 @@ class Masters:
         return [param for param, *found in zip(self._params, *flags, strict=False) if any(found)]
 
     def lost_updates(self) -> list[float]:
-        """Return by group the share of the last step's updates that changed no half value.
+        """Return by group the share of half values that the last step did not change, or zeros.
 
-        Reads the device.
+        The values are zeros if the policy does not track changes. Reads the device.
         """
-        nothing = torch.zeros(1, 2, dtype=torch.int64)
-        # Each device has memory of its own, with rows for all parameters: a sum joins the devices.
-        all_kept = self._memory.all_kept("lost", len(self._params))
-        counts = sum((kept.cpu() for kept in all_kept), nothing)
-        rows = dict(zip(self._masters, counts.tolist(), strict=False))
-        shares = []
-        for group in self.optimizer.param_groups:
-            found = [rows.get(p, [0, 0]) for p in group["params"]]
-            shares.append(sum(lost for lost, _ in found) / max(sum(all_ for _, all_ in found), 1))
-        return shares
+        groups = self.optimizer.param_groups
+        return [0.0] * len(groups) if self.changes is None else self.changes.shares_left(groups)

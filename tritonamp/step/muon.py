@@ -1,6 +1,5 @@
 """The fused rules of Muon, alone and combined with AdamW for parameters that are no matrices."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -8,38 +7,29 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonamp.kernels import adamw as _adamw
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._muon_lists import MuonLists, MuonRule
-from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._update_lists import UpdateLists
-from tritonamp.step.adam import ADAM
-from tritonamp.step.fused_rule import FusedRule, Operation, scalar
+from tritonamp.kernels.adamw import AdamRule
+from tritonamp.step.fused_rule import FusedRule, scalar
+from tritonamp.step.rule_table import ADAM, step_of
 
 
 class FusedMuonRule(FusedRule):
     """The rule of ``torch.optim.Muon``."""
 
-    kinds = "a Muon"
-    torch_step = staticmethod(inspect.unwrap(torch.optim.Muon.step))
-    needs: Sequence[str] = (
-        "lr",
-        "weight_decay",
-        "momentum",
-        "nesterov",
-        "ns_coefficients",
-        "eps",
-        "ns_steps",
-    )
-    state_keys: ClassVar[Mapping[str, str]] = {"momentum_buffers": "momentum_buffer"}
-    # matrices of one shape are multiplied together, so a step cannot go through the device in parts
-    offloads = OPTIMIZERS["Muon"].in_parts
+    # not data of an ``Update``, because a step has three phases; without state in codes
+    codes: ClassVar[dict[str, int]] = {}
+    optional: ClassVar[tuple[str, ...]] = ()
+    counts_steps: ClassVar[bool] = False
 
-    def operation(self, lists: UpdateLists) -> Operation:
-        return _step
+    @property
+    def needs(self) -> set[str]:
+        """Keys that a loaded group must have; torch completes no group of Muon."""
+        return set(MuonRule._fields) - {"adjust_lr_fn", "compute"}
 
-    def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
+    def hyperparameters(self, group: Mapping[str, Any]) -> Any:
         """Return the hyperparameters of one group.
 
         Raises:
@@ -63,13 +53,12 @@ class FusedMuonRule(FusedRule):
             group.get("adjust_lr_fn"),
         )
 
+    def has(self, name: str, group: Mapping[str, Any]) -> bool:
+        return True
+
     def takes(self, optimizer: Optimizer) -> bool:
         """Tell whether all parameters are whole; torch's own step gathers sharded matrices."""
         return not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
-
-    def refuse_sparse(self) -> None:
-        """Raise the RuntimeError of torch's Muon."""
-        raise RuntimeError("Muon does not support sparse gradients")
 
 
 class FusedMuonAndAdamRule(FusedMuonRule):
@@ -78,29 +67,25 @@ class FusedMuonAndAdamRule(FusedMuonRule):
     AdamW steps on groups that have betas, Muon on the others.
     """
 
-    kinds = "a Muon with adamw_params"
-    torch_step = None  # type: ignore[assignment]
-    needs = ("lr", "weight_decay", "eps")
-    state_keys: ClassVar[Mapping[str, str]] = {
-        "momentum_buffers": "momentum_buffer",
-        "exp_avgs": "exp_avg",
-        "exp_avg_sqs": "exp_avg_sq",
-        "max_exp_avg_sqs": "max_exp_avg_sq",
-    }
-    optional = tuple(state_keys)
-    counts_steps = True
+    counts_steps: ClassVar[bool] = True
+    # all names, because a group has the states of one kind
+    optional: ClassVar[tuple[str, ...]] = "momentum_buffers", *ADAM.state_keys
 
-    def hyperparameters(self, optimizer: Optimizer, group: dict[str, Any]) -> Any:
-        if not is_adamws(group):
-            return super().hyperparameters(optimizer, group)
-        # ``optimizer`` is a Muon, so the class cannot say that the decay is AdamW's
-        decoupled = {**group, "decoupled_weight_decay": True}
-        return ADAM.hyperparameters(optimizer, decoupled)
+    @property
+    def needs(self) -> set[str]:
+        """Keys that a loaded group of either kind must have."""
+        return super().needs & ADAM.needs
 
-    def has(self, name: str, group: dict[str, Any]) -> bool:
+    def hyperparameters(self, group: Mapping[str, Any]) -> Any:
         if not is_adamws(group):
-            return name == "momentum_buffers"
-        return name != "momentum_buffers" and ADAM.has(name, group)
+            return super().hyperparameters(group)
+        # a Muon does not complete groups that are added later: the decay is AdamW's
+        return ADAM.hyperparameters({**group, "decoupled_weight_decay": True})
+
+    def has(self, name: str, group: Mapping[str, Any]) -> bool:
+        if not is_adamws(group):
+            return name in MUON.state_keys
+        return name in ADAM.state_keys and ADAM.has(name, group)
 
 
 def is_adamws(group: Mapping[str, Any]) -> bool:
@@ -117,21 +102,16 @@ def _step(
     # step sees that the state is in shape. The launches below work on other lists.
     lists.tensors.uses_triton(backend, _muon.MUON)
     matrices = lists
-    if any(isinstance(rule, _adamw.AdamRule) for rule in lists.rules):
-        matrices = _lists_of_kind(lists, MuonRule, ("momentum_buffers",), ())
-        moments = "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"
-        others = _lists_of_kind(
-            lists, _adamw.AdamRule, (*moments, "steps"), tuple(_adamw.ADAMW.optional)
-        )
+    if any(isinstance(rule, AdamRule) for rule in lists.rules):
+        matrices = _lists_of_kind(lists, MuonRule, (*MUON.state_keys,))
+        others = _lists_of_kind(lists, AdamRule, (*ADAM.state_keys, "steps"))
         if len(others.tensors):
-            _adamw.adamw(others, grad_scale, found_inf, backend)
+            ADAM.update(others, grad_scale, found_inf, backend)
     if len(matrices.tensors):
         _muon.muon(MuonLists(matrices), grad_scale, found_inf, backend)
 
 
-def _lists_of_kind(
-    lists: UpdateLists, kind: type, states: Sequence[str], optional: Sequence[str]
-) -> UpdateLists:
+def _lists_of_kind(lists: UpdateLists, kind: type, states: Sequence[str]) -> UpdateLists:
     """Return the lists of the parameters whose rules are of class ``kind``.
 
     Groups keep their numbers, so both parts send one table of groups. A rule of another class is
@@ -141,18 +121,18 @@ def _lists_of_kind(
         lists: lists of all parameters of a step.
         kind: class of the hyperparameters.
         states: names of the state lists to take along.
-        optional: names of the state lists that may repeat the parameters.
     """
     own = [rule for rule in lists.rules if isinstance(rule, kind)]
     rules = [rule if isinstance(rule, kind) else own[0] for rule in lists.rules] if own else []
     numbers = list(lists.tensors.numbers)
     places = [k for k, i in enumerate(numbers) if isinstance(lists.rules[lists.groups[i]], kind)]
-    names = ("params", "grads", "copies", *states)
+    further = [name for name in ("remainders", "changes") if name in lists.tensors]
+    names = ("params", "grads", "copies", *further, *states)
     tensors = TensorLists(
         memory=lists.tensors.memory,
         numbers=[numbers[k] for k in places],
         size=lists.tensors.size,
-        may_repeat=("copies", *optional),
+        may_repeat=("copies", "remainders", *ADAM.optional),
         scalars=("steps",) if "steps" in states else (),
         sharded=False,
         **{name: [lists.tensors[name][k] for k in places] for name in names},
@@ -160,5 +140,18 @@ def _lists_of_kind(
     return UpdateLists(tensors, rules, lists.groups)
 
 
-MUON = FusedMuonRule()
-MUON_AND_ADAMW = FusedMuonAndAdamRule()
+MUON = FusedMuonRule(
+    name="Muon",
+    kinds="a Muon",
+    update=_step,
+    state_keys={"momentum_buffers": "momentum_buffer"},
+    torch_step=step_of(torch.optim.Muon),
+    sparse_error="Muon does not support sparse gradients",
+)
+MUON_AND_ADAMW = FusedMuonAndAdamRule(
+    name="Muon",
+    kinds="a Muon with adamw_params",
+    update=_step,
+    state_keys={**MUON.state_keys, **ADAM.state_keys},
+    sparse_error=MUON.sparse_error,
+)

@@ -13,7 +13,6 @@ from tritonamp.kernels._optimizers import IN_PARTS, in_words
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels.device import is_capturing
 from tritonamp.step.fused_rule import FusedRule
-from tritonamp.step.small_state import PACKED
 
 PART = 1 << 26
 """Largest number of bytes in one part of a step; a larger tensor is a part of its own."""
@@ -53,11 +52,6 @@ def check_offload(optimizer: Optimizer, rule: FusedRule | None, device: torch.de
         raise ValueError(
             f"offload='state': expected all parameters on one device, got {device} and {others[0]}"
         )
-
-
-def host_keys(rule: FusedRule) -> frozenset[str]:
-    """Return the keys in an optimizer's state whose tensors are in host memory."""
-    return frozenset((*rule.state_keys.values(), PACKED))
 
 
 class _Part(NamedTuple):

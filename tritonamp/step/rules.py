@@ -8,13 +8,9 @@ import torch
 from torch.optim import Optimizer
 
 from tritonamp.class_swap import base_class
-from tritonamp.step.adam import ADAM
 from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.muon import MUON
-from tritonamp.step.sgd import SGD
-
-TORCH_RULES: tuple[FusedRule, ...] = (ADAM, SGD, MUON)
-"""Rules of torch's own optimizers. A class of ``tritonamp.optim`` has a ``fused_rule`` instead."""
+from tritonamp.step.rule_table import RULES
 
 
 def rule_of(optimizer: Optimizer) -> FusedRule | None:
@@ -32,7 +28,7 @@ def rule_of(optimizer: Optimizer) -> FusedRule | None:
     # wants its own arithmetic, and one that does not override it is stepped as its base class is.
     # torch wraps ``step`` for the profiler.
     step = inspect.unwrap(_own_step(optimizer))
-    rule = next((rule for rule in TORCH_RULES if rule.torch_step is step), None)
+    rule = next((rule for rule in (*RULES, MUON) if rule.torch_step is step), None)
     return rule if rule is not None and rule.takes(optimizer) else None
 
 

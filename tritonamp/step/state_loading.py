@@ -11,16 +11,9 @@ from tritonamp.class_swap import is_installed
 from tritonamp.nested import map_leaves
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.fused_rule import FusedRule
-from tritonamp.step.offload import host_keys
+from tritonamp.step.packed_masters import REMAINDER, remainder_problems, take_master
 from tritonamp.step.rules import has_half_state, keeps_fp32_state, rule_of
-from tritonamp.step.small_state import (
-    PACKED,
-    REMAINDER,
-    in_fp32,
-    numbered_params,
-    packing_problems,
-    take_master,
-)
+from tritonamp.step.small_state import code_problems, in_codes, in_fp32, numbered_params
 
 _SHOWN = 5  # number of problems that an error lists
 
@@ -47,7 +40,7 @@ def load_state(
         ValueError: ``state_dict`` is no state of such an optimizer over such parameters; nothing
             was changed then.
     """
-    pinned_keys = host_keys(rule) if rule is not None and pin is not None else frozenset()
+    pinned_keys = rule.state_keys.values() if rule is not None and pin is not None else ()
     if not isinstance(state_dict, Mapping):
         check_loadable(optimizer, state_dict, rule)
     checked: list[dict[str, Any]] = []
@@ -71,18 +64,18 @@ def load_state(
     for param, key, value in _loaded(optimizer, checked[0]) if checked else ():
         if key in pinned_keys and pin is not None:
             optimizer.state[param][key] = pin(value) if isinstance(value, Tensor) else value
-        elif isinstance(value, Tensor) and _is_cast_by_torch(key, value, param):
+        elif isinstance(value, Tensor) and _is_cast_by_torch(value, param):
             optimizer.state[param][key] = value.to(param.device, copy=True)
 
 
-def _is_cast_by_torch(key: str, value: Tensor, param: Tensor) -> bool:
+def _is_cast_by_torch(value: Tensor, param: Tensor) -> bool:
     """Tell whether ``Optimizer.load_state_dict`` has cast state to the dtype of its parameter.
 
-    torch casts the state of every floating parameter: codes become floats, and FP32 or bfloat16
-    state of half parameters is rounded.
+    torch casts the state of every floating parameter: codes and remainders become floats, and FP32
+    or bfloat16 state of half parameters is rounded.
     """
     is_wide = value.dtype in (torch.float32, torch.bfloat16) and param.dtype in HALF_DTYPES
-    return is_wide or key in (PACKED, REMAINDER)
+    return is_wide or value.dtype in (torch.uint8, torch.int16)
 
 
 def _written_outside(value: Any) -> Any:
@@ -142,10 +135,6 @@ def _counts_steps(group: Mapping[str, Any], states: Mapping[int, Mapping[str, An
     return "step" in group and not any("step" in states.get(i, {}) for i in group["params"])
 
 
-def _needed_moments(rule: FusedRule) -> set[str]:
-    return {key for name, key in rule.state_keys.items() if name not in rule.optional}
-
-
 def _state_problems(
     rule: FusedRule, state: Mapping[str, Any], counted: bool, param: Tensor, enabled: bool
 ) -> Iterator[str]:
@@ -158,10 +147,10 @@ def _state_problems(
         param: the parameter.
         enabled: whether the optimizer is enabled.
     """
-    needed = _needed_moments(rule)
-    if PACKED in state:
-        yield from packing_problems(state, len(needed), param, enabled)
-        needed = set()
+    needed = {key for name, key in rule.state_keys.items() if name not in rule.optional}
+    yield from code_problems(state, rule, param)
+    if REMAINDER in state:
+        yield from remainder_problems(state, param, enabled)
     if rule.counts_steps and not counted:
         needed.add("step")
     # An empty state is right: a parameter that never had a gradient has none.
@@ -169,7 +158,7 @@ def _state_problems(
         yield f"{sorted(state)} without {sorted(needed - state.keys())}"
     for key in (*rule.state_keys.values(), "master_param"):
         value = state.get(key)
-        if isinstance(value, Tensor) and value.shape != param.shape:
+        if isinstance(value, Tensor) and value.shape != param.shape and not in_codes(value, param):
             yield f"{key} of shape {tuple(value.shape)} for a parameter of {tuple(param.shape)}"
 
 
@@ -216,9 +205,12 @@ def check_codes(optimizer: Optimizer, rule: FusedRule | None) -> None:
     """Raise ValueError if torch has rounded packed state while the optimizer was not enabled."""
     for param in [p for group in optimizer.param_groups for p in group["params"]]:
         state = optimizer.state.get(param, {})
-        if rule is None or PACKED not in state:
+        if rule is None or not state:
             continue
-        problem = next(packing_problems(state, len(_needed_moments(rule)), param, False), None)
+        problems = [*code_problems(state, rule, param)]
+        if REMAINDER in state:
+            problems += remainder_problems(state, param, enabled=False)
+        problem = next(iter(problems), None)
         if problem is not None:
             raise ValueError(
                 f"optimizer: expected state as its own load_state_dict makes it, got a "

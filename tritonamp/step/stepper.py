@@ -225,16 +225,15 @@ class Stepper:
         if optimizer not in self._fused:
             rule, fused = rule_of(optimizer), None
             if rule is not None:
-                track_lost = self._policy.track_lost_updates
                 state = state_format(optimizer, self._policy.state)
-                stored_form = self.weights[optimizer].stored_form
-                how = self._backend, track_lost, state, stored_form, self.offload
-                fused = FusedStep(optimizer, rule, *how)
+                w = self.weights[optimizer]
+                how = state, w.packs, w.stored_form, self.offload, w.changes
+                fused = FusedStep(optimizer, rule, self._backend, *how)
             self._fused[optimizer] = fused
         fused = self._fused[optimizer]
         # Asked at every step: whether an embedding's gradient is sparse may change with the batch,
         # and torch updates only the rows that a sparse gradient has.
-        if fused is not None and fused.rule.leaves_sparse_to_torch:
+        if fused is not None and fused.rule.sparse_error is None:
             by_torch = self.weights[optimizer].any_sparse()
             if by_torch and self.offload is not None:
                 raise RuntimeError(
@@ -260,6 +259,8 @@ class Stepper:
             fused.step(*judged)
             # Before the user's hooks after the step, because values that they write to masters are
             # newer than the half parameters.
+            if w.changes is not None:
+                w.changes.leave_out(judged.gradients.lists.numbers, judged.found_inf)
             w.mark_rounded()
         self._finish_step(w, decisions)
 
@@ -279,6 +280,8 @@ class Stepper:
             # them
             decisions[0].unscale(w)
         optimizer = w.optimizer
+        if w.changes is not None:
+            w.changes.copy_before()
         before = _versions(optimizer)
         try:
             base_class(type(optimizer)).step(optimizer)  # type: ignore[attr-defined]

@@ -1,0 +1,297 @@
+"""One bit per element: which values of one optimizer's parameters have changed."""
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._change_bits import changes_shape, other_bits, packed_bits, unpacked_bits
+from tritonamp.kernels._device_tables import memory_strides
+from tritonamp.kernels._facts import addresses, versions
+from tritonamp.kernels._inference import leaves_inference_mode
+from tritonamp.kernels._shards import any_sharded, to_local
+from tritonamp.kernels._transfer import transfer
+from tritonamp.policy import HALF_DTYPES
+
+LARGEST = 2**31 - 1
+"""Largest number of elements whose positions fit int32."""
+
+Changed = tuple[Tensor | None, Tensor]
+"""Positions and values of the changed elements; or None and the whole tensor."""
+
+
+class _Bits(NamedTuple):
+    """The bits of one parameter.
+
+    Attributes:
+        rows: uint8 of ``changes_shape``. Row 0 has the elements that have changed since the reader
+            cleared it, row 1 those that the last step has changed.
+        order: strides that give the order of the elements.
+        kind: dtype, device and shape of the parameter, complex ones as real ones.
+    """
+
+    rows: Tensor
+    order: tuple[int, ...]
+    kind: tuple[Any, ...]
+
+
+class Changes:
+    """The changed elements of one optimizer's parameters, and those of its last step.
+
+    An element has changed if the model's parameter holds other bits, which one NaN for another are
+    not. A skip changes none.
+
+    ::
+
+        fused step                      the kernel writes both rows
+        step of the optimizer's own     compared before the half copies are written; parameters
+                                        that it steps on themselves, with a copy of before
+        half parameter with an FP32     compared with its values of before, to which the master
+        master, one of them written     rounds, or which a written master is about to replace
+        any other write                 the whole tensor: FP32 parameters, those of O3, those with
+                                        packed or offloaded masters, a change of dtype
+
+    Other writes are noticed by ``Tensor._version`` and by the tensor's address, as ``Fp32Values``
+    notices them.
+
+    Args:
+        fp32_values: FP32 values of the models' half tensors.
+    """
+
+    def __init__(self, fp32_values: Fp32Values) -> None:
+        self._stepped: list[Tensor] = []  # in the order of the groups, as the two lists below
+        self._params: list[Tensor] = []
+        self._rows: list[Tensor] = []
+        self._bits: dict[Tensor, _Bits] = {}  # by parameter, in the same order
+        self._number: dict[Tensor, int] = {}  # of a parameter in these lists
+        self._seen = array("Q")  # versions and addresses when the bits were right
+        self._strides: list[Any] = []  # of the tensors that the last fused step worked on
+        self._before: dict[Tensor, Tensor] = {}  # copies of parameters that are stepped on
+        fp32_values.on_write.append(self._compare_written)
+
+    # which parameters
+
+    @leaves_inference_mode
+    def adopt(self, stepped: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+        """Keep bits of these parameters; those that join others count as changed.
+
+        Args:
+            stepped: tensor that the optimizer steps on, for each parameter.
+            params: parameters of the model.
+        """
+        self.follow()
+        known, self._bits = self._bits, {}
+        self._stepped, self._params = list(stepped), list(params)
+        self._number = {param: i for i, param in enumerate(params)}
+        self._strides = [None] * len(params)
+        for param in params:
+            if param in known:
+                self._bits[param] = known[param]
+            else:
+                self._mark_whole(param)
+        self.note_step()
+        if not known:
+            self.clear()
+
+    def mark_all(self) -> None:
+        """Count all elements as changed."""
+        for param in self._params:
+            self._mark_whole(param)
+        self.note_step()
+
+    def _mark_whole(self, param: Tensor) -> None:
+        """Count a parameter as changed as a whole, with its present dtype, device and shape."""
+        kind, bits = _kind(param), self._bits.get(param)
+        if bits is None or bits.kind[1:] != kind[1:]:
+            _, device, shape = kind
+            # all ones: a group that has not stepped yet has left nothing as it was
+            rows = torch.full(changes_shape(shape.numel()), 255, dtype=torch.uint8, device=device)
+            bits = _Bits(rows, memory_strides(_stored(param)), kind)
+        bits.rows[0] = 255
+        self._bits[param] = bits._replace(kind=kind)
+
+    # writes by other code
+
+    def follow(self) -> None:
+        """Mark the parameters that other code has written to or moved."""
+        now, seen, n = self._facts(), self._seen, len(self._params)
+        if now == seen:
+            return
+        for i, param in enumerate(self._params):
+            if now[i::n] != seen[i::n]:
+                self._mark_whole(param)
+        self.note_step()
+
+    def note_step(self) -> None:
+        """Note that the bits are right for the parameters as they are."""
+        self._seen = self._facts()
+        self._rows = [self._bits[param].rows for param in self._params]
+
+    def _facts(self) -> "array[int]":
+        """Return the parameters' versions, then their addresses, then those of shards."""
+        found = versions(self._params) + addresses(self._params)
+        # a write may be counted by a DTensor or by the part inside
+        if any_sharded(self._params):
+            parts = list(map(to_local, self._params))
+            found += versions(parts) + addresses(parts)
+        return array("Q", found)
+
+    def _compare_written(self, param: Tensor, before: Tensor, at: tuple[int, int]) -> None:
+        """Mark the elements of a written parameter that differ from ``before``, rounded.
+
+        Args:
+            param: any half tensor.
+            before: values of ``param`` before the write, or FP32 values that round to them.
+            at: version and address of ``param`` then.
+        """
+        i, n, seen = self._number.get(param), len(self._params), self._seen
+        # after an earlier write that was not seen the whole tensor counts
+        if i is None or (seen[i], seen[n + i]) != at or self._bits[param].kind != _kind(param):
+            return
+        bits, now = self._bits[param], _stored(param)
+        before = _stored(before).to(now.device, now.dtype)
+        bits.rows[0] |= _packed(other_bits(before, now), bits.order)
+        seen[i::n] = self._facts()[i::n]
+
+    # steps
+
+    def rows(self, numbers: Sequence[int], params: Sequence[Tensor]) -> list[Tensor]:
+        """Return the list "changes" of a fused step.
+
+        Args:
+            numbers: numbers of the parameters in the groups.
+            params: list "params" of the step, in whose order of memory kernels take the bits.
+        """
+        for i, tensor in zip(numbers, params, strict=True):
+            if tensor.stride() != self._strides[i]:
+                self._strides[i] = tensor.stride()
+                self._reorder(self._params[i], memory_strides(_stored(tensor)))
+        rows = self._rows
+        return rows if len(numbers) == len(rows) else [rows[i] for i in numbers]
+
+    def _reorder(self, param: Tensor, order: tuple[int, ...]) -> None:
+        bits = self._bits[param]
+        if bits.order != order:
+            for k, row in enumerate(bits.rows):
+                row.copy_(_packed(_unpacked(bits, k), order))
+            self._bits[param] = bits._replace(order=order)
+
+    def leave_out(self, numbers: Sequence[int], found_inf: Tensor | None) -> None:
+        """Clear row 1 of parameters that have no gradient in a fused step, unless it is a skip.
+
+        The step has left all elements of such parameters as they were.
+
+        Args:
+            numbers: numbers of the parameters with a gradient.
+            found_inf: 0-d flag, not 0 for a skip; None: no skip.
+        """
+        for i in {*range(len(self._rows))}.difference(numbers):
+            row = self._rows[i][1]
+            if found_inf is None:
+                row.zero_()
+            else:
+                row *= transfer(found_inf, row.device) != 0
+
+    def copy_before(self) -> None:
+        """Copy the parameters that the optimizer's own step is about to write to itself."""
+        pairs = zip(self._stepped, self._params, strict=True)
+        self._before = {p: _stored(p).clone() for master, p in pairs if master is p}
+
+    def compare(self) -> None:
+        """Note which elements an own step has changed, before the half copies are written."""
+        for master, param in zip(self._stepped, self._params, strict=True):
+            bits, before = self._bits[param], _stored(param)
+            now = _stored(master).to(before.dtype)
+            row = _packed(other_bits(self._before.get(param, before), now), bits.order)
+            bits.rows[0] |= row
+            bits.rows[1] = row
+        self._before = {}
+
+    # results
+
+    def shares_left(self, groups: Iterable[Mapping[str, Any]]) -> list[float]:
+        """Return by group the share of all half values that the last taken step did not change.
+
+        The share is 0 before the first step and for groups without half values. Reads the device.
+
+        Args:
+            groups: groups of the optimizer.
+        """
+        params, shares = dict(zip(self._stepped, self._params, strict=True)), []
+        for group in groups:
+            of_group = [params[master] for master in group["params"] if master in params]
+            half = [self._bits[p] for p in of_group if p.dtype in HALF_DTYPES]
+            changed = sum(int(_unpacked(bits, 1).sum()) for bits in half)
+            size = sum(bits.kind[-1].numel() for bits in half)
+            shares.append(1 - changed / size if size else 0.0)
+        return shares
+
+    def read(self, names: Mapping[Tensor, str], dense_above: float | None) -> dict[Tensor, Changed]:
+        """Return the changed elements by parameter. Reads the device.
+
+        Args:
+            names: names of the parameters to return.
+            dense_above: as for ``Amp.changes``.
+
+        Raises:
+            ValueError: a parameter has more elements than int32 counts, and ``dense_above`` is
+                None.
+        """
+        found = {}
+        for param in filter(names.__contains__, self._params):
+            n = to_local(param).numel()
+            if n > LARGEST and dense_above is None:
+                raise ValueError(
+                    f"amp.changes(): expected parameters of up to {LARGEST} elements, whose "
+                    f"positions fit int32, got {n} in {names[param]}: with "
+                    "dense_above=0.5 such a parameter comes as a whole if any element has changed"
+                )
+            found[param] = _changed(param, self._bits[param], dense_above)
+        return found
+
+    def clear(self) -> None:
+        """Count all elements as unchanged."""
+        for rows in self._rows:
+            rows[0] = 0
+
+    def memory(self) -> list[Tensor]:
+        """Return the bits, which leave the device while training is asleep."""
+        return self._rows
+
+
+def _stored(param: Tensor) -> Tensor:
+    """Return this rank's values of a parameter, complex ones as real ones."""
+    value = to_local(param.detach())
+    return torch.view_as_real(value) if value.is_complex() else value
+
+
+def _kind(param: Tensor) -> tuple[Any, ...]:
+    value = _stored(param)
+    return value.dtype, value.device, value.shape
+
+
+def _packed(changed: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return bools of any shape as bits, in the order of some strides."""
+    flat = torch.empty_strided(changed.shape, order, dtype=torch.bool, device=changed.device)
+    return packed_bits(flat.copy_(changed).as_strided((changed.numel(),), (1,)))
+
+
+def _unpacked(bits: _Bits, row: int) -> Tensor:
+    """Return the bits of one row as bools of the parameter's shape."""
+    shape = bits.kind[-1]
+    return unpacked_bits(bits.rows[row], shape.numel()).as_strided(shape, bits.order)
+
+
+def _changed(param: Tensor, bits: _Bits, dense_above: float | None) -> Changed:
+    """Return positions and values of one parameter's changed elements, or the whole parameter."""
+    value, mask = to_local(param.detach()), _unpacked(bits, 0)
+    mask = (mask.any(-1) if value.is_complex() else mask).flatten()
+    if dense_above is not None:
+        count, n = int(mask.sum()), value.numel()
+        if count > dense_above * n or (count and n > LARGEST):
+            return None, value.clone()
+    positions = mask.nonzero().squeeze(1)
+    return positions.to(torch.int32), value.flatten()[positions]
