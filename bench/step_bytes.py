@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from markdown import table
 
-STATE = {"fp32": 4.0, "bf16": 2.0, "8bit": 1.0 + 1.0 / 128}
-"""Bytes of a state by format. A block of 128 codes has an exponent of one byte."""
+from tritonamp.kernels._small_state import bytes_per_element
+
 HALF, WIDE, REMAINDER = 2, 4, 2
 CASTS, UNSCALE, CLIP = 6, 8, 12
 """A pass of torch.amp with FP32 gradients: casts of the weights in the forward, ``unscale_``, and
@@ -25,7 +25,7 @@ class Ours(NamedTuple):
         name: name of the optimizer.
         operation: name of the operation.
         states: number of states of a parameter.
-        state: format of the states, a key of ``STATE``.
+        state: format of the states.
         packed: whether the master is the half parameter and a remainder.
     """
 
@@ -39,13 +39,13 @@ class Ours(NamedTuple):
     def kept(self) -> float:
         """Bytes of a parameter with its gradient, its master and its states."""
         master = REMAINDER if self.packed else WIDE
-        return HALF + HALF + master + self.states * STATE[self.state]
+        return HALF + HALF + master + self.states * bytes_per_element(self.state)
 
     @property
     def update(self) -> float:
         """Bytes that the update reads and writes: gradient, parameter, master and states."""
         stored = 2 * (HALF + REMAINDER) if self.packed else 2 * WIDE + HALF
-        return HALF + stored + 2 * self.states * STATE[self.state]
+        return HALF + stored + 2 * self.states * bytes_per_element(self.state)
 
     @property
     def moved(self) -> float:
@@ -153,7 +153,8 @@ THEIRS = [
 def page() -> str:
     """Return the table of all steps, by optimizer."""
     head = (
-        "optimizer", "of", "options", "kept", "moved", "FP32 masters", "skip", "clip", "counted"
+        "optimizer", "package", "options", "kept", "moved", "FP32 masters", "skip", "clip",
+        "counted",
     )  # fmt: skip
     rows = [
         (row.name, "**tritonamp**", row.options, _bytes(row.kept), f"**{_bytes(row.moved)}**",

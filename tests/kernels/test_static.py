@@ -424,6 +424,15 @@ def test_only_whole_tiles_count() -> None:
     assert machine_code.tile_bytes(TTIR, "store", 4096, 1024, 8) == {8: 8, 16: 16}
 
 
+def test_a_masked_tail_of_whole_blocks_is_no_second_tile(good: Any) -> None:
+    """Loop and tail have the same accesses, and those of the tail may be narrow."""
+    row, built = changed(good, BLOCK=4096, VEC=8, warps=4), SimpleNamespace(asm={"ttir": TTIR})
+    loads, stores = machine_code.moved_by_threads(row.build, built)
+    assert (loads, stores) == ({16: 32 * 2}, {16: 32 * (2 + 4)})
+    loads, stores = machine_code.moved_by_threads(changed(row, BLOCKS=32).build, built)
+    assert (loads, stores) == ({16: 32}, {16: 16 * (2 + 4)})
+
+
 def test_products_that_sums_across_lanes_absorb() -> None:
     assert machine_code.absorbed(PTX) == 2
     assert machine_code.absorbed(PTX.replace("fma", "mad")) == 0

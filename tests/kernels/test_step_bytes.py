@@ -52,3 +52,21 @@ def test_bytes_of_a_step(triton_device: torch.device, traffic: Traffic, row: Any
     grad_stats.grad_stats(TensorLists(grads=grads), triton_device, "triton")
     moved = (traffic.read + traffic.written) / SIZE - more
     assert row.moved <= moved <= 1.01 * row.moved
+
+
+@pytest.mark.parametrize(("packed", "bytes_of_changes"), [(True, 0.375), (False, 2.375)])
+def test_bytes_of_changes(
+    triton_device: torch.device, traffic: Traffic, packed: bool, bytes_of_changes: float
+) -> None:
+    """Two bits are written and one is read, and next to FP32 masters the old half copy."""
+    update, rule = UPDATES["adamw"]
+    moved = []
+    for changes in (False, True):
+        traffic.read = traffic.written = 0
+        params = tensors(triton_device, HALF if packed else torch.float32)
+        grads = tensors(triton_device, HALF)
+        copies = None if packed else tensors(triton_device, HALF)
+        lists = update_lists(update, rule, params, grads, copies, "fp32", packed, changes)
+        update(lists, None, torch.zeros((), device=triton_device), "triton")
+        moved.append((traffic.read + traffic.written) / SIZE)
+    assert moved[1] - moved[0] == pytest.approx(bytes_of_changes, abs=0.02)
