@@ -218,7 +218,7 @@ def test_sharded_matrices_are_left_to_torch() -> None:
     param._local_tensor = param.data  # type: ignore[attr-defined]  # as a DTensor has it
     assert rule_of(torchs) is None
     with pytest.raises(RuntimeError, match="a parameter is sharded"):
-        MUON.hyperparameters(ours, ours.param_groups[0])
+        MUON.hyperparameters(ours.param_groups[0])
 
 
 def lion(params: list[nn.Parameter], **options: Any) -> tritonamp.optim.Lion:
