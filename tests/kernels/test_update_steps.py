@@ -291,22 +291,3 @@ def test_the_gradient_factor_is_one_fp32_product(
     scaled = start.clone()
     scaled.lists["grads"] = [g.float() * factor for g in start.lists["grads"]]
     assert same_bits(start.step(backend, factor), scaled.step(backend))
-
-
-@pytest.mark.parametrize("form", ["masters", "half", "bf16", "packed", "8bit bfloat16"])
-@each_row
-def test_numbers_with_gaps(device: torch.device, backend: str, row: Row, form: str) -> None:
-    """Rules, rates, flags and random bits go by the tensors' numbers."""
-    run = Updates(row, device, form, [row.rules[0], row.rules[0]._replace(lr=0.5)])
-    run.lists["params"][1].fill_(6e4)
-    numbers = [1, 2, 5, 6, 7, 9, 10, 12]
-    alone = [run.clone() for _ in numbers]
-    run.groups = [0] * 7 + [1] * 7
-    run.step(backend, numbers=numbers, size=14)
-    for i, (number, other) in enumerate(zip(numbers, alone, strict=True)):
-        other.groups = run.groups
-        part = [own[i : i + 1] for own in other.lists.values()]
-        other.lists = dict(zip(other.lists, part, strict=True))
-        other.step(backend, numbers=[number], size=14)
-        for name, own in run.lists.items():
-            assert torch.equal(own[i], other.lists[name][0]), name
