@@ -80,11 +80,11 @@ def _update_tile(
     if HALF is not None:
         remainder = tl.load(remainders + offs, mask=offs < whole if BLOCKS > 0 else mask, other=0)
         p = joined(stored, remainder, HALF == "bfloat16")
+    # unscale and clip; before the state is loaded, because decoding it takes the most registers
+    grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
     a = _load(first, offs, mask, blocks, whole, stride, FIRST)
     b = _load(second, offs, mask, blocks, whole, stride, SECOND)
     c = _load(third, offs, mask, blocks, whole, stride, THIRD)
-    # unscale and clip
-    grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
     p, a, b, c = UPDATE(
         p, grad, a, b, c, rule, FIRST is not None, SECOND is not None, THIRD is not None
     )

@@ -200,7 +200,8 @@ def test_entry_points_use_public_names(path: Path) -> None:
     """The commands and the drop-in show that the public names, and few more, are enough."""
     own = room(module_name(path))
     neighbours = PUBLIC_ONLY - {"apex", "integrations", "testing"} | {own}
-    answers = "device", "_implementations", "_native"  # about the machine
+    # about the machine, and about optimizers
+    answers = "device", "_implementations", "_native", "_optimizers"
     kernels = [f"tritonamp.kernels.{name}" for name in answers]
     allowed = [*kernels, *SHARED.get(own, []), *(f"tritonamp.{name}" for name in neighbours)]
     wrong = [

@@ -11,35 +11,31 @@ from tritonamp.kernels import _blocks, _cpu_steps
 from tritonamp.kernels._blocks import blocks, overflows
 from tritonamp.kernels._cpu_steps import adamw_on_cpu, lion_on_cpu, sgd_on_cpu
 from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._update import Update
 from tritonamp.kernels._update_lists import UpdateLists
-from tritonamp.kernels.adamw import AdamRule, adamw_torch
+from tritonamp.kernels.adamw import ADAMW, AdamRule
 from tritonamp.kernels.cast import cast_torch
 from tritonamp.kernels.grad_stats import grad_stats_torch
-from tritonamp.kernels.lion import LionRule, lion_torch
-from tritonamp.kernels.sgd import SGDRule, sgd_torch
+from tritonamp.kernels.lion import LION, LionRule
+from tritonamp.kernels.sgd import SGD, SGDRule
 
 HALVES = [torch.float16, torch.bfloat16]
 CPU = torch.device("cpu")
 INF, NAN = float("inf"), float("nan")
 
 RATE = torch.tensor(0.01)
-ADAMW = adamw_torch, adamw_on_cpu, ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
-SGD = sgd_torch, sgd_on_cpu, ("momentum_buffers",)
-LION = lion_torch, lion_on_cpu, ("exp_avgs",)
-SGD_BF16 = *SGD, torch.bfloat16
-LION_BF16 = *LION, torch.bfloat16
 BETAS = 1 - RATE, 1 - RATE / 10
-UPDATES: dict[str, tuple[Any, Any]] = {
-    "adamw": (ADAMW, AdamRule(0.01, 0.9, 0.99, 1e-8, 0.01, True, True, True)),
-    "adamw, L2": (ADAMW, AdamRule(RATE, 0.9, 0.99, 1e-8, 0.01, False, False, False)),
-    "adamw, no decay": (ADAMW, AdamRule(RATE, *BETAS, 1e-8, 0.0, True, False, False)),
-    "sgd": (SGD, SGDRule(0.01, 0.9, 0.1, 0.01, True, False)),
-    "sgd, no decay": (SGD, SGDRule(RATE, 0.9, 0.0, 0.0, False, True)),
-    "sgd, no momentum": (SGD, SGDRule(0.01, 0.0, 0.0, 0.01, False, False)),
-    "lion": (LION, LionRule(0.01, 0.9, 0.99, 0.01, False)),
-    "sgd, bfloat16": (SGD_BF16, SGDRule(0.01, 0.9, 0.1, 0.01, True, False)),
-    "lion, bfloat16": (LION_BF16, LionRule(0.01, 0.9, 0.99, 0.01, False)),
-    "lion, no decay": (LION, LionRule(RATE, 0.9, 0.99, 0.0, True)),
+UPDATES: dict[str, tuple[Any, ...]] = {  # operation, its form in main memory, rule, state's dtype
+    "adamw": (ADAMW, adamw_on_cpu, AdamRule(0.01, 0.9, 0.99, 1e-8, 0.01, True, True, True)),
+    "adamw, L2": (ADAMW, adamw_on_cpu, AdamRule(RATE, 0.9, 0.99, 1e-8, 0.01, False, False, False)),
+    "adamw, no decay": (ADAMW, adamw_on_cpu, AdamRule(RATE, *BETAS, 1e-8, 0.0, True, False, False)),
+    "sgd": (SGD, sgd_on_cpu, SGDRule(0.01, 0.9, 0.1, 0.01, True, False)),
+    "sgd, no decay": (SGD, sgd_on_cpu, SGDRule(RATE, 0.9, 0.0, 0.0, False, True)),
+    "sgd, no momentum": (SGD, sgd_on_cpu, SGDRule(0.01, 0.0, 0.0, 0.01, False, False)),
+    "lion": (LION, lion_on_cpu, LionRule(0.01, 0.9, 0.99, 0.01, False)),
+    "sgd, bfloat16": (SGD, sgd_on_cpu, SGDRule(0.01, 0.9, 0.1, 0.01, True, False), torch.bfloat16),
+    "lion, bfloat16": (LION, lion_on_cpu, LionRule(0.01, 0.9, 0.99, 0.01, False), torch.bfloat16),
+    "lion, no decay": (LION, lion_on_cpu, LionRule(RATE, 0.9, 0.99, 0.0, True)),
 }
 
 
@@ -63,7 +59,7 @@ def tensors() -> list[Tensor]:
 
 def updated(
     op: Callable[..., None],
-    states: tuple[str, ...],
+    update: Update,
     rule: Any,
     half: torch.dtype,
     scale: float,
@@ -76,16 +72,18 @@ def updated(
     given = TensorLists(
         params=params,
         grads=[(100 * p).to(half) for p in params],
-        **{state: [p.square().to(moment) for p in params] for state in states},
+        **{
+            name: [p.square().to(moment) for p in params] if update.has(name, rule) else params
+            for name in update.states
+        },
         copies=copies,
-        steps=steps,
+        **({"steps": steps} if update.counts_steps else {}),
     )
-    lists = UpdateLists(given, [rule], [0] * len(params), "exp_avg_sqs" in states)
+    lists = UpdateLists(given, [rule], [0] * len(params))
     params[3][0, 0] = params[0][0] = 1e5  # inf in float16
     op(lists, torch.tensor(scale), torch.tensor(skip))
-    memory, size = given.memory, len(params)
-    kept = [t for n in ("lost", "overflow") for t in memory.all_kept(n, size) if t.any()]
-    return [*params, *copies, *steps, *kept, *(t for s in states for t in lists.tensors[s])]
+    kept = [t for t in given.memory.all_kept("overflow", len(params)) if t.any()]
+    return [*params, *copies, *steps, *kept, *(t for s in update.states for t in given[s])]
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
@@ -95,9 +93,9 @@ def test_bits(
     name: str, half: torch.dtype, scale: float, skip: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of whole tensors, and of blocks, are those of the specification."""
-    (twin, on_cpu, states, *moment), rule = UPDATES[name]
-    how = states, rule, half, scale, skip, *moment
-    expected = updated(twin, *how)
+    update, on_cpu, rule, *moment = UPDATES[name]
+    how = update, rule, half, scale, skip, *moment
+    expected = updated(update.in_torch, *how)
     whole = updated(on_cpu, *how)
     monkeypatch.setattr(_blocks, "block_size", lambda: 64)
     monkeypatch.setattr(_cpu_steps, "_MOST_WAITING", 256)
@@ -184,7 +182,7 @@ def test_memory_of_an_update_does_not_grow_with_the_parameters(
         exp_avgs=[p.clone() for p in params],
         copies=[p.half() for p in params],
     )
-    lists = UpdateLists(given, [UPDATES["lion"][1]], [0] * count)
+    lists = UpdateLists(given, [UPDATES["lion"][2]], [0] * count)
     monkeypatch.setattr(_cpu_steps.CpuUpdate, "store", noting)
     lion_on_cpu(lists, None, torch.zeros(()))
     assert 0 < largest <= 2 << 20

@@ -1,18 +1,19 @@
 """muon and optim.Muon against FP64 and torch, skips, masters, bytes, AdamW for the rest."""
 
 import copy
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from runs import Training, batch
 from torch import Tensor, nn
 
 import tritonamp
-from tests.kernels.conftest import Traffic, U, made
-from tests.kernels.updates import Updates, check_bytes, check_skip, resumed
+from tests.kernels.conftest import Traffic, U
+from tests.kernels.update_rows import NAN, Row
+from tests.kernels.updates import Updates
 from tritonamp.kernels._muon_lists import MuonLists, MuonRule
+from tritonamp.kernels._small_state import SIGNED
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.muon import muon
 from tritonamp.step.muon import MUON, MUON_AND_ADAMW
@@ -31,11 +32,20 @@ RULES = {
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
-def step_on(lists: UpdateLists, *rest: Any) -> None:
-    muon(MuonLists(lists), *rest)
+class Operation:
+    """``muon`` with the names of an ``Update``."""
+
+    name, states, codes = "muon", ("momentum_buffers",), (SIGNED,)
+    optional, counts_steps = dict[str, str](), False
+
+    def has(self, name: str, rule: Any) -> bool:
+        return True
+
+    def __call__(self, lists: UpdateLists, *rest: Any) -> None:
+        muon(MuonLists(lists), *rest)
 
 
-muons = partial(Updates, step_on, ["momentum_buffers"], shapes=SHAPES)
+ROW = Row(Operation(), list(RULES.values()), torch.optim.Muon, {})
 
 
 def reference(p: Tensor, m: Tensor, grad: Tensor, rule: MuonRule) -> tuple[Tensor, Tensor]:
@@ -57,27 +67,23 @@ def reference(p: Tensor, m: Tensor, grad: Tensor, rule: MuonRule) -> tuple[Tenso
 
 
 @each_rule
-@pytest.mark.parametrize("half", [None, torch.float16, torch.bfloat16], ids=str)
-def test_against_fp64(
-    rule: MuonRule, half: torch.dtype | None, backend: str, device: torch.device
-) -> None:
+@pytest.mark.parametrize("form", ["fp32", "masters", "masters bfloat16"])
+def test_against_fp64(rule: MuonRule, form: str, backend: str, device: torch.device) -> None:
     """The quintic's slope is at most 4: an error of 10 n U in a product grows by that a step.
 
     The momentum (values below 4) and the parameter add eight roundings.
     """
-    run = muons(device, rule, half)
-    for seed in (1, 2, 3):
-        grads = made(SHAPES, device, half or torch.float32, seed)
-        exact = [
-            reference(p.double(), m.double(), grad.double() * 0.5, rule)
-            for p, m, grad in zip(run.params, run.states["momentum_buffers"], grads, strict=True)
-        ]
-        run.step(grads, backend, torch.tensor(0.5, device=device), None)
+    run = Updates(ROW, device, form, [rule], SHAPES)
+    params, buffers, copies = (run.lists[n] for n in ("params", "momentum_buffers", "copies"))
+    for _ in range(3):
+        rows = zip(params, buffers, run.lists["grads"], strict=True)
+        exact = [reference(p.double(), m.double(), g.double() * 0.5, rule) for p, m, g in rows]
+        run.step(backend, 0.5)
         for k, (p, m) in enumerate(exact):
             of_products = 10 * max(p.shape) * 4**rule.ns_steps * rule.lr * max(p.shape) ** 0.5
-            assert (run.states["momentum_buffers"][k].double() - m).abs().max() <= 8 * 4 * U
-            assert (run.params[k].double() - p).abs().max() <= (8 * 8 + of_products) * U
-    for param, rounded in zip(run.params, run.copies, strict=True):
+            assert (buffers[k].double() - m).abs().max() <= 8 * 4 * U
+            assert (params[k].double() - p).abs().max() <= (8 * 8 + of_products) * U
+    for param, rounded in zip(params, copies, strict=True):
         assert torch.equal(rounded, param.to(rounded.dtype))
 
 
@@ -87,34 +93,43 @@ def test_a_skip_writes_nothing(
     found_inf: float, steps_before: int, backend: str, device: torch.device
 ) -> None:
     """Nor does a first one poison the momentum."""
-    runs = [muons(device, RULES["nesterov"], torch.float16) for _ in range(2)]
-    for run in runs[: 2 if steps_before else 0]:
-        run.step(made(SHAPES, device, torch.float16, 1), backend)
-    check_skip(runs[0], found_inf, backend)
-    for run in runs:
-        run.step(made(SHAPES, device, torch.float16, 3), backend)
-    assert all(map(torch.equal, runs[0].everything(), runs[1].everything()))
+    run = Updates(ROW, device, "masters", [RULES["nesterov"]], SHAPES)
+    for _ in range(steps_before):
+        run.step(backend)
+    other, before, grads = run.clone(), run.bits(), run.lists["grads"]
+    run.lists["grads"] = [torch.full_like(g, NAN) for g in grads]
+    run.step(backend, None, found_inf)
+    assert all(map(torch.equal, run.bits(), before))
+    run.lists["grads"] = grads
+    assert all(map(torch.equal, run.step(backend).bits(), other.step(backend).bits()))
 
 
 def test_each_group_has_its_own_rule(backend: str, device: torch.device) -> None:
     """Matrices of one shape that lie in two groups are not stacked."""
     rules = list(RULES.values())[:2]
-    mixed = muons(device, rules[0], torch.float16)
-    mixed.share(rules, [0, 0, 1, 1, 0, 1])
-    alone = [muons(device, rule, torch.float16) for rule in rules]
-    for run in (mixed, *alone):
-        run.step(made(SHAPES, device, torch.float16, 1), backend)
+    mixed = Updates(ROW, device, "masters", rules[:1], SHAPES)
+    alone = [mixed.clone() for _ in rules]
+    mixed.rules, mixed.groups = rules, [0, 0, 1, 1, 0, 1]
+    mixed.step(backend)
+    for run, rule in zip(alone, rules, strict=True):
+        run.rules = [rule]
+        run.step(backend)
     for i, group in enumerate(mixed.groups):
-        assert torch.equal(
-            mixed.states["momentum_buffers"][i], alone[group].states["momentum_buffers"][i]
-        )
-        torch.testing.assert_close(mixed.params[i], alone[group].params[i], rtol=0, atol=1e-5)
+        mine, others = mixed.lists, alone[group].lists
+        assert torch.equal(mine["momentum_buffers"][i], others["momentum_buffers"][i])
+        torch.testing.assert_close(mine["params"][i], others["params"][i], rtol=0, atol=1e-5)
 
 
 def test_bytes(traffic: Traffic, device: torch.device) -> None:
-    """Gradient 2, momentum 4 + 4, update 4 + 4, master 4 + 4, half copy 2."""
-    run = muons(device, RULES["nesterov"], torch.float16)
-    check_bytes(run, traffic, torch.float16, 14, 14, 256, 256)
+    """Gradient 2, momentum 4 + 4, update 4 + 4, master 4 + 4, half copy 2; a skip writes none."""
+    run = Updates(ROW, device, "masters", [RULES["nesterov"]], [(256, 256)])
+    run.lists = {name: own[:1] for name, own in run.lists.items()}
+    run.step("triton")
+    for moved in (traffic.read, traffic.written):
+        assert 14 * 256 * 256 <= moved <= 1.01 * 14 * 256 * 256
+    traffic.written = 0
+    run.step("triton", None, 1.0)
+    assert traffic.written == 0
 
 
 class ThreeMatrices(nn.Module):
@@ -129,69 +144,50 @@ class ThreeMatrices(nn.Module):
         return self.third(self.second(x).relu())
 
 
-def both(model: nn.Module, **options: Any) -> tritonamp.optim.Muon:
-    """Muon on the matrices, and AdamW on the rest."""
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    rest = [p for p in model.parameters() if p.dim() != 2]
-    adamw = [{"params": rest, "lr": 1e-2, "weight_decay": 0.1}]
-    return tritonamp.optim.Muon(matrices, lr=1e-2, adamw_params=adamw, **options)
+def matrices(params: list[nn.Parameter], **options: Any) -> tritonamp.optim.Muon:
+    return tritonamp.optim.Muon([p for p in params if p.dim() == 2], **options)
 
 
-def masters_after(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    level: str,
-    skip: int = 2,
-    clip: float | None = 0.1,
-) -> list[Tensor]:
-    device = next(model.parameters()).device
-    amp = tritonamp.enable(model, list(optimizers), level=level)
-    for seed in range(6):
-        for part in range(2):  # two micro-batches
-            generator = torch.Generator().manual_seed(2 * seed + part)
-            loss = model(torch.randn(8, 6, generator=generator).to(device)).float().square().mean()
-            amp.backward(loss * float("nan") if seed == skip else loss)
-        if clip is not None:
-            amp.clip_grad_norm_(clip)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert amp.stats()["steps"] == 5
-    found = [p.detach().clone() for _, p in amp.named_master_params()]
-    amp.disable()
-    return found
+def rest(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [p for p in params if p.dim() != 2]
+
+
+def both(params: list[nn.Parameter], **options: Any) -> tritonamp.optim.Muon:
+    adamw = [{"params": rest(params), "lr": 1e-2, "weight_decay": 0.1}]
+    return matrices(params, lr=1e-2, adamw_params=adamw, **options)
+
+
+def in_two(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    adamw = tritonamp.optim.AdamW(rest(params), lr=1e-2, weight_decay=0.1)
+    return [matrices(params, lr=1e-2), adamw]
+
+
+def masters_after(make: Any, level: str, device: torch.device, skip: int = 2) -> list[Tensor]:
+    """Return the masters after five steps of two micro-batches, and a skipped one."""
+    with Training(ThreeMatrices, make, level, device, lr=None) as run:
+        for seed in range(6):
+            for part in range(2):
+                loss = run.loss(batch(2 * seed + part, device=device))
+                run.backward(loss * (NAN if seed == skip else 1.0))
+            run.finish(0.1)
+        assert run.amp.stats()["steps"] == 5
+        return run.masters()
 
 
 @pytest.mark.parametrize("skip", [0, 3])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_levels_train_and_skip(level: str, skip: int, device: torch.device) -> None:
     """As in FP32, to the products' bfloat16: 2**-7 of a step of at most 1.2 lr an element."""
-    model, plain = ThreeMatrices().to(device), ThreeMatrices().to(device)
-    params = masters_after(model, [both(model)], level, skip)
-    exact = masters_after(plain, [both(plain)], "O0", skip)
+    params, exact = (masters_after(both, at, device, skip) for at in (level, "O0"))
     for a, b in zip(params, exact, strict=True):
         assert (a.float() - b).abs().max() <= (2e-2 if level == "O3" else 1e-2)
-    moved = [
-        (a - b.detach()).abs().max()
-        for a, b in zip(exact, ThreeMatrices().to(device).parameters(), strict=True)
-    ]
-    assert max(moved) > 2e-2
+    start = ThreeMatrices().to(device).parameters()
+    assert max((a - b.detach()).abs().max() for a, b in zip(exact, start, strict=True)) > 2e-2
 
 
 def test_one_optimizer_is_two(device: torch.device) -> None:
     """``adamw_params`` gives the bits of a Muon and an AdamW, enabled together."""
-    runs = []
-    for together in (True, False):
-        model = ThreeMatrices().to(device)
-        optimizers: list[torch.optim.Optimizer] = [both(model)]
-        if not together:
-            groups = [group["params"] for group in optimizers[0].param_groups]
-            optimizers = [
-                tritonamp.optim.Muon(groups[0], lr=1e-2),
-                tritonamp.optim.AdamW(groups[1], lr=1e-2, weight_decay=0.1),
-            ]
-        runs.append(masters_after(model, optimizers, "O2"))
-    assert all(map(torch.equal, *runs))
+    assert all(map(torch.equal, *(masters_after(make, "O2", device) for make in (both, in_two))))
 
 
 def test_torchs_muon_steps_like_itself(device: torch.device) -> None:
@@ -213,7 +209,7 @@ def test_torchs_muon_steps_like_itself(device: torch.device) -> None:
     model = copy.deepcopy(start)
     optimizer = torch.optim.Muon(model.parameters(), lr=1e-2)
     assert rule_of(optimizer) is MUON
-    assert rule_of(both(ThreeMatrices())) is MUON_AND_ADAMW
+    assert rule_of(both([*ThreeMatrices().parameters()])) is MUON_AND_ADAMW
 
 
 def test_sharded_matrices_are_left_to_torch() -> None:
@@ -225,19 +221,31 @@ def test_sharded_matrices_are_left_to_torch() -> None:
         MUON.hyperparameters(ours, ours.param_groups[0])
 
 
-@pytest.mark.parametrize("with_adamw", [False, True])
-def test_state_is_saved_and_loaded_bit_for_bit(with_adamw: bool, device: torch.device) -> None:
-    def optimizer_of(model: nn.Module, lr: float) -> tritonamp.optim.Muon:
-        if with_adamw:
-            return both(model, momentum=0.9)
-        return tritonamp.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=lr)
+def lion(params: list[nn.Parameter], **options: Any) -> tritonamp.optim.Lion:
+    return tritonamp.optim.Lion(params, weight_decay=0.1, **options)
 
-    model, ends = ThreeMatrices().to(device).half(), []
+
+@pytest.mark.parametrize("make", [matrices, both, lion])
+def test_state_is_saved_and_loaded_bit_for_bit(make: Any, device: torch.device) -> None:
+    """After two of four steps, into an optimizer with another momentum or learning rate."""
+    start, ends = ThreeMatrices().to(device).half(), []
     for stops in (False, True):
-        end, optimizer = resumed(optimizer_of, copy.deepcopy(model), stops)
-        ends.append(end)
+        model = copy.deepcopy(start)
+        optimizer = make([*model.parameters()])
+        for seed in range(4):
+            if stops and seed == 2:
+                state = copy.deepcopy(optimizer.state_dict())
+                model = copy.deepcopy(model)
+                other = {"momentum": 0.9} if make is both else {"lr": 1.0}
+                optimizer = make([*model.parameters()], **other)
+                optimizer.load_state_dict(state)
+            for k, p in enumerate(model.parameters()):
+                p.grad = batch(10 * seed + k, *p.shape, device=device, dtype=p.dtype)
+            optimizer.step()
+        ends.append([p.detach().clone() for p in model.parameters()])
         buffers = [s["momentum_buffer"] for s in optimizer.state.values() if "exp_avg" not in s]
-        assert len(buffers) == 3 and all(b.dtype is torch.float32 for b in buffers)
+        assert len(buffers) == (0 if make is lion else 3)
+        assert all(b.dtype is torch.float32 for b in buffers)
     assert all(map(torch.equal, *ends))
 
 
@@ -255,14 +263,13 @@ def test_states_are_torchs(device: torch.device) -> None:
 
 def test_updates_are_memory_of_the_step(device: torch.device, backend: str) -> None:
     """Of matrices that have gradients now and then, in any number, nothing is left."""
-    run = muons(device, PLAIN, None)
-    params, buffers, copies = run.params, run.states["momentum_buffers"], run.copies
+    run = Updates(ROW, device, "fp32", [PLAIN], SHAPES)
+    lists = run.lists
     for k in range(1, len(SHAPES)):
-        run.params, run.copies = params[:k], copies[:k]
-        run.states["momentum_buffers"] = buffers[:k]
-        run.step(made(SHAPES, device, torch.float32, k)[:k], backend)
+        run.lists = {name: own[:k] for name, own in lists.items()}
+        run.step(backend)
     kept = sum(t.numel() for t in run.memory._kept.values())
-    assert kept < min(p.numel() for p in run.params if p.numel() > 100)
+    assert kept < min(p.numel() for p in run.lists["params"] if p.numel() > 100)
 
 
 def test_adamws_group_does_not_come_after_a_step(device: torch.device) -> None:

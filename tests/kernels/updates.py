@@ -1,128 +1,214 @@
-"""Parameters of one group on which an update kernel steps, and checks of its steps."""
+"""Lists on which any update steps in any format."""
 
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import Traffic, made
+from tests.kernels.update_rows import CODES, FORMS, WIDE, Row
+from tritonamp.kernels._change_bits import changes_shape
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
+from tritonamp.kernels._small_state import (
+    SIGNED,
+    decode,
+    encode,
+    in_memory_of,
+    in_order_of_memory,
+    join_master,
+    padded,
+    split_codes,
+    split_master,
+)
 from tritonamp.kernels._update_lists import UpdateLists
 
-SHAPES = [(5,), (3, 7), (64, 65), (), (4100,)]
+SHAPES = [(0,), (), (1,), (127,), (128,), (129,), (1023,), (1024,), (1025,), (4099,), (5, 7)]
+SMALL = [(3,), (5, 7), (130,)]
 
 
 class Updates:
-    """Parameters, their states and rounded copies, and the operation that steps on them.
+    """Parameters, gradients and states of one shape after another for each rule.
+
+    The last tensor of each rule is transposed. Magnitudes are between 0.1 and 1.1, and signs such
+    that no sum of a step cancels. Tensors of the same shape lie at the same places in memory modulo
+    16 bytes.
 
     Args:
-        operation: a function of the lists, the gradients' scale, the flag of a skip, and a backend.
-        states: the name of each state; an FP32 tensor of zeros for each parameter.
+        row: the update.
         device: the device of all tensors.
-        rule: the rule of the one group.
-        copy: the dtype of the rounded copies; None: there are no copies.
-        dtype: the dtype of the parameters.
-        shapes: shapes of the parameters, to which ``made`` adds one.
-        may_repeat: names of the lists that may repeat "params".
+        form: the name of a format in ``FORMS``.
+        rules: a rule for each group.
+        shapes: shapes of each group's parameters.
+        steps: the number of steps before.
+        changes: whether the update notes which elements change.
+        grad: dtype of the gradients; None: the format's.
+
+    Attributes:
+        lists: all tensors of a step, by the name of their list.
+        memory: the memory of earlier steps.
+        last: the lists of the last step.
     """
 
     def __init__(
         self,
-        operation: Callable[..., Any],
-        states: Sequence[str],
+        row: Row,
         device: torch.device,
-        rule: Any,
-        copy: torch.dtype | None = None,
-        dtype: torch.dtype = torch.float32,
-        shapes: Sequence[tuple[int, ...]] = SHAPES,
-        may_repeat: Sequence[str] = (),
+        form: str = "fp32",
+        rules: Sequence[Any] = (),
+        shapes: Sequence[tuple[int, ...]] = SMALL,
+        steps: float = 3.0,
+        changes: bool = False,
+        grad: torch.dtype | None = None,
     ) -> None:
-        self.operation, self.may_repeat = operation, may_repeat
-        self.params = made(shapes, device, dtype, 0)
-        self.states = {
-            name: [torch.zeros_like(p, dtype=torch.float32) for p in self.params] for name in states
-        }
-        self.copies = [torch.full_like(p, 9.0, dtype=copy) if copy else p for p in self.params]
-        self.memory = Memory()
-        self.rules, self.groups = [rule], [0] * len(self.params)
+        self.row, self.form, self.device = row, FORMS[form], device
+        self.rules = list(rules or row.rules[:1])
+        self.groups = [g for g in range(len(self.rules)) for _ in range(len(shapes) + 1)]
+        generator = torch.Generator().manual_seed(0)
+        signs = [torch.randn(s, generator=generator).sign() for s in [*shapes, (7, 5)]]
+        signs[-1] = signs[-1].t()
+
+        def values() -> list[Tensor]:
+            return [torch.empty_like(s).uniform_(0.1, 1.1, generator=generator) for s in signs]
+
+        lists: dict[str, list[Any]] = {"params": [], "grads": []}
+        for rule in self.rules:
+            masters = [s * x for s, x in zip(signs, values(), strict=True)]
+            for name, own in self._params(masters).items():
+                lists.setdefault(name, []).extend(own)
+            direction = -1 if getattr(rule, "maximize", False) else 1
+            grads = [direction * s * x for s, x in zip(signs, values(), strict=True)]
+            lists["grads"] += [g.to(device, grad or self.form.grad) for g in grads]
+            for name, kind in zip(row.update.states, row.update.codes, strict=True):
+                # squares are above those of all means
+                above = 1.21 if name == "square_avgs" else 0.0
+                rows = zip(signs, values(), strict=True)
+                new = [(s if kind == SIGNED else 1.0) * (x + above) for s, x in rows]
+                given = [self._state(x, kind) for x in new]
+                there = row.update.has(name, rule)
+                lists.setdefault(name, []).extend(given if there else lists["params"][-len(new) :])
+        if row.update.counts_steps or self.form.state is CODES:
+            lists["steps"] = [torch.full((), steps, device=device) for _ in self.groups]
+        if changes:
+            shapes = [changes_shape(p.numel()) for p in lists["params"]]
+            lists["changes"] = [torch.zeros(shape, dtype=CODES, device=device) for shape in shapes]
+        self.lists, self.memory = lists, Memory()
+
+    def _params(self, masters: list[Tensor]) -> dict[str, list[Tensor]]:
+        """Return the lists that hold these FP32 values, and their copies."""
+        params = [m.to(self.device, self.form.param) for m in masters]
+        if not self.form.packed:
+            dtype = self.form.copy
+            return {
+                "params": params,
+                "copies": [torch.full_like(p, 9.0, dtype=dtype) if dtype else p for p in params],
+            }
+        remainders = []
+        for param, master in zip(params, masters, strict=True):
+            upper, lower = split_master(in_order_of_memory(master), self.form.param)
+            param.copy_(in_memory_of(master, upper))
+            missing = padded(len(lower)) - len(lower)
+            remainders.append(torch.nn.functional.pad(lower, (0, missing)).to(self.device))
+        return {"params": params, "copies": params, "remainders": remainders}
+
+    def _state(self, values: Tensor, kind: int) -> Tensor:
+        if self.form.state is not CODES:
+            return values.to(self.device, self.form.state)
+        flat = in_order_of_memory(values)
+        whole = torch.nn.functional.pad(flat, (0, padded(len(flat)) - len(flat)))
+        return torch.cat(encode(whole, None, kind)).to(self.device)
+
+    def clone(self) -> "Updates":
+        """Return the same with tensors and memory of its own."""
+        other = copy.copy(self)
+        tensors = itertools.chain(*self.lists.values())
+        made = {t: t.clone() for t in tensors}
+        other.lists = {name: [made[t] for t in own] for name, own in self.lists.items()}
+        other.memory = Memory()
+        return other
+
+    def wide(self) -> "Updates":
+        """Return the same in FP32, with the values that these formats hold."""
+        other = copy.copy(self)
+        other.form, other.memory = FORMS["fp32"], Memory()
+        params = self.masters()
+        other.lists = {"params": params, "copies": params}
+        other.lists |= {name: [*params] for name in self.row.update.states}
+        for name, i in self.states():
+            other.lists[name][i] = self.value(name, i)
+        other.lists["grads"] = [g.float() for g in self.lists["grads"]]
+        if self.row.update.counts_steps:
+            other.lists["steps"] = [s.clone() for s in self.lists["steps"]]
+        return other
+
+    def masters(self) -> list[Tensor]:
+        """Return the FP32 values of the parameters, in new memory."""
+        params = self.lists["params"]
+        if not self.form.packed:
+            return [p.to(torch.promote_types(p.dtype, WIDE), copy=True) for p in params]
+        rows = zip(params, self.lists["remainders"], strict=True)
+        found = [(p, join_master(in_order_of_memory(p), r[: p.numel()])) for p, r in rows]
+        return [in_memory_of(p, flat) for p, flat in found]
+
+    def value(self, name: str, place: int) -> Tensor:
+        """Return the values of a state, FP32 or FP64, in new memory."""
+        param, state = self.lists["params"][place], self.lists[name][place]
+        if state.dtype is not CODES:
+            return state.to(torch.promote_types(state.dtype, WIDE), copy=True)
+        kind, n = self.row.update.codes[self.row.update.states.index(name)], param.numel()
+        return in_memory_of(param, decode(*split_codes(state, n), kind)[:n])
+
+    def states(self) -> Iterator[tuple[str, int]]:
+        """Yield the name and the place of each state that there is."""
+        for name in self.row.update.states:
+            for i, group in enumerate(self.groups):
+                if self.row.update.has(name, self.rules[group]):
+                    yield name, i
 
     def step(
         self,
-        grads: Sequence[Tensor],
         backend: str,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> None:
+        grad_scale: Tensor | float | None = None,
+        found_inf: Tensor | float | None = None,
+        places: Sequence[int] | None = None,
+        **numbers: Any,
+    ) -> "Updates":
+        """Take a step; ``places``: on these tensors alone; numbers: of ``TensorLists``."""
+        scalars = [
+            torch.tensor(x, device=self.device) if isinstance(x, float) else x
+            for x in (grad_scale, found_inf)
+        ]
+        repeated = "copies", "remainders", *self.row.update.optional
+        counted = ("steps",) if "steps" in self.lists else ()
         tensors = TensorLists(
-            memory=self.memory,
-            may_repeat=self.may_repeat,
-            params=self.params,
-            grads=grads,
-            **self.states,
-            copies=self.copies,
+            memory=self.memory, may_repeat=repeated, scalars=counted, **numbers, **self.lists
         )
-        self.lists = UpdateLists(tensors, self.rules, self.groups)
-        self.operation(self.lists, grad_scale, found_inf, backend)
+        if places is not None:
+            tensors = tensors.part(places, {})
+        self.last = UpdateLists(tensors, self.rules, self.groups)
+        self.row.update(self.last, *scalars, backend)
+        return self
 
-    def everything(self) -> list[Tensor]:
-        """Return copies of all that a step writes."""
-        states = [t for name in self.states for t in self.states[name]]
-        return [t.clone() for t in (*self.params, *states, *self.copies)]
+    def overflow(self) -> list[int]:
+        """Return the flags of parameters beyond the range of their half values."""
+        return self.last.overflow(self.device).tolist()
 
-    def share(self, rules: Sequence[Any], groups: Sequence[int]) -> None:
-        """Put each parameter into the group that ``groups`` names, with a rule of its own."""
-        self.rules, self.groups = list(rules), list(groups)
+    def written(self) -> list[Tensor]:
+        """Return all tensors that a step may write."""
+        lists = (own for name, own in self.lists.items() if name != "grads")
+        return list(dict.fromkeys(itertools.chain(*lists)))
 
-
-def check_bytes(
-    run: Updates, traffic: Traffic, grad: torch.dtype, reads: int, writes: int, *shape: int
-) -> None:
-    """Assert that a step on one FP32 parameter with a float16 copy moves these bytes an element.
-
-    A skipped step writes none.
-    """
-    device, size = run.params[0].device, torch.Size(shape).numel()
-    stateless = any(tensors is run.params for tensors in run.states.values())
-    run.params = [torch.zeros(shape, device=device)]
-    for name in run.states:
-        run.states[name] = run.params if stateless else [torch.zeros(shape, device=device)]
-    run.copies = [torch.zeros(shape, dtype=torch.float16, device=device)]
-    run.groups = [0]
-    grads = [torch.ones(shape, dtype=grad, device=device)]
-    run.step(grads, "triton")
-    assert reads * size <= traffic.read <= 1.01 * reads * size
-    assert writes * size <= traffic.written <= 1.01 * writes * size
-    traffic.written = 0
-    run.step(grads, "triton", None, torch.ones((), device=device))
-    assert traffic.written == 0
+    def bits(self) -> list[Tensor]:
+        """Return copies of the bits of all tensors that a step may write."""
+        return [bits(t) for t in self.written()]
 
 
-def check_skip(run: Updates, found_inf: float, backend: str) -> None:
-    """Assert that a skipped step on gradients of NaN changes no bit."""
-    before, device = run.everything(), run.params[0].device
-    bad = [torch.full_like(p, float("nan"), dtype=torch.float16) for p in run.params]
-    run.step(bad, backend, None, torch.tensor(found_inf, device=device))
-    assert all(map(torch.equal, run.everything(), before))
+def bits(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as integers, of which NaN equals itself, in new memory."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().clone().contiguous().view(integer[tensor.element_size()])
 
 
-def resumed(
-    make: Callable[..., torch.optim.Optimizer], model: torch.nn.Module, stops: bool
-) -> tuple[list[Tensor], torch.optim.Optimizer]:
-    """Take four steps on random gradients; ``stops``: with a new optimizer after two of them.
-
-    The new one starts with another learning rate and loads the state.
-    """
-    optimizer = make(model, 1e-2)
-    for seed in range(4):
-        if stops and seed == 2:
-            state = copy.deepcopy(optimizer.state_dict())
-            model = copy.deepcopy(model)
-            optimizer = make(model, 1.0)
-            optimizer.load_state_dict(state)
-        for k, p in enumerate(model.parameters()):
-            generator = torch.Generator().manual_seed(10 * seed + k)
-            p.grad = torch.randn(p.shape, generator=generator).to(p)
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()], optimizer
+def same_bits(a: Updates, b: Updates) -> bool:
+    return all(map(torch.equal, a.bits(), b.bits()))

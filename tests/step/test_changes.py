@@ -375,10 +375,14 @@ def test_a_write_through_data_alone_is_not_seen(runs_on_cpu: Runs) -> None:
     assert total(run) == 0
 
 
-def test_both_sides_written_count_whole(runs_on_cpu: Runs) -> None:
+@pytest.mark.parametrize("forward", [False, True])
+def test_both_sides_written_count_whole(runs_on_cpu: Runs, forward: bool) -> None:
     run = runs_on_cpu()
     written_master(run)
     written(run)
+    if forward:
+        run.loss()  # rounds the master into the half values that were written
+    run.send(clear=False)
     assert run.count()["first.weight"] == 150
     written(run)
     written_master(run)  # reads the half values before it writes
@@ -538,7 +542,8 @@ def test_the_share_that_a_step_leaves(
 
     def grouped(params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         half, norm, unused = params[:3] + params[5:7], params[3:5], params[7:]
-        groups = [{"params": group} for group in (half, norm, unused)]
+        # FP32 norms that stay as they were: they are no half values
+        groups = [{"params": half}, {"params": norm, "lr": 0.0}, {"params": unused}]
         return OPTIMIZERS[optimizer](groups, lr=lr)
 
     other = {"track_changes": False} if flag != "track_changes" else {}
@@ -611,6 +616,8 @@ def test_a_resumed_run_counts_everything(runs_on_cpu: Runs, tmp_path: Path) -> N
     assert total(resumed) == 0
     tritonamp.load(tmp_path / "run.pt", **resumed.objects())
     assert resumed.count() == everything and total(resumed) == 0
+    resumed.amp.load_state_dict(resumed.amp.state_dict())
+    assert resumed.count() == everything, "whatever else is loaded, and when"
 
 
 def test_sleep(cuda: torch.device) -> None:

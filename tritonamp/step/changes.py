@@ -37,6 +37,13 @@ class _Bits(NamedTuple):
     order: tuple[int, ...]
     kind: tuple[Any, ...]
 
+    @classmethod
+    def of(cls, param: Tensor) -> "_Bits":
+        """Return bits that are all set: a group that has not stepped has left nothing as it was."""
+        kind, shape = _kind(param), changes_shape(_stored(param).numel())
+        rows = torch.full(shape, 255, dtype=torch.uint8, device=param.device)
+        return cls(rows, memory_strides(_stored(param)), kind)
+
 
 class Changes:
     """The changed elements of one optimizer's parameters, and those of its last step.
@@ -64,12 +71,11 @@ class Changes:
     def __init__(self, fp32_values: Fp32Values) -> None:
         self._stepped: list[Tensor] = []  # in the order of the groups, as the two lists below
         self._params: list[Tensor] = []
-        self._rows: list[Tensor] = []
-        self._bits: dict[Tensor, _Bits] = {}  # by parameter, in the same order
+        self._bits: list[_Bits] = []
         self._number: dict[Tensor, int] = {}  # of a parameter in these lists
         self._seen = array("Q")  # versions and addresses when the bits were right
         self._strides: list[Any] = []  # of the tensors that the last fused step worked on
-        self._before: dict[Tensor, Tensor] = {}  # copies of parameters that are stepped on
+        self._before: dict[int, Tensor] = {}  # by number, copies of parameters that are stepped on
         fp32_values.on_write.append(self._compare_written)
 
     # which parameters
@@ -83,35 +89,27 @@ class Changes:
             params: parameters of the model.
         """
         self.follow()
-        known, self._bits = self._bits, {}
+        known = dict(zip(self._params, self._bits, strict=True))
         self._stepped, self._params = list(stepped), list(params)
         self._number = {param: i for i, param in enumerate(params)}
+        self._bits = [known[p] if p in known else _Bits.of(p) for p in params]
         self._strides = [None] * len(params)
-        for param in params:
-            if param in known:
-                self._bits[param] = known[param]
-            else:
-                self._mark_whole(param)
         self.note_step()
         if not known:
             self.clear()
 
     def mark_all(self) -> None:
         """Count all elements as changed."""
-        for param in self._params:
-            self._mark_whole(param)
+        for i in range(len(self._params)):
+            self._mark_whole(i)
         self.note_step()
 
-    def _mark_whole(self, param: Tensor) -> None:
-        """Count a parameter as changed as a whole, with its present dtype, device and shape."""
-        kind, bits = _kind(param), self._bits.get(param)
-        if bits is None or bits.kind[1:] != kind[1:]:
-            _, device, shape = kind
-            # all ones: a group that has not stepped yet has left nothing as it was
-            rows = torch.full(changes_shape(shape.numel()), 255, dtype=torch.uint8, device=device)
-            bits = _Bits(rows, memory_strides(_stored(param)), kind)
-        bits.rows[0] = 255
-        self._bits[param] = bits._replace(kind=kind)
+    def _mark_whole(self, i: int) -> None:
+        """Count parameter i as changed as a whole, with its present dtype, device and shape."""
+        bits, kind = self._bits[i], _kind(self._params[i])
+        fits = bits.kind[1:] == kind[1:]
+        self._bits[i] = bits._replace(kind=kind) if fits else _Bits.of(self._params[i])
+        self._bits[i].rows[0] = 255
 
     # writes by other code
 
@@ -120,15 +118,14 @@ class Changes:
         now, seen, n = self._facts(), self._seen, len(self._params)
         if now == seen:
             return
-        for i, param in enumerate(self._params):
+        for i in range(n):
             if now[i::n] != seen[i::n]:
-                self._mark_whole(param)
+                self._mark_whole(i)
         self.note_step()
 
     def note_step(self) -> None:
         """Note that the bits are right for the parameters as they are."""
         self._seen = self._facts()
-        self._rows = [self._bits[param].rows for param in self._params]
 
     def _facts(self) -> "array[int]":
         """Return the parameters' versions, then their addresses, then those of shards."""
@@ -149,9 +146,9 @@ class Changes:
         """
         i, n, seen = self._number.get(param), len(self._params), self._seen
         # after an earlier write that was not seen the whole tensor counts
-        if i is None or (seen[i], seen[n + i]) != at or self._bits[param].kind != _kind(param):
+        if i is None or (seen[i], seen[n + i]) != at or self._bits[i].kind != _kind(param):
             return
-        bits, now = self._bits[param], _stored(param)
+        bits, now = self._bits[i], _stored(param)
         before = _stored(before).to(now.device, now.dtype)
         bits.rows[0] |= _packed(other_bits(before, now), bits.order)
         seen[i::n] = self._facts()[i::n]
@@ -168,16 +165,15 @@ class Changes:
         for i, tensor in zip(numbers, params, strict=True):
             if tensor.stride() != self._strides[i]:
                 self._strides[i] = tensor.stride()
-                self._reorder(self._params[i], memory_strides(_stored(tensor)))
-        rows = self._rows
-        return rows if len(numbers) == len(rows) else [rows[i] for i in numbers]
+                self._reorder(i, memory_strides(_stored(tensor)))
+        return [self._bits[i].rows for i in numbers]
 
-    def _reorder(self, param: Tensor, order: tuple[int, ...]) -> None:
-        bits = self._bits[param]
+    def _reorder(self, i: int, order: tuple[int, ...]) -> None:
+        bits = self._bits[i]
         if bits.order != order:
             for k, row in enumerate(bits.rows):
                 row.copy_(_packed(_unpacked(bits, k), order))
-            self._bits[param] = bits._replace(order=order)
+            self._bits[i] = bits._replace(order=order)
 
     def leave_out(self, numbers: Sequence[int], found_inf: Tensor | None) -> None:
         """Clear row 1 of parameters that have no gradient in a fused step, unless it is a skip.
@@ -188,8 +184,8 @@ class Changes:
             numbers: numbers of the parameters with a gradient.
             found_inf: 0-d flag, not 0 for a skip; None: no skip.
         """
-        for i in {*range(len(self._rows))}.difference(numbers):
-            row = self._rows[i][1]
+        for i in {*range(len(self._bits))}.difference(numbers):
+            row = self._bits[i].rows[1]
             if found_inf is None:
                 row.zero_()
             else:
@@ -197,15 +193,15 @@ class Changes:
 
     def copy_before(self) -> None:
         """Copy the parameters that the optimizer's own step is about to write to itself."""
-        pairs = zip(self._stepped, self._params, strict=True)
-        self._before = {p: _stored(p).clone() for master, p in pairs if master is p}
+        pairs = enumerate(zip(self._stepped, self._params, strict=True))
+        self._before = {i: _stored(p).clone() for i, (master, p) in pairs if master is p}
 
     def compare(self) -> None:
         """Note which elements an own step has changed, before the half copies are written."""
-        for master, param in zip(self._stepped, self._params, strict=True):
-            bits, before = self._bits[param], _stored(param)
-            now = _stored(master).to(before.dtype)
-            row = _packed(other_bits(self._before.get(param, before), now), bits.order)
+        rows = zip(self._stepped, self._params, self._bits, strict=True)
+        for i, (master, param, bits) in enumerate(rows):
+            before = self._before.get(i, _stored(param))
+            row = _packed(other_bits(before, _stored(master).to(before.dtype)), bits.order)
             bits.rows[0] |= row
             bits.rows[1] = row
         self._before = {}
@@ -220,12 +216,12 @@ class Changes:
         Args:
             groups: groups of the optimizer.
         """
-        params, shares = dict(zip(self._stepped, self._params, strict=True)), []
+        bits, shares = dict(zip(self._stepped, self._bits, strict=True)), []
         for group in groups:
-            of_group = [params[master] for master in group["params"] if master in params]
-            half = [self._bits[p] for p in of_group if p.dtype in HALF_DTYPES]
-            changed = sum(int(_unpacked(bits, 1).sum()) for bits in half)
-            size = sum(bits.kind[-1].numel() for bits in half)
+            of_group = [bits[master] for master in group["params"] if master in bits]
+            half = [each for each in of_group if each.kind[0] in HALF_DTYPES]
+            changed = sum(int(_unpacked(each, 1).sum()) for each in half)
+            size = sum(each.kind[-1].numel() for each in half)
             shares.append(1 - changed / size if size else 0.0)
         return shares
 
@@ -241,7 +237,9 @@ class Changes:
                 None.
         """
         found = {}
-        for param in filter(names.__contains__, self._params):
+        for param, bits in zip(self._params, self._bits, strict=True):
+            if param not in names:
+                continue
             n = to_local(param).numel()
             if n > LARGEST and dense_above is None:
                 raise ValueError(
@@ -249,17 +247,17 @@ class Changes:
                     f"positions fit int32, got {n} in {names[param]}: with "
                     "dense_above=0.5 such a parameter comes as a whole if any element has changed"
                 )
-            found[param] = _changed(param, self._bits[param], dense_above)
+            found[param] = _changed(param, bits, dense_above)
         return found
 
     def clear(self) -> None:
         """Count all elements as unchanged."""
-        for rows in self._rows:
-            rows[0] = 0
+        for bits in self._bits:
+            bits.rows[0] = 0
 
     def memory(self) -> list[Tensor]:
         """Return the bits, which leave the device while training is asleep."""
-        return self._rows
+        return [bits.rows for bits in self._bits]
 
 
 def _stored(param: Tensor) -> Tensor:

@@ -1,0 +1,222 @@
+"""What a step of any update leaves alone, memory of any layout, and the bits that it notes."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.conftest import numpy_warns, unaligned
+from tests.kernels.update_rows import (
+    BF16,
+    CODES,
+    FP64,
+    HALF,
+    INF,
+    NAN,
+    ROWS,
+    WIDE,
+    Row,
+    each_form,
+    each_row,
+)
+from tests.kernels.updates import Updates, bits, same_bits
+from tritonamp.kernels import _device_tables
+from tritonamp.kernels._change_bits import unpacked_bits
+from tritonamp.kernels._small_state import in_order_of_memory
+
+pytestmark = numpy_warns
+
+SIZES = [(n,) for n in (*range(10), 127, 128, 129, 1023, 1024, 1025, 4097)]
+
+
+@pytest.mark.parametrize("found_inf", [1.0, 2.0, 0.5, -1.0, INF, NAN])
+@each_form("masters", "bf16", "packed", "packed bf16", "8bit")
+@each_row
+def test_any_found_inf_leaves_every_bit(
+    device: torch.device, backend: str, row: Row, form: str, found_inf: float
+) -> None:
+    run = Updates(row, device, form, row.rules[:2], changes=True)
+    run.step(backend)
+    if run.form.param is not BF16:  # which the interpreter copies, with another NaN
+        run.lists["params"][-1][0, 0] = NAN
+    if run.form.state is not CODES:
+        run.lists[row.update.states[0]][-1][0, 0] = -0.0
+    for bad, grad in zip(itertools.cycle([INF, NAN, 65504.0]), run.lists["grads"], strict=False):
+        grad.fill_(bad)
+    before = run.bits()
+    run.step(backend, 0.5, found_inf)
+    assert all(map(torch.equal, run.bits(), before))
+    assert run.overflow() == [0] * len(run.groups)
+    run.step(backend, None, -0.0)
+    assert not all(map(torch.equal, run.bits(), before))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, HALF, FP64], ids=str)
+@each_row
+def test_a_skip_may_be_of_any_dtype(
+    device: torch.device, backend: str, row: Row, dtype: torch.dtype
+) -> None:
+    """Also one step after another, by one plan; 1e-300 is not 0."""
+    run = Updates(row, device, "masters")
+    skip = 1e-300 if dtype is FP64 else 1.0
+    for value, of in [(0.0, WIDE), (0.0, dtype), (skip, dtype), (1.0, WIDE)]:
+        expected = run.clone()
+        if value == 0:
+            expected.step(backend)
+        run.step(backend, None, torch.tensor(value, dtype=of, device=device))
+        assert same_bits(run, expected)
+
+
+@each_form("masters", "packed", "8bit")
+@each_row
+def test_a_skip_and_then_a_step(device: torch.device, backend: str, row: Row, form: str) -> None:
+    """With the same memory: rates of the step before do not count."""
+    run = Updates(row, device, form)
+    for found_inf, scale in ((0.0, 0.5), (1.0, 8.0), (0.0, 0.25)):
+        expected = run.clone()
+        if not found_inf:
+            expected.step(backend, scale)
+        assert same_bits(run.step(backend, scale, found_inf), expected)
+
+
+@pytest.mark.parametrize("programs", [_device_tables.PROGRAMS, 1])
+@each_form("fp32", "masters", "half", "packed", "8bit", "8bit fp32")
+@each_row
+def test_memory_that_is_not_aligned(
+    device: torch.device,
+    backend: str,
+    row: Row,
+    form: str,
+    programs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And large chunks: other loops, the same bits; nothing is written outside of a tensor."""
+    shapes = [(), (1,), (127,), (129,), (257,), (4099,)]
+    run = Updates(row, device, form, shapes=shapes, changes=True)
+    aligned = run.clone().step(backend)
+    monkeypatch.setattr(_device_tables, "PROGRAMS", programs)
+    moved = {t: unaligned(t) for t in itertools.chain(*run.lists.values()) if t.dim()}
+    run.lists = {name: [moved.get(t, t) for t in own] for name, own in run.lists.items()}
+    assert same_bits(run.step(backend), aligned)
+    for tensor in moved.values():
+        memory = torch.as_strided(tensor, (tensor.numel() + 16,), (1,), 0)
+        assert memory[0] == 7 and (memory[1 + tensor.numel() :] == 7).all()
+
+
+@each_form("masters", "half", "packed", "8bit")
+@each_row
+def test_memory_with_gaps(device: torch.device, backend: str, row: Row, form: str) -> None:
+    """Gradients of slices, parameters that are columns, states that lie the other way round."""
+    run = Updates(row, device, form, shapes=[(5, 7), (8, 3)])
+    expected = run.clone().step(backend)
+    lists, first = run.lists, row.update.states[0]
+    lists["grads"] = [torch.stack([g, g], -1)[..., 0] for g in lists["grads"]]
+    lists["grads"][1] = lists["grads"][1].t().contiguous().t()
+    if run.form.copy is not None:
+        lists["copies"][0] = lists["copies"][0].t().contiguous().t()
+    param = lists["params"][0]
+    columns = torch.cat([param, param], 1)[:, :7]
+    for own in lists.values():  # copies and states that there are not are the parameter
+        own[0] = columns if own[0] is param else own[0]
+    if run.form.state is WIDE:
+        lists[first][1] = lists[first][1].t().contiguous().t()
+    assert same_bits(run.step(backend), expected)
+
+
+@each_form("masters", "half", "packed", "8bit")
+@each_row
+def test_parameters_and_copies_get_a_new_version(
+    device: torch.device, backend: str, row: Row, form: str
+) -> None:
+    """Also leaves that require gradients; the bits are the same."""
+    run = Updates(row, device, form)
+    expected = run.clone().step(backend)
+    written = [*run.lists["params"], *run.lists["copies"]]
+    before = [t.requires_grad_()._version for t in written]
+    grads = [g._version for g in run.lists["grads"]]
+    with torch.no_grad():
+        assert same_bits(run.step(backend), expected)
+    assert all(t._version > version for t, version in zip(written, before, strict=True))
+    assert [g._version for g in run.lists["grads"]] == grads
+
+
+@each_row
+def test_nothing_to_do(device: torch.device, backend: str, row: Row) -> None:
+    run = Updates(row, device, "masters", shapes=[(0,)])
+    run.lists = {name: own[:1] for name, own in run.lists.items()}
+    run.step(backend)
+    assert all(s == 4.0 for s in run.lists.get("steps", ())), "without elements steps count, too"
+    run.lists, run.groups = {name: [] for name in run.lists}, []
+    run.step(backend, None, 0.0)
+
+
+def model_bits(run: Updates) -> list[Tensor]:
+    """Return the bits of the values that a model computes with, in their order of memory."""
+    return [
+        in_order_of_memory(bits(t), like=p)
+        for t, p in zip(run.lists["copies"], run.lists["params"], strict=True)
+    ]
+
+
+@each_form()
+@each_row
+def test_changes_are_those_of_the_models_bits(
+    device: torch.device, backend: str, row: Row, form: str
+) -> None:
+    """Row 1 has those of the last step, row 0 collects them; a skip leaves both.
+
+    lr is so small that some half values stay, and gradients of 0 leave all.
+    """
+    rule = row.rules[0]._replace(lr=2.0**-12, weight_decay=0.0)
+    run = Updates(row, device, form, [rule], SIZES, changes=True)
+    for param, copy in zip(run.lists["params"], run.lists["copies"], strict=True):
+        copy.copy_(param)
+    since = [torch.zeros(p.numel(), dtype=torch.bool, device=device) for p in run.lists["params"]]
+    share = []
+    for turn in range(4):
+        if turn == 2:  # the reader clears what it has read
+            for memory, collected in zip(run.lists["changes"], since, strict=True):
+                memory[0].zero_(), collected.zero_()
+        before = model_bits(run)
+        run.step(backend)
+        kept = [memory.clone() for memory in run.lists["changes"]]
+        run.step(backend, None, 1.0)
+        assert all(map(torch.equal, kept, run.lists["changes"]))
+        for i, (old, new) in enumerate(zip(before, model_bits(run), strict=True)):
+            n, changed = old.numel(), old != new
+            since[i] |= changed
+            for memory, expected in zip(kept[i], (since[i], changed), strict=True):
+                assert torch.equal(unpacked_bits(memory, n), expected)
+                assert unpacked_bits(memory, memory.numel() * 8).sum() == expected.sum()
+            share.append(changed.float().mean().item() if n > 1000 else 0.5)
+    assert min(share) < 1 and max(share) > 0
+
+
+def test_bits_of_changes_lie_in_order(device: torch.device, backend: str) -> None:
+    """Bit k of byte b is element 8 b + k."""
+    run = Updates(ROWS["sgd"], device, "half", [ROWS["sgd"].rules[-1]], [(70,)], changes=True)
+    run.lists["grads"] = [torch.zeros_like(g) for g in run.lists["grads"]]
+    for place in (0, 9, 23, 69):
+        run.lists["grads"][0][place] = 1.0
+    run.step(backend)
+    expected = [1, 2, 128, 0, 0, 0, 0, 0, 32, *[0] * 7]
+    assert run.lists["changes"][0].tolist() == [expected, expected]
+
+
+@each_form("fp32", "masters", "masters bfloat16", "half", "packed", "8bit")
+def test_changes_of_zero_inf_and_nan(device: torch.device, backend: str, form: str) -> None:
+    """Another sign of 0 is a change; a NaN or inf that stays is none."""
+    rule = ROWS["sgd"].rules[-1]._replace(lr=1.0)
+    run = Updates(ROWS["sgd"], device, form, [rule], [(6,)], changes=True)
+    start = torch.tensor([0.0, 0.0, NAN, INF, -INF, 1.0], device=device)
+    grads = torch.tensor([0.0, 1e-30, 1.0, 1.0, 1.0, NAN], device=device)
+    run.lists["params"][0].copy_(start)
+    run.lists["copies"][0].copy_(start)
+    run.lists["grads"] = [g.float() for g in run.lists["grads"]]
+    run.lists["grads"][0] = grads
+    if run.form.packed:
+        run.lists["remainders"][0].zero_()
+    run.step(backend)
+    changed = unpacked_bits(run.lists["changes"][0][1], 6).tolist()
+    assert changed == [False, True, False, False, False, True]

@@ -1,0 +1,312 @@
+"""A step of each update against its reference in FP64, many against torch, hyperparameters."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.conftest import numpy_warns
+from tests.kernels.update_rows import FP64, HALF, INF, NAN, ROWS, WIDE, Row, each_form, each_row
+from tests.kernels.updates import SHAPES, SMALL, Updates, same_bits
+
+pytestmark = numpy_warns
+
+TORCHS = {name: row for name, row in ROWS.items() if row.drift is not None}
+
+
+def referred(run: Updates, place: int, dtype: torch.dtype = FP64) -> tuple[Any, Any]:
+    """Return a parameter and its optimizer, which have the values of the run at one place."""
+    rule = run.rules[run.groups[place]]
+    param = torch.nn.Parameter(run.lists["params"][place].to(dtype, copy=True))
+    optimizer = run.row.reference([param], **rule._asdict())
+    state = optimizer.state[param]
+    for name in run.row.states(rule):
+        state[name[:-1]] = run.lists[name][place].to(dtype, copy=True)
+    if "steps" in run.lists:
+        state["step"] = run.lists["steps"][place].clone()
+    return param, optimizer
+
+
+@pytest.mark.parametrize("steps", [0.0, 9.0, 100_000.0])
+@pytest.mark.parametrize("form", ["fp32", "masters", "masters bfloat16", "fp64"])
+@each_row
+def test_a_step_is_the_references_in_fp64(
+    device: torch.device, backend: str, row: Row, form: str, steps: float
+) -> None:
+    """Groups of all kinds in one call. u is half an ulp of 1.
+
+    Without cancellation relative errors add up, see ``Row.errors``. The rest of a parameter's
+    change, decay and the difference, has 4 roundings.
+    """
+    rules, shapes = (row.rules[:3], SHAPES) if form == "fp32" else (row.rules, [(3,)])
+    run = Updates(row, device, form, rules, shapes, steps)
+    before = [g.clone() for g in run.lists["grads"]]
+    references = [referred(run, i) for i in range(len(run.groups))]
+    strides = [p.stride() for p in run.lists["params"]]
+    start = [param.detach().clone() for param, _ in references]
+    for (param, optimizer), grad in zip(references, before, strict=True):
+        param.grad = grad.double() * 0.5
+        optimizer.step()
+    run.step(backend, 0.5)
+    u = torch.finfo(run.lists["params"][0].dtype).eps / 2
+    for i, (param, optimizer) in enumerate(references):
+        p, size = run.lists["params"][i], (param - start[i]).abs()
+        update = size.amax().item() if size.numel() else 0.0
+        atol = row.errors["step"] * u * update
+        torch.testing.assert_close(p.double(), param.detach(), rtol=4 * u, atol=atol)
+        assert p.stride() == strides[i] and torch.equal(run.lists["grads"][i], before[i])
+        copy = run.lists["copies"][i]
+        assert torch.equal(copy, p.to(copy.dtype))
+        for name in row.states(run.rules[run.groups[i]]):
+            found, right = run.lists[name][i].double(), optimizer.state[param][name[:-1]]
+            torch.testing.assert_close(found, right, rtol=row.errors[name] * u, atol=0)
+        if "steps" in run.lists:
+            assert run.lists["steps"][i].item() == steps + 1
+
+
+@pytest.mark.parametrize("n", [20, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("lr", [1e-3, 1e-7])
+@pytest.mark.parametrize("row", TORCHS.values(), ids=TORCHS)
+def test_many_steps_are_torchs(
+    device: torch.device, backend: str, row: Row, lr: float, n: int
+) -> None:
+    """Gradients have magnitudes from 0.5 to 1.5 = G: sqrt(v_hat) is at least 0.5 and |m_hat| /
+    sqrt(v_hat) at most 3.
+
+    In a step two correct implementations drift apart by 4 |p| u, since each rounds decay and sum,
+    and by ``Row.drift`` times lr u. Of Adam, at most: lr * 28 G / 0.5 = 84 lr of m, each rounds by
+    1.4 G u a step, which fades with 0.9; lr * 3 (2 t + 12) in step t <= 100 of v, each two
+    roundings a step, halved by the root, and those of the quotient. SGD's buffer of up to 15 G
+    rounds by 2 u a step, which fades with 0.9. |p| is of the size of what the steps move. L2 decay
+    feeds a difference back, less than 1 %.
+    """
+    rules = [r._replace(lr=lr) for r in row.rules[:2]]
+    rules = [r._replace(eps=1e-8, beta2=0.999) if hasattr(r, "beta2") else r for r in rules]
+    run = Updates(row, device, "fp32", rules, [], 0.0)
+    for name in ("params", *row.update.states):
+        for own in run.lists[name]:
+            own.copy_(torch.randn(own.shape) * n * lr if name == "params" else own.zero_())
+    theirs = [referred(run, i, WIDE) for i in range(len(rules))]
+    start, largest = [p.clone() for p in run.lists["params"]], [0.0] * len(rules)
+    for _ in range(n):
+        run.lists["grads"] = [
+            (torch.rand_like(p) + 0.5) * torch.randn_like(p).sign() for p in start
+        ]
+        for i, (param, optimizer) in enumerate(theirs):
+            param.grad = run.lists["grads"][i].clone()
+            optimizer.step()
+            largest[i] = max(largest[i], param.detach().abs().max().item())
+        run.step(backend)
+    for i, (param, _) in enumerate(theirs):
+        bound = 1.01 * n * 2.0**-24 * (4 * largest[i] + row.drift * lr)
+        moved = (param.detach() - start[i]).abs().max().item()
+        assert bound < 0.01 * moved, "a bound that can fail"
+        torch.testing.assert_close(run.lists["params"][i], param.detach(), rtol=0, atol=bound)
+
+
+def test_the_eager_form_of_sgd_has_torchs_bits(device: torch.device) -> None:
+    row = ROWS["sgd"]
+    run = Updates(row, device, "fp32", row.rules)
+    theirs = [referred(run, i, WIDE) for i in range(len(run.groups))]
+    for _ in range(3):
+        run.step("eager")
+        for (param, optimizer), grad in zip(theirs, run.lists["grads"], strict=True):
+            param.grad = grad.clone()
+            optimizer.step()
+    assert all(torch.equal(p, q) for p, (q, _) in zip(run.lists["params"], theirs, strict=True))
+
+
+@each_form("masters", "bf16", "8bit")
+@each_row
+def test_each_group_has_its_own_rule(
+    device: torch.device, backend: str, row: Row, form: str
+) -> None:
+    rules = row.rules[:2]
+    mixed = Updates(row, device, form, rules)
+    alone = [mixed.clone() for _ in rules]
+    n = len(mixed.groups)
+    mixed.step(backend)
+    for g, run in enumerate(alone):
+        run.step(backend, places=[i for i in range(n) if mixed.groups[i] == g])
+    for name, tensors in mixed.lists.items():
+        for i, own in enumerate(tensors):
+            assert torch.equal(own, alone[mixed.groups[i]].lists[name][i]), name
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@each_row
+def test_hyperparameters_may_change(
+    device: torch.device, backend: str, row: Row, as_tensor: bool
+) -> None:
+    """From step to step, with the same memory: schedules, groups added, tensors written to."""
+    run = Updates(row, device, rules=[row.rules[0]] * 2)
+    lr = torch.tensor(0.5, device=device)
+    for turn, now in enumerate((0.5, 0.25, 0.25, 0.125)):
+        lr.fill_(now)
+        expected = run.clone()
+        rule = row.rules[0]._replace(weight_decay=turn / 8)
+        run.rules[1] = rule._replace(lr=lr if as_tensor else now)
+        expected.rules = [row.rules[0], rule._replace(lr=lr.clone() if as_tensor else now)]
+        assert same_bits(run.step(backend), expected.step(backend))
+    first, other, n = row.rules[0], row.rules[0]._replace(lr=0.75), len(SMALL) + 1
+    for rules, groups in [
+        ([first, other], [1, 0]),
+        ([first, other, first], [1, 0]),
+        ([first, first, other], [0, 2]),
+        ([other], [0, 0]),
+    ]:
+        expected = run.clone()
+        for both in (run, expected):
+            both.rules, both.groups = rules, [g for g in groups for _ in range(n)]
+        assert same_bits(run.step(backend), expected.step(backend))
+
+
+@pytest.mark.parametrize("dtype", [WIDE, FP64], ids=str)
+@each_form("fp32", "packed", "8bit")
+@each_row
+def test_hyperparameters_may_be_tensors(
+    device: torch.device, backend: str, row: Row, form: str, dtype: torch.dtype
+) -> None:
+    """FP32 holds these values exactly, so nothing differs but the twin's lerp, which may contract
+    product and sum: two ulps of values below 2. Codes may differ by one.
+    """
+    exact = {"lr": 0.125, "beta1": 0.875, "beta2": 0.96875}
+    fields = {k: v for k, v in exact.items() if k in row.rules[0]._fields}
+    rules = [rule._replace(**fields) for rule in row.rules[:2]]
+    start = Updates(row, device, form, rules)
+    numbers = start.clone().step(backend)
+    for at in {device, torch.device("cpu")}:
+        tensors = {k: torch.tensor(v, dtype=dtype, device=at) for k, v in fields.items()}
+        run = start.clone()
+        run.rules = [rules[0], rules[1]._replace(**tensors)]
+        run.step(backend)
+        if backend == "triton":
+            assert same_bits(run, numbers)
+        for a, b in zip(run.masters(), numbers.masters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=2**-21)
+        for name, i in run.states() if form != "8bit" else ():
+            a, b = run.value(name, i), numbers.value(name, i)
+            torch.testing.assert_close(a, b, rtol=2**-22, atol=2**-22)
+
+
+@each_form("fp32", "masters")
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.update.optional])
+def test_an_optional_state_may_be_switched(
+    device: torch.device, backend: str, name: str, form: str
+) -> None:
+    """With the same memory; tables change with what a list repeats."""
+    row = ROWS[name]
+    with_state, without = Updates(row, device, form, row.rules[1:2]), row.rules[0]
+    without = without._replace(**dict.fromkeys(row.update.optional.values(), 0))
+    kept = {state: with_state.lists[state] for state in row.update.optional}
+    for rule in (row.rules[1], without, row.rules[1]):
+        with_state.rules = [rule]
+        for state in row.update.optional:
+            absent = state not in row.states(rule)
+            with_state.lists[state] = with_state.lists["params"] if absent else kept[state]
+        expected = with_state.clone().step(backend)
+        assert same_bits(with_state.step(backend), expected), rule
+
+
+@pytest.mark.parametrize("form", ["fp32", "half", "8bit", "8bit fp32"])
+@each_row
+def test_each_tensor_has_its_own_step_count(
+    device: torch.device, backend: str, row: Row, form: str
+) -> None:
+    """More than a warp counts steps for. A step of some tensors is that of each one alone."""
+    run = Updates(row, device, form, shapes=[(3,)] * 40)
+    steps = run.lists.get("steps", [])
+    for age, step in enumerate(steps):
+        step.fill_(3.0 * age)
+    alone, places = run.clone(), range(7, 40)
+    run.step(backend, places=places)
+    for i in places[:: 1 if backend == "eager" else 8]:
+        alone.step(backend, places=[i])
+        for name, own in run.lists.items():
+            assert torch.equal(own[i], alone.lists[name][i]), name
+    assert [s.item() for s in steps] == [3.0 * i + (i in places) for i in range(len(steps))]
+
+
+@each_form("fp32", "half", "8bit")
+@each_row
+def test_zero_gradients_move_nothing(
+    device: torch.device, backend: str, row: Row, form: str
+) -> None:
+    run = Updates(row, device, form, [row.rules[0]._replace(weight_decay=0.0)])
+    for own in itertools.chain(run.lists["grads"], *(run.lists[s] for s in row.update.states)):
+        if own not in set(run.lists["params"]):
+            own.zero_()
+    before = run.masters()
+    assert all(map(torch.equal, run.step(backend).masters(), before))
+
+
+@pytest.mark.parametrize("bad", [INF, NAN])
+@each_form("fp32", "masters", "half", "bf16", "packed")
+@each_row
+def test_bad_numbers_are_not_hidden(
+    device: torch.device, backend: str, row: Row, form: str, bad: float
+) -> None:
+    """Without found_inf they go where the formulas send them: an infinite parameter stays, without
+    weight decay, and the states of a bad gradient become inf or NaN. Lion steps by a sign, which
+    is 0 of NaN.
+    """
+    rules = [rule for rule in row.rules if rule.weight_decay == 0.0] or row.rules[:2]
+    rules = [rule._replace(weight_decay=0.0) for rule in rules]
+    run = Updates(row, device, form, rules, [(300,)])
+    for param, grad in zip(run.lists["params"][::2], run.lists["grads"][::2], strict=True):
+        param[1], grad[2] = INF, bad
+    run.step(backend)
+    for i in range(0, len(run.groups), 2):
+        wrong = (~run.masters()[i].isfinite()).nonzero().flatten().tolist()
+        assert wrong == ([1] if row is ROWS["lion"] else [1, 2])
+        assert run.masters()[i][1].abs() == INF
+        for name in row.states(run.rules[run.groups[i]]):
+            state = run.value(name, i)
+            assert (~state.isfinite()).nonzero().flatten().tolist() == [2], name
+            assert name != "max_exp_avg_sqs" or bool(state.isnan().any()) == (bad != bad)
+
+
+@pytest.mark.parametrize("exponent", [-10, -1, 5, 15])
+@each_form("fp32", "packed bf16", "8bit")
+@each_row
+def test_a_power_of_two_scale_cancels_exactly(
+    device: torch.device, backend: str, row: Row, form: str, exponent: int
+) -> None:
+    plain = Updates(row, device, form, row.rules[:2])
+    grads = plain.lists["grads"]
+    # multiples of an eighth stay normal when they are scaled down
+    plain.lists["grads"] = [((g.float() * 8).round() / 8).to(g.dtype) for g in grads]
+    scaled = plain.clone()
+    scaled.lists["grads"] = [g * 2.0**exponent for g in plain.lists["grads"]]
+    assert same_bits(plain.step(backend), scaled.step(backend, 2.0**-exponent))
+
+
+@each_row
+def test_the_gradient_factor_is_one_fp32_product(
+    device: torch.device, backend: str, row: Row
+) -> None:
+    factor = torch.tensor(0.3, device=device)
+    start = Updates(row, device, grad=HALF)
+    scaled = start.clone()
+    scaled.lists["grads"] = [g.float() * factor for g in start.lists["grads"]]
+    assert same_bits(start.step(backend, factor), scaled.step(backend))
+
+
+@pytest.mark.parametrize("form", ["masters", "half", "bf16", "packed", "8bit bfloat16"])
+@each_row
+def test_numbers_with_gaps(device: torch.device, backend: str, row: Row, form: str) -> None:
+    """Rules, rates, flags and random bits go by the tensors' numbers."""
+    run = Updates(row, device, form, [row.rules[0], row.rules[0]._replace(lr=0.5)])
+    run.lists["params"][1].fill_(6e4)
+    numbers = [1, 2, 5, 6, 7, 9, 10, 12]
+    alone = [run.clone() for _ in numbers]
+    run.groups = [0] * 7 + [1] * 7
+    run.step(backend, numbers=numbers, size=14)
+    for i, (number, other) in enumerate(zip(numbers, alone, strict=True)):
+        other.groups = run.groups
+        part = [own[i : i + 1] for own in other.lists.values()]
+        other.lists = dict(zip(other.lists, part, strict=True))
+        other.step(backend, numbers=[number], size=14)
+        for name, own in run.lists.items():
+            assert torch.equal(own[i], other.lists[name][0]), name
