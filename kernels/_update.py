@@ -61,6 +61,7 @@ class Update(Implementations):
             formats.
         optional: names of states that a group may lack, with the field of its hyperparameters that
             is true if the group has the state.
+        needs_fp32: names of optional states beside which no state may be rounded.
         counts_steps: whether the optimizer counts steps in every format of state.
         prepare: jitted function that stores numbers which depend on the step count, or None.
         prepared: how many numbers ``prepare`` stores.
@@ -69,7 +70,7 @@ class Update(Implementations):
         grads: name of the list of gradients.
 
     Attributes:
-        rule, optional, counts_steps: the arguments.
+        rule, optional, needs_fp32, counts_steps: the arguments.
         states: names of the lists of state.
         codes: kind of the codes of each state.
     """
@@ -85,6 +86,7 @@ class Update(Implementations):
         *,
         rules: Sequence[Hyperparameters],
         optional: Mapping[str, str] = MappingProxyType({}),
+        needs_fp32: tuple[str, ...] = (),
         counts_steps: bool = False,
         prepare: Any = None,
         prepared: int = 0,
@@ -93,6 +95,7 @@ class Update(Implementations):
         grads: str = "grads",
     ) -> None:
         self.rule, self.optional, self.counts_steps = rule, optional, counts_steps
+        self.needs_fp32 = needs_fp32
         self.states, self.codes = tuple(states), tuple(states.values())
         super().__init__(self.launch, self.in_torch, update_samples(self, rules), name)
         self._load_rule, self._update, self._twin = load_rule, update, twin
@@ -174,8 +177,7 @@ class Update(Implementations):
         formats += [None] * 2 * missing
         maxnreg = self._max_registers if formats[0] is not None and t.dtypes["copies"] else None
         if in_blocks:
-            # unaligned builds need more than the limit, and would spill under it
-            maxnreg = MAX_REGISTERS if t.aligned else None
+            maxnreg = MAX_REGISTERS[t.aligned]
         counts, width = self._counts(lists, t.device)
         groups, rules, *flags = lists.numbers_and_flags(t.device)
         is_packed = "remainders" in tensors and t.dtypes["remainders"] is not None

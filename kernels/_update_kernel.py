@@ -159,6 +159,14 @@ def update_kernel(
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = tl.load(rows_ptr + program)
     number = tl.load(number_ptr + row)
+    # loaded once, because the compiler cannot know that stores leave these numbers unchanged
+    counts = counts_ptr + COUNTS * number
+    if COUNTS > 1:
+        factor, rule = LOAD_RULE(counts + 1, grad_scale_ptr)
+    else:
+        group = tl.load(groups_ptr + number)
+        factor, rule = LOAD_RULE(rules_ptr + NUMBERS * group, grad_scale_ptr)
+    step = tl.load(counts) if COUNTS > 0 else 0.0
     # Whole tiles where a tile has blocks: no two programs, and no loop and tail, may share one.
     STEP: tl.constexpr = BLOCK if BLOCKS > 0 else VEC
     begin, whole, end = chunk_bounds(numel_ptr, begin_ptr, row, program, chunk, STEP)
@@ -181,14 +189,6 @@ def update_kernel(
         third = element_pointer(third_ptr, row, THIRD_TYPE, VEC)
     if CHANGES is not None:
         changes = element_pointer(changes_ptr, row, tl.uint8, VEC)
-    # loaded once, because the compiler cannot know that stores leave these numbers unchanged
-    counts = counts_ptr + COUNTS * number
-    if COUNTS > 1:
-        factor, rule = LOAD_RULE(counts + 1, grad_scale_ptr)
-    else:
-        group = tl.load(groups_ptr + number)
-        factor, rule = LOAD_RULE(rules_ptr + NUMBERS * group, grad_scale_ptr)
-    step = tl.load(counts) if COUNTS > 0 else 0.0
     overflow = overflow_ptr + number
     for at in range(begin, whole, BLOCK):
         _update_tile(

@@ -1,5 +1,6 @@
 """Lists of any format on which an ``Update`` steps: its samples, and the calls that it ships."""
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -134,28 +135,38 @@ def _words(update: Any, rule: Hyperparameters) -> str:
     return " ".join(flag for flag in update.optional.values() if getattr(rule, flag))
 
 
-def shipped_updates(update: Any, rules: Sequence[Hyperparameters]) -> Iterator[Shipped]:
-    """Yield calls by each rule for all levels, and by the first one in all formats."""
+def shipped_updates(
+    update: Any, rules: Sequence[Hyperparameters], registers: int = 64
+) -> Iterator[Shipped]:
+    """Yield calls by each rule for all levels, and by the first one in all formats.
+
+    Args:
+        update: ``Update`` of the calls.
+        rules: hyperparameters of the calls.
+        registers: largest number of registers of a thread with FP32 state.
+    """
+    shipped = functools.partial(_shipped, update, registers)
     for rule, level, aligned in itertools.product(rules, LEVELS, (True, False)):
-        yield _shipped(update, rule, level, aligned)
+        yield shipped(rule, level, aligned)
         _, grad, copy = level
         if rule is rules[0] and copy is not None:
-            yield _shipped(update, rule, level, aligned, "bf16")
+            yield shipped(rule, level, aligned, "bf16")
         if rule is rules[0] and grad is HALF and aligned:
-            yield _shipped(update, rule, level, aligned, changes=True)
+            yield shipped(rule, level, aligned, changes=True)
     packed = [(HALF, HALF), (BF16, BF16), (HALF, WIDE)]
     for (param, grad), aligned in itertools.product(packed, (True, False)):
         for state in ("fp32", "bf16"):
-            yield _shipped(update, rules[0], (param, grad, None), aligned, state, packed=True)
+            yield shipped(rules[0], (param, grad, None), aligned, state, packed=True)
     for (param, grad), aligned in itertools.product(
         [*packed, (WIDE, HALF), (WIDE, WIDE)], (True, False)
     ):
-        yield _shipped(update, rules[0], (param, grad, None), aligned, "8bit", param is not WIDE)
-    yield _shipped(update, rules[0], (HALF, HALF, None), True, "8bit", True, changes=True)
+        yield shipped(rules[0], (param, grad, None), aligned, "8bit", param is not WIDE)
+    yield shipped(rules[0], (HALF, HALF, None), True, "8bit", True, changes=True)
 
 
 def _shipped(
     update: Any,
+    registers: int,
     rule: Hyperparameters,
     level: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     aligned: bool,
@@ -175,15 +186,19 @@ def _shipped(
     more = not aligned and "unaligned", state == "bf16" and "bf16", changes and "changes"
     dtypes = [dtype for dtype in level if dtype is not None or not (packed or in_codes)]
     in_blocks = in_codes or changes
-    registers = MAX_REGISTERS if in_blocks and aligned else 208 if in_blocks else 64
-    if not in_blocks and len(update.states) > 1 and ((copy and grad is WIDE) or state == "bf16"):
+    if in_blocks:
+        registers = MAX_REGISTERS[aligned]
+    elif len(update.states) > 1 and ((copy and grad is WIDE) or state == "bf16"):
         registers = 72 if state == "fp32" else 80
     # a byte for each block: the exponents of a tile are exchanged through shared memory
-    shared = (8 if aligned else None) if in_codes else None if changes else 0
+    shared = 8 if in_codes else 0
+    if changes or (in_codes and not aligned):
+        shared = None
     name = build_name(update.name, *dtypes, *words, *more)
     return Shipped(name, update.launch, (lists, None, None), registers, max_shared=shared)
 
 
-MAX_REGISTERS = 128
-"""Largest number of registers with codes. Without a limit, ptxas takes fewer on sm_89 and spills.
+MAX_REGISTERS = {True: 128, False: 208}
+"""Largest number of registers with codes, by alignment. Without a limit, ptxas takes fewer on some
+architectures, and spills. In unaligned memory each element has an address and a mask of its own.
 """

@@ -108,10 +108,12 @@ RMSPROP = rmsprop = Update(
     update_twin,
     rules=_RULES,
     optional={"momentum_buffers": "momentum", "grad_avgs": "centered"},
+    # the variance, a difference of two moments, could be far below 0
+    needs_fp32=("grad_avgs",),
     counts_steps=True,
 )
 
 
 def shipped() -> Iterator[Shipped]:
     """Yield calls in all formats."""
-    yield from shipped_updates(RMSPROP, _RULES)
+    yield from shipped_updates(RMSPROP, _RULES, registers=72)

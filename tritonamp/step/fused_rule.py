@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from tritonamp.kernels._optimizers import OPTIMIZERS
 from tritonamp.kernels._update_lists import Hyperparameters
+from tritonamp.policy import STATES
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +91,19 @@ class FusedRule:
     def keys_of(self, group: Mapping[str, Any]) -> list[str]:
         """Return the keys of the state that the group's parameters have."""
         return [key for name, key in self.state_keys.items() if self.has(name, group)]
+
+    def check_format(self, state: str, group: Mapping[str, Any]) -> None:
+        """Raise ValueError if a group has state that only "fp32" keeps, and ``state`` differs."""
+        flags = [
+            self.update.optional[n]
+            for n in getattr(self.update, "needs_fp32", ())
+            if self.has(n, group)
+        ]
+        if flags and state != STATES[0]:
+            raise ValueError(
+                f"state={state!r}: expected {flags[0]}=False, got a group of {self.name} with "
+                f"{flags[0]}={group[flags[0]]}, whose moments may not be rounded: use state='fp32'"
+            )
 
     def takes(self, optimizer: Optimizer) -> bool:
         """Tell whether this rule replaces the step of ``optimizer``, which is torch's own."""

@@ -41,6 +41,8 @@ def check_state(state: str, optimizer: Optimizer, rule: FusedRule | None) -> Non
             f"{in_words(keeping(state), 'or')}, got a {kind}, which can keep "
             f"{', '.join(map(repr, states))}"
         )
+    for group in optimizer.param_groups if rule is not None else ():
+        rule.check_format(state, group)
     if state == "8bit" and any(
         is_sharded(p) for group in optimizer.param_groups for p in group["params"]
     ):

@@ -58,6 +58,7 @@ class StateShape:
         Returns:
             whether moments were made.
         """
+        self._rule.check_format(self._state, group)
         keys = self._rule.keys_of(group)
         # SGD without momentum has no state, and torch leaves no entry for such parameters either.
         if not (keys or counts_steps):
