@@ -319,7 +319,7 @@ def test_kernels_are_built_for_every_architecture(path: Path) -> None:
 def test_every_op_file_has_a_test_file(path: Path) -> None:
     folder, module = ROOT / "tests" / "kernels", importlib.import_module(module_name(path))
     names = [update.name for update in updates(module) if update.samples]
-    in_table = (folder / "updates.py").read_text()
+    in_table = (folder / "update_rows.py").read_text()
     assert (folder / f"test_{path.stem}.py").is_file() or all(name in in_table for name in names)
 
 
