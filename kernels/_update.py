@@ -61,7 +61,7 @@ class Update(Implementations):
             formats.
         optional: names of states that a group may lack, with the field of its hyperparameters that
             is true if the group has the state.
-        needs_fp32: names of optional states beside which no state may be rounded.
+        needs_fp32: names of optional states; a group that has one keeps all its state in FP32.
         counts_steps: whether the optimizer counts steps in every format of state.
         prepare: jitted function that stores numbers which depend on the step count, or None.
         prepared: how many numbers ``prepare`` stores.

@@ -659,6 +659,15 @@ def built(**fields: Any) -> Any:
             built(masters="fp32"),
             {"masters": "packed"},
         ),
+        *[
+            (
+                f"state='{state}': expected centered=False, got a group of RMSprop with "
+                "centered=True, whose moments may not be rounded: use state='fp32'",
+                partial(torch.optim.RMSprop, centered=True),
+                {"state": state},
+            )
+            for state in ("bf16", "8bit")
+        ],
         (
             "masters='packed': expected an optimizer with a fused step, got a Adagrad, which runs",
             "Adagrad",
@@ -698,6 +707,17 @@ def test_amsgrad_may_come_later(run: Any, form: str) -> None:
     trained.steps(1)
     for entry in trained.optimizer.state.values():
         assert entry["max_exp_avg_sq"].dtype is entry["exp_avg_sq"].dtype
+
+
+@pytest.mark.parametrize("form", ["bf16", "8bit"])
+def test_rmsprop_may_not_become_centered(run: Any, form: str) -> None:
+    """Of rounded moments the variance may be far below 0, and its root is NaN."""
+    trained = run(form, optimizer="RMSprop").steps(0, 1)
+    trained.optimizer.param_groups[0]["centered"] = True
+    before = snapshot(trained.model, trained.optimizer)
+    with pytest.raises(ValueError, match=f"state='{form}': expected centered=False"):
+        trained.steps(2)
+    assert same(snapshot(trained.model, trained.optimizer), before)
 
 
 @pytest.mark.steps

@@ -1,5 +1,6 @@
 """The rule by which one kind of optimizer steps in one pass on the device."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,7 @@ class FusedRule:
         """Whether a step can be divided into parts, on some parameters after others."""
         return OPTIMIZERS[self.name].in_parts
 
-    @property
+    @functools.cached_property
     def optional(self) -> tuple[str, ...]:
         """Names among ``state_keys`` that a group may lack."""
         return tuple(self.update.optional)
@@ -58,13 +59,13 @@ class FusedRule:
         rule = self.update.rule
         return {_key(name) for name in rule._fields if rule.__annotations__[name] is not bool}
 
-    @property
+    @functools.cached_property
     def counts_steps(self) -> bool:
         """Whether the state holds a step count under "step"; state in codes always does."""
         counts: bool = self.update.counts_steps
         return counts
 
-    @property
+    @functools.cached_property
     def codes(self) -> dict[str, int]:
         """Key of each moment to the kind of its codes in state "8bit", SIGNED or UNSIGNED."""
         kinds = zip(self.update.states, self.update.codes, strict=True)
@@ -79,7 +80,7 @@ class FusedRule:
         # groups may be many, so that a call for each field would be felt at every step
         values = map(group.__getitem__, rule._fields)
         found: Hyperparameters = rule._make(
-            scalar(value) if isinstance(value, Tensor) else value for value in values
+            [v if type(v) in _NUMBERS else scalar(v) for v in values]
         )
         return found
 
@@ -115,7 +116,7 @@ class FusedRule:
         True costs one host read per step, because a step that the device skips does not count as
         the first.
         """
-        return any(
+        return len(self.first_step) > 0 and any(
             group[name] != first and len(self.keys_of(group)) > 0
             for group in groups
             for name, first in self.first_step.items()
@@ -143,6 +144,9 @@ class FusedRule:
         """Raise torch's RuntimeError for sparse gradients; return if torch's step takes them."""
         if self.sparse_error is not None:
             raise RuntimeError(self.sparse_error)
+
+
+_NUMBERS = frozenset({float, int, bool})
 
 
 def scalar(value: Any) -> Any:

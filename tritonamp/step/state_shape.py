@@ -22,17 +22,16 @@ class StateShape:
         rule: fused rule of the optimizer.
         state: format of the moments, among ``policy.STATES``.
         offload: host memory of the state; None: the state is on the parameters' devices.
+
+    Attributes:
+        has_codes: whether moments are in codes.
     """
 
     def __init__(self, rule: FusedRule, state: str, offload: Offload | None) -> None:
         self._rule = rule
         self._state = state
         self._offload = offload
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether moments are in codes."""
-        return FORMATS[self._state] is torch.uint8
+        self.has_codes = FORMATS[state] is torch.uint8
 
     def counts_steps(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Tell whether all state holds a step count; codes always need one."""
