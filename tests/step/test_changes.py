@@ -1,4 +1,4 @@
-"""``amp.changes``: which weights have changed, found here a second time from copies of them all."""
+"""``amp.changes``, compared with the differences of copies of all weights."""
 
 import random
 import re
