@@ -538,8 +538,7 @@ def test_in_inference_mode(runs_on_cpu: Runs) -> None:
 def test_the_share_that_a_step_leaves(
     runs_on_cpu: Runs, optimizer: str, flag: str, level: str
 ) -> None:
-    """The share is that of a group's half values, also those without a gradient, and survives a skip.
-    """
+    """A group's half values count, also those without a gradient; a skip keeps the share."""
 
     def grouped(params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         half, norm, unused = params[:3] + params[5:7], params[3:5], params[7:]
