@@ -1,6 +1,6 @@
 """``optimizer.step()`` alone, in each format of state and by each peer.
 
-Bytes are those of ``step_bytes`` without statistics, check and clip.
+Bytes are those that ``step_bytes`` has for the update alone.
 """
 
 import functools

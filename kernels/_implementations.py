@@ -26,9 +26,10 @@ class Implementations:
 
     Args:
         triton_function: launches the kernel.
-        torch_function: the eager twin, named "<operation>_torch", with the same signature.
-        samples: calls for the checks that hold for every operation.
-        name: name of the operation, or None for the twin's.
+        torch_function: the eager twin, with the same signature.
+        samples: calls for the checks that hold for every operation. Without samples, checks do not
+            see the operation.
+        name: name of the operation; None: the twin is named "<operation>_torch".
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Implementations:
         self.name = name or torch_function.__name__.removesuffix("_torch")
         self.triton_function, self.torch_function = triton_function, torch_function
         self.samples = tuple(samples)
-        if samples:  # without any, it is a part of another operation
+        if samples:  # a part of another operation has none
             _operations[self.name] = self
 
     def uses_triton(self, backend: str, x: Tensor) -> bool:

@@ -119,8 +119,8 @@ class TensorLists:
     A step makes one, asks for its facts once, and drops it. If a tensor has gaps, or another layout
     than the first list's tensor at its place, kernels access a copy. A list of ``may_repeat``
     counts as absent at places where it holds the very tensor of "params". A sharded tensor is
-    replaced by this rank's part. Tensors of codes (uint8, int16) are 1-D, in the memory order of
-    "params", and kernels access them as they are.
+    replaced by this rank's part. Kernels access tensors of ``CODES`` without a copy, because these
+    lie in the memory order of "params".
 
     Args:
         lists: lists of tensors, by name.

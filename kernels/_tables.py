@@ -12,7 +12,7 @@ from tritonamp.kernels.device import INTERPRETED, WARP_SIZE, tl, triton
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Names in ``triton.language`` of the dtypes that kernels accept."""
 CODES = {torch.uint8: "uint8", torch.int16: "int16"}
-"""The same for tensors of codes, which lie in the order of memory of "params"."""
+"""The same for codes and remainders, which lie in the order of memory of "params"."""
 NUM_WARPS = 8
 
 

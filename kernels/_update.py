@@ -55,18 +55,21 @@ class Update(Implementations):
             the factor with the sign of the direction, and the numbers that ``update`` takes.
         update: jitted function of a parameter, its gradient, three states, the numbers, and whether
             there are a first, a second and a third state. It returns the parameter and the states.
-        twin: the same in torch: a function of the parameter, its gradient, the states (None where
-            there is none), the hyperparameters, and the step count (None if steps are not counted).
-        rules: hyperparameters of small calls for generic checks; the first one's are tried in all
+        twin: torch form of ``update``, a function of the parameter, its unscaled gradient, the
+            states (None where there is none), the hyperparameters, and the step count (None if
+            steps are not counted).
+        rules: hyperparameters of small calls for generic checks, which try the first in all
             formats.
         optional: names of states that a group may lack, with the field of its hyperparameters that
             is true if the group has the state.
-        needs_fp32: names of optional states; a group that has one keeps all its state in FP32.
+        needs_fp32: names of optional states. A group that has one needs all its states in FP32.
         counts_steps: whether the optimizer counts steps in every format of state.
         prepare: jitted function that stores numbers which depend on the step count, or None.
         prepared: how many numbers ``prepare`` stores.
-        max_registers: largest number of registers of a thread with a state and copies, or None.
-        on_cpu: faster form in main memory, for FP32 masters without codes, or None.
+        max_registers: limit of a thread's registers where there are a first state and copies, or
+            None.
+        on_cpu: faster form in main memory, or None. It takes calls without remainders, changes,
+            codes and random bits.
         grads: name of the list of gradients.
 
     Attributes:
@@ -125,7 +128,7 @@ class Update(Implementations):
         return flag is None or bool(getattr(rule, flag))
 
     def _is_plain(self, tensors: TensorLists) -> bool:
-        """Tell whether masters are tensors, and no state needs random bits."""
+        """Tell whether there are no remainders, changes, codes and random bits."""
         dtypes = {t.dtype for name in self.states for t in tensors[name]}
         is_random = torch.bfloat16 in dtypes and "steps" in tensors
         has_more = "remainders" in tensors or "changes" in tensors

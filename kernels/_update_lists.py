@@ -81,7 +81,7 @@ class UpdateLists:
         return rows, tensors
 
     def overflow(self, device: torch.device) -> Tensor:
-        """Return the flags that ``store_copy`` sets, by number."""
+        """Return int32 flags by number, not 0 where a finite value became inf in half precision."""
         return self.tensors.kept("overflow", (self.tensors.size,), torch.int32, device)
 
     def numbers_and_flags(self, device: torch.device) -> tuple[Any, ...]:
@@ -92,7 +92,7 @@ class UpdateLists:
     def rows(self, names: Sequence[str]) -> Iterator[tuple[Any, Any, int]]:
         """Yield the tensors at each place, complex ones as real ones, with rule and number.
 
-        A list that there is not yields None.
+        Missing lists yield None.
         """
         found = map(self.tensors.get, names)
         lists = [itertools.repeat(None) if tensors is None else tensors for tensors in found]

@@ -131,7 +131,7 @@ def _sample(update: Any, rule: Hyperparameters, words: str) -> ListSample:
 
 
 def _words(update: Any, rule: Hyperparameters) -> str:
-    """Return the fields of a rule that give it optional state, for a name."""
+    """Return the names of the fields by which a rule has optional states, joined for a name."""
     return " ".join(flag for flag in update.optional.values() if getattr(rule, flag))
 
 
@@ -199,6 +199,8 @@ def _shipped(
 
 
 MAX_REGISTERS = {True: 128, False: 208}
-"""Largest number of registers with codes, by alignment. Without a limit, ptxas takes fewer on some
-architectures, and spills. In unaligned memory each element has an address and a mask of its own.
+"""Largest number of registers of a thread with codes or bits of changes, by alignment.
+
+Without a limit, ptxas takes fewer on some architectures, and spills. Unaligned memory takes more,
+because each element has an address and a mask of its own.
 """

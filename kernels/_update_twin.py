@@ -62,7 +62,7 @@ def put_state(
         for target, codes in zip(split_codes(state, n), encode(whole, bits, kind), strict=True):
             results.put(target, codes)
         return
-    # Rounded to the nearest in bfloat16, a second moment would never decay (_small_state says why).
+    # Rounded to the nearest in bfloat16, a second moment would never decay.
     if random is not None:
         value = rounded_twin(value, in_memory_of(param, random), 16)
     results.put(state, value)
@@ -76,12 +76,12 @@ def put_master(
     p: Tensor,
     overflow: Tensor,
 ) -> Tensor:
-    """Plan to write the stepped-on values, with their copy; return the model's later values."""
+    """Plan to write the stepped-on values and their copy; return what the model will hold."""
     if remainder is not None and remainder is not param:
         half, rest = split_master(in_order_of_memory(p, like=param), param.dtype)
         results.put(remainder[: param.numel()], rest)
-        # put_copy sets the flag. The second write wins: ``half`` rounds ties of bfloat16 away from
-        # 0.
+        # The first put is for the flag alone. The second one wins, because it is written later: in
+        # ``half``, ties of bfloat16 are rounded away from 0.
         results.put_copy(param, p, overflow)
         results.put(param, in_memory_of(param, half))
         return in_memory_of(param, half)

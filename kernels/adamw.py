@@ -121,7 +121,8 @@ def update_twin(
     # moments
     weight1, beta1 = 1 - rule.beta1, rule.beta1
     m = m.lerp(grad, weight1.to(m) if isinstance(beta1, Tensor) else weight1)
-    # the product of gradients is rounded before the sum, as it was in runs of older checkpoints
+    # The product of gradients is rounded before the sum, so that runs that resume from older
+    # checkpoints keep their bits.
     v = v * rule.beta2 + grad * (1 - rule.beta2) * grad
     v_max = v_max if v_max is None else torch.maximum(v_max, v)
     # update

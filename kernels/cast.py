@@ -118,7 +118,7 @@ def fp32_value(half: Tensor, precise: Tensor) -> Tensor:
 
 def rounds_to(precise: Tensor, half: Tensor) -> Tensor:
     """Tell where FP32 values round to half values, a tie to either neighbour; bool."""
-    # State of "8bit" rounds ties of bfloat16 away from 0, and torch rounds them to even.
+    # Packed masters round ties of bfloat16 away from 0, and torch rounds ties to even.
     rounded = precise.to(half.dtype)
     error = (precise - rounded.float()).abs()
     tie = error.isfinite() & ((precise - half.float()).abs() == error)

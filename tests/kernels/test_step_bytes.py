@@ -58,7 +58,7 @@ def test_bytes_of_a_step(triton_device: torch.device, traffic: Traffic, row: Any
 def test_bytes_of_changes(
     triton_device: torch.device, traffic: Traffic, packed: bool, bytes_of_changes: float
 ) -> None:
-    """Two bits are written and one is read, and next to FP32 masters the old half copy."""
+    """Two bits are written and one is read; with FP32 masters the old half copy is read, too."""
     update, rule = UPDATES["adamw"]
     moved = []
     for changes in (False, True):

@@ -153,8 +153,9 @@ DECAYS = {  # format, rule, state, its decay in a step, and the weight of a grad
 
 @pytest.mark.parametrize("name", DECAYS)
 def test_a_state_decays_and_follows(device: torch.device, backend: str, name: str) -> None:
-    """Without a gradient it decays in the mean, although a step is a fourth of bfloat16's distance
-    and a sixth of that of codes; then it follows a gradient. Rounded to the nearest it would stay.
+    """A state decays in the mean without a gradient, and then follows one, although a step is a
+    fourth of bfloat16's distance and a sixth of that of codes. Rounded to the nearest, the state
+    would never change.
 
     6 deviations of the mean of 3000: a step adds p (1 - p) of a distance squared.
     """
@@ -200,8 +201,8 @@ def test_a_bad_gradient_marks_its_block_alone(device: torch.device, backend: str
 def test_parameters_beyond_half_are_noted(
     device: torch.device, backend: str, row: Row, form: str
 ) -> None:
-    """In a whole tile, at its end, in a tail, in a 0-d tensor; a parameter that is inf or NaN
-    itself is no overflow. The note stays until it is cleared.
+    """Parameters overflow in a whole tile, at its end, in a tail and in a 0-d tensor. A parameter
+    that is inf or NaN itself is no overflow. A flag stays until it is cleared.
     """
     rule = row.rules[0]._replace(lr=1e8, weight_decay=0.0)
     run = Updates(row, device, form, [rule], [(4099,), (4099,), (1029,), (), (130,), (130,)])

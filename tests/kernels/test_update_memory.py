@@ -1,4 +1,4 @@
-"""What a step of any update leaves alone, memory of any layout, and the bits that it notes."""
+"""Updates at a skip, on memory of any layout, and with bits of the changes."""
 
 import itertools
 
@@ -57,7 +57,7 @@ def test_any_found_inf_leaves_every_bit(
 def test_a_skip_may_be_of_any_dtype(
     device: torch.device, backend: str, row: Row, dtype: torch.dtype
 ) -> None:
-    """Also one step after another, by one plan; 1e-300 is not 0."""
+    """All steps have one plan, and 1e-300 is not 0."""
     run = Updates(row, device, "masters")
     skip = 1e-300 if dtype is FP64 else 1.0
     for value, of in [(0.0, WIDE), (0.0, dtype), (skip, dtype), (1.0, WIDE)]:
@@ -91,7 +91,7 @@ def test_memory_that_is_not_aligned(
     programs: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And large chunks: other loops, the same bits; nothing is written outside of a tensor."""
+    """Small and large chunks take other loops, with the same bits, and write to no other memory."""
     shapes = [(), (1,), (127,), (129,), (257,), (4099,)]
     run = Updates(row, device, form, shapes=shapes, changes=True)
     aligned = run.clone().step(backend)
@@ -107,7 +107,7 @@ def test_memory_that_is_not_aligned(
 @each_form("masters", "half", "packed", "8bit")
 @each_row
 def test_memory_with_gaps(device: torch.device, backend: str, row: Row, form: str) -> None:
-    """Gradients of slices, parameters that are columns, states that lie the other way round."""
+    """Gradients are slices, parameters are columns, and states are transposed."""
     run = Updates(row, device, form, shapes=[(5, 7), (8, 3)])
     expected = run.clone().step(backend)
     lists, first = run.lists, row.update.states[0]

@@ -139,7 +139,7 @@ def test_each_group_has_its_own_rule(
 def test_hyperparameters_may_change(
     device: torch.device, backend: str, row: Row, as_tensor: bool
 ) -> None:
-    """From step to step, with the same memory: schedules, groups added, tensors written to."""
+    """Between steps on the same memory: schedules, added groups, tensors that are written to."""
     run = Updates(row, device, rules=[row.rules[0]] * 2)
     lr = torch.tensor(0.5, device=device)
     for turn, now in enumerate((0.5, 0.25, 0.25, 0.125)):
@@ -247,9 +247,9 @@ def test_zero_gradients_move_nothing(
 def test_bad_numbers_are_not_hidden(
     device: torch.device, backend: str, row: Row, form: str, bad: float
 ) -> None:
-    """Without found_inf they go where the formulas send them: an infinite parameter stays, without
-    weight decay, and the states of a bad gradient become inf or NaN. Lion steps by a sign, which
-    is 0 of NaN.
+    """Without found_inf, inf and NaN follow the formulas: an infinite parameter stays, without
+    weight decay, and the states of a bad gradient become inf or NaN. Lion steps by a sign, and the
+    sign of NaN is 0.
     """
     rules = [rule for rule in row.rules if rule.weight_decay == 0.0] or row.rules[:2]
     rules = [rule._replace(weight_decay=0.0) for rule in rules]

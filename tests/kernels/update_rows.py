@@ -37,7 +37,7 @@ def torchs_adam(params: Any, **rule: Any) -> torch.optim.Optimizer:
 
 
 class Row(NamedTuple):
-    """One update, and what its tests know about it.
+    """One update, with the reference and the bounds of its tests.
 
     Attributes:
         update: the operation.

@@ -1,4 +1,4 @@
-"""``amp.changes``: which weights have changed, found here a second time from copies of them all."""
+"""``amp.changes``, compared with the differences of copies of all weights."""
 
 import random
 import re
@@ -360,7 +360,7 @@ def test_a_write_counts_whole_without_a_master(
 
 
 def test_a_master_written_before_the_step_is_seen(runs_on_cpu: Runs) -> None:
-    """No forward has rounded it, and the step leaves what it rounds to."""
+    """No forward has rounded the master, and the step does not change it."""
     run = runs_on_cpu(lambda params, lr: Rewrites(params))
     run.backward()
     written_master(run)
@@ -476,7 +476,7 @@ def test_moved_to_another_order_of_memory(runs_on_cpu: Runs) -> None:
     run.assert_exact()
 
 
-# what a call gives
+# results of a call
 
 
 def test_dense_above(runs_on_cpu: Runs) -> None:
@@ -538,7 +538,7 @@ def test_in_inference_mode(runs_on_cpu: Runs) -> None:
 def test_the_share_that_a_step_leaves(
     runs_on_cpu: Runs, optimizer: str, flag: str, level: str
 ) -> None:
-    """By group, of half values, those without a gradient included; a skip leaves it."""
+    """A group's half values count, also those without a gradient; a skip keeps the share."""
 
     def grouped(params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         half, norm, unused = params[:3] + params[5:7], params[3:5], params[7:]
@@ -577,7 +577,7 @@ def expected_share(run: Tracked) -> list[float]:
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_the_share_of_a_parameter_without_a_gradient(runs_on_cpu: Runs, backend: str) -> None:
-    """It counts as left as it was, but not after a skip, which is no step."""
+    """The parameter counts as unchanged by a step, but not by a skip, which is no step."""
 
     def two(params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}], lr=lr)

@@ -467,11 +467,11 @@ class Amp:
     ) -> dict[str, tuple[Tensor | None, Tensor]]:
         """Return the weights that have changed since the last call. Waits for the device.
 
-        An element has changed if a step, or other code, has written other bits to it; written back
-        later, it still counts. A skipped step changes none. ``load_state_dict`` of the model,
-        healing and writes of your own count: half parameters with FP32 masters are compared, others
-        count as changed as a whole. After ``Amp.load_state_dict``, so also in a resumed run, all
-        elements count.
+        An element has changed if a step, or other code, has written other bits to it, also if it
+        was written back later. A skipped step changes none. If you write to a half parameter with
+        an FP32 master, its elements are compared. Any other parameter that you write to counts as
+        changed as a whole, and so does each one that the model's ``load_state_dict`` or healing
+        writes to. After ``Amp.load_state_dict``, also in a resumed run, all elements count.
 
         Args:
             clear: count from this call on. False: the next call returns these changes, too.
@@ -723,7 +723,7 @@ class Amp:
         self._parts.schedulers.load_state(state.schedulers)
         for weights in self._parts.weights.values():
             if weights.changes is not None:
-                # the reader has seen the weights of another run, or of another time
+                # the reader's copy may be of another run, or of another time
                 weights.changes.mark_all()
 
     @between_graphs

@@ -48,14 +48,14 @@ class _Bits(NamedTuple):
 class Changes:
     """The changed elements of one optimizer's parameters, and those of its last step.
 
-    An element has changed if the model's parameter holds other bits, which one NaN for another are
-    not. A skip changes none.
+    An element has changed if the model's parameter holds other bits; one NaN for another is no
+    change. A skip changes none.
 
     ::
 
         fused step                      the kernel writes both rows
         step of the optimizer's own     compared before the half copies are written; parameters
-                                        that it steps on themselves, with a copy of before
+                                        without a master, with a copy from before the step
         half parameter with an FP32     compared with its values of before, to which the master
         master, one of them written     rounds, or which a written master is about to replace
         any other write                 the whole tensor: FP32 parameters, those of O3, those with
@@ -197,7 +197,7 @@ class Changes:
         self._before = {i: _stored(p).clone() for i, (master, p) in pairs if master is p}
 
     def compare(self) -> None:
-        """Note which elements an own step has changed, before the half copies are written."""
+        """Note which elements the optimizer's own step has changed, before copies are written."""
         rows = zip(self._stepped, self._params, self._bits, strict=True)
         for i, (master, param, bits) in enumerate(rows):
             before = self._before.get(i, _stored(param))

@@ -26,7 +26,7 @@ class FusedStep:
         optimizer: the optimizer; its ``param_groups`` and ``state`` are read and written.
         rule: rule of this kind of optimizer.
         backend: "auto", "triton" or "eager".
-        state: format of the state, among ``policy.STATES``; for parameters as in ``moment_dtype``.
+        state: format of the state, among ``policy.STATES``.
         packs: whether FP32 masters are the half parameters and 16 more bits.
         stored_form: function from parameters to the stored form of their FP32 values: the 16 bits
             if ``packs`` is True, else the masters of ``offload``.
@@ -145,7 +145,7 @@ class FusedStep:
         tensors: TensorLists,
         group_of: Sequence[int],
     ) -> Sequence[Tensor]:
-        """Return one list of state; parameters whose group lacks such state stand in for it.
+        """Return one list of state, with the parameter itself where a group lacks such state.
 
         Args:
             name: key of ``state_keys``, or of another list.

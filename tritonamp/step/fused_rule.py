@@ -20,12 +20,12 @@ class FusedRule:
     Attributes:
         name: name in ``kernels._optimizers``, whose table has the formats of the state.
         kinds: name of such optimizers in messages, with its article.
-        update: operation of ``tritonamp.kernels`` that steps, an ``Update`` except for Muon. The
-            fields of its hyperparameters are keys of a group; "beta1" and "beta2" are its "betas".
+        update: function that steps on lists, an ``Update`` except for Muon. The fields of its
+            hyperparameters are keys of a group, except that "beta1" and "beta2" are under "betas".
         state_keys: name in the kernel's lists to key in ``optimizer.state``.
         torch_step: step function of torch's own optimizer of this kind; None: torch has none.
-        first_step: hyperparameters that a parameter's first step replaces.
-        foreign: flags that are False in groups of other optimizers only, to such an optimizer.
+        first_step: hyperparameters with another value in a parameter's first step, and that value.
+        foreign: flags that only another optimizer sets to False, with the name of that optimizer.
         sparse_error: text of torch's error for sparse gradients; None: torch's own step takes them.
     """
 
@@ -94,7 +94,7 @@ class FusedRule:
         return [key for name, key in self.state_keys.items() if self.has(name, group)]
 
     def check_format(self, state: str, group: Mapping[str, Any]) -> None:
-        """Raise ValueError if a group has state that only "fp32" keeps, and ``state`` differs."""
+        """Raise ValueError if a group has state that needs "fp32", and ``state`` is another."""
         flags = [
             self.update.optional[n]
             for n in getattr(self.update, "needs_fp32", ())

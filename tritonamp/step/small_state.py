@@ -82,7 +82,7 @@ def coded(moment: Tensor | None, param: Tensor, kind: int) -> Tensor:
 
 
 def decoded(codes: Tensor, param: Tensor, kind: int, strides: tuple[int, ...]) -> Tensor:
-    """Return the moment of ``coded``, FP32 with the parameter's shape.
+    """Return a moment from the codes that ``coded`` makes, FP32 with the parameter's shape.
 
     Args:
         codes: codes of the moment.

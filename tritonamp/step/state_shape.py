@@ -73,10 +73,10 @@ class StateShape:
             refuse_capture(param.device, "the optimizer's state")
             state.update(shaped)
         if self._offload is not None:
-            host_keys = self._rule.state_keys.values()
-            found = {key: state[key] for key in host_keys if state.get(key) is not None}
-            away = {k: v for k, v in found.items() if not self._offload.is_pinned(v)}
-            state |= {k: self._offload.pin(v) for k, v in away.items()}
+            moment_keys = self._rule.state_keys.values()
+            moments = {key: state[key] for key in moment_keys if state.get(key) is not None}
+            unpinned = {k: v for k, v in moments.items() if not self._offload.is_pinned(v)}
+            state |= {k: self._offload.pin(v) for k, v in unpinned.items()}
         return is_new
 
     def _step_count(self, param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -129,6 +129,6 @@ class StateShape:
         if self._offload is not None:
             self._offload.wait()
         state |= in_fp32({**codes, ORDER: state.pop(ORDER, strides)}, self._rule, param)
-        # of remainders: the step has brought these into the present order
+        # the order of the remainders, which the step has brought into the present one
         if REMAINDER in state:
             state[ORDER] = strides
