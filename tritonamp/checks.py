@@ -234,7 +234,7 @@ def check_changes(
     if not policy.tracks_changes:
         raise RuntimeError(
             "amp.changes(): expected a policy that tracks changes, got one that does not: call "
-            "tritonamp.enable(..., track_changes=True)"
+            "amp.disable(), then tritonamp.enable(..., track_changes=True) at level O2 or O3"
         )
     if any(is_capturing(p.device) for model in models for p in model.parameters()):
         raise RuntimeError(

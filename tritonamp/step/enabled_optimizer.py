@@ -15,7 +15,7 @@ from tritonamp.policy import HALF_DTYPES
 from tritonamp.scaler import is_watched
 from tritonamp.step.interrupts import Uninterrupted
 from tritonamp.step.optimizer_copies import plain_state, replace_params
-from tritonamp.step.rules import rule_of
+from tritonamp.step.rules import keeps_fp32_state, rule_of
 from tritonamp.step.small_state import fp32_state_dict
 from tritonamp.step.state_loading import load_state, widen_state
 from tritonamp.step.stepper import Stepper
@@ -144,8 +144,10 @@ class EnabledOptimizer(Swapped):
             packed: keep the format that ``Policy.state`` names, which every format loads, too.
         """
         _awake(self)
-        own: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         optimizer = _unwrapped(self)
+        # an optimizer of ``tritonamp.optim`` would give FP32 otherwise
+        how = {"packed": True} if keeps_fp32_state(optimizer) else {}
+        own: dict[str, Any] = super().state_dict(**how)  # type: ignore[misc]
         return own if packed else fp32_state_dict(own, optimizer, rule_of(optimizer))
 
     @leaves_inference_mode

@@ -12,9 +12,11 @@ from tritonamp.nested import map_leaves
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.packed_masters import REMAINDER, remainder_problems, take_master
+from tritonamp.step.rule_table import RULES
 from tritonamp.step.rules import has_half_state, keeps_fp32_state, rule_of
 from tritonamp.step.small_state import code_problems, in_codes, in_fp32, numbered_params
 
+_ALL_KEYS = frozenset(key for rule in RULES for key in rule.state_keys.values())
 _SHOWN = 5  # number of problems that an error lists
 
 
@@ -156,6 +158,10 @@ def _state_problems(
     # An empty state is right: a parameter that never had a gradient has none.
     if state and not needed <= state.keys():
         yield f"{sorted(state)} without {sorted(needed - state.keys())}"
+    # torch would keep the moments of another kind of optimizer, and its hyperparameters
+    foreign = _ALL_KEYS.difference(rule.state_keys.values()).intersection(state)
+    if foreign:
+        yield f"{', '.join(sorted(foreign))}, which {rule.kinds} does not keep"
     for key in (*rule.state_keys.values(), "master_param"):
         value = state.get(key)
         if isinstance(value, Tensor) and value.shape != param.shape and not in_codes(value, param):
