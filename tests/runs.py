@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
         if isinstance(kind, type) and kind is not torch.optim.Optimizer
     },
     "SGD momentum": partial(torch.optim.SGD, momentum=0.9),
-    "RMSprop momentum": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "RMSprop momentum": partial(torch.optim.RMSprop, momentum=0.9),
     "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
     "fused AdamW": partial(torch.optim.AdamW, fused=True),
     "Lion": tritonamp.optim.Lion,

@@ -207,7 +207,9 @@ def test_wide_parameters_keep_state_of_their_own_dtype(
         torchs = run(partial(OPTIMIZERS[name], foreach=False), None)
         # three steps, each some ten roundings
         rtol = 64 * torch.finfo(dtype).eps
-        torch.testing.assert_close(runs[0][0], torchs[0], rtol=rtol, atol=0)
+        # RMSprop's first steps are as large as weights, so that their difference may cancel
+        atol = rtol * torchs[0].abs().max().item() if name.startswith("RMSprop") else 0.0
+        torch.testing.assert_close(runs[0][0], torchs[0], rtol=rtol, atol=atol)
 
 
 # gradients that no code holds

@@ -71,6 +71,12 @@ class FusedRule:
         kinds = zip(self.update.states, self.update.codes, strict=True)
         return {self.state_keys[name]: kind for name, kind in kinds}
 
+    @functools.cached_property
+    def needs_fp32(self) -> tuple[str, ...]:
+        """Names of optional states; a group that has one keeps all its state in FP32."""
+        names: tuple[str, ...] = self.update.needs_fp32
+        return names
+
     def hyperparameters(self, group: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters of one group."""
         rule: Any = self.update.rule
@@ -95,11 +101,7 @@ class FusedRule:
 
     def check_format(self, state: str, group: Mapping[str, Any]) -> None:
         """Raise ValueError if a group has state that needs "fp32", and ``state`` is another."""
-        flags = [
-            self.update.optional[n]
-            for n in getattr(self.update, "needs_fp32", ())
-            if self.has(n, group)
-        ]
+        flags = [self.update.optional[n] for n in self.needs_fp32 if self.has(n, group)]
         if flags and state != STATES[0]:
             raise ValueError(
                 f"state={state!r}: expected {flags[0]}=False, got a group of {self.name} with "

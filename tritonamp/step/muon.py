@@ -23,6 +23,7 @@ class FusedMuonRule(FusedRule):
     codes: ClassVar[dict[str, int]] = {}
     optional: ClassVar[tuple[str, ...]] = ()
     counts_steps: ClassVar[bool] = False
+    needs_fp32: ClassVar[tuple[str, ...]] = ()
 
     @property
     def needs(self) -> set[str]:
