@@ -631,6 +631,11 @@ def built(**fields: Any) -> Any:
             {"state": "8bit"},
         ),
         (
+            "state='8bit': expected a level with FP32 values, got a level without",
+            built(state="8bit"),
+            {"level": "O3"},
+        ),
+        (
             "masters: expected one of None, 'packed', 'fp32', got '8bit'",
             "AdamW",
             {"masters": "8bit"},
@@ -718,6 +723,49 @@ def test_rmsprop_may_not_become_centered(run: Any, form: str) -> None:
     with pytest.raises(ValueError, match=f"state='{form}': expected centered=False"):
         trained.steps(2)
     assert same(snapshot(trained.model, trained.optimizer), before)
+
+
+@pytest.mark.parametrize("form", ["bf16", "8bit"])
+def test_a_centered_group_is_refused_before_anything_changes(run: Any, form: str) -> None:
+    trained = run(form, optimizer="RMSprop").steps(0, 1)
+    optimizer, param = trained.optimizer, nn.Parameter(torch.ones(3))
+    state = optimizer.state_dict()
+    state["param_groups"][0]["centered"] = True
+    before, groups = snapshot(trained.model, optimizer), copy.deepcopy(optimizer.param_groups)
+    with pytest.raises(ValueError, match=f"state='{form}': expected centered=False"):
+        optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match=f"state='{form}': expected centered=False"):
+        optimizer.add_param_group({"params": [param], "centered": True})
+    assert same(snapshot(trained.model, optimizer), before)
+    assert len(optimizer.param_groups) == len(groups) and not optimizer.param_groups[0]["centered"]
+    # one group may not change, and the other one may: neither does
+    optimizer.add_param_group({"params": [param]})
+    optimizer.param_groups[0]["momentum"], optimizer.param_groups[1]["centered"] = 0.9, True
+    with pytest.raises(ValueError, match=f"state='{form}': expected centered=False"):
+        trained.steps(2)
+    assert not any("momentum_buffer" in own for own in optimizer.state.values())
+
+
+@pytest.mark.parametrize("fields", [{"masters": "packed"}, {"state": "8bit"}], ids=str)
+def test_sparse_gradients_of_packed_masters_are_refused(
+    handles: Callable[..., Any], fields: dict[str, str]
+) -> None:
+    """torch's own step would round its updates to the half parameters."""
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    amp = handles(model, optimizer, level="O2", dtype=BF16, **fields)
+    before = snapshot(model, optimizer)
+    amp.backward(model(torch.arange(4)).sum())
+    with pytest.raises(RuntimeError, match="expected dense gradients, got sparse ones"):
+        optimizer.step()
+    assert same(snapshot(model, optimizer), before)
+
+
+def test_packed_state_of_our_optimizers_stays_packed(run: Any) -> None:
+    trained = run("8bit", optimizer="our AdamW").steps(0)
+    for packed, dtype in ((True, torch.uint8), (False, torch.float32)):
+        state = trained.optimizer.state_dict(packed=packed)["state"]
+        assert {own["exp_avg"].dtype for own in state.values()} == {dtype}
 
 
 @pytest.mark.steps

@@ -190,6 +190,12 @@ def _check_steps(request: Request) -> None:
     for optimizer in request.optimizers:
         rule, state = rule_of(optimizer), state_format(optimizer, request.policy.state)
         check_state(state, optimizer, rule)
+        if state == "8bit" and not request.policy.trains_fp32_values:
+            raise ValueError(
+                "state='8bit': expected a level with FP32 values, got a level without, and an "
+                f"optimizer ({type(optimizer).__name__}) that was built with state='8bit': use "
+                "level='O2', or build it with state='bf16'"
+            )
         check_masters(masters_form(optimizer, request.policy), state, optimizer, rule)
         check_codes(optimizer, rule)
         if request.policy.offload is not None:

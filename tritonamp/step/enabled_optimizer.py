@@ -113,8 +113,12 @@ class EnabledOptimizer(Swapped):
     @leaves_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model; the new group then holds their masters."""
-        weights = _awake(self).weights[_unwrapped(self)]
+        stepper, optimizer = _awake(self), _unwrapped(self)
+        weights, rule = stepper.weights[optimizer], rule_of(optimizer)
         weights.check_group(param_group)
+        if rule is not None:
+            group = {**optimizer.defaults, **param_group}
+            rule.check_format(stepper.state_of(optimizer), group)
         super().add_param_group(param_group)  # type: ignore[misc]
         weights.adopt(self.param_groups[-1])  # type: ignore[attr-defined]
 
@@ -156,7 +160,8 @@ class EnabledOptimizer(Swapped):
         stepper, optimizer = _awake(self), _unwrapped(self)
         keep = None if stepper.offload is None else stepper.offload.pin
         load = super().load_state_dict  # type: ignore[misc]
-        load_state(optimizer, load, state_dict, rule_of(optimizer), keep)
+        rule, state = rule_of(optimizer), stepper.state_of(optimizer)
+        load_state(optimizer, load, state_dict, rule, keep, state)
         # last: it moves "master_param" out of the state that was loaded
         stepper.weights[optimizer].load_master_params()
 

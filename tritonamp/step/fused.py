@@ -167,6 +167,7 @@ class FusedStep:
     def _bring_into_shape(self, gradients: Gradients, group_of: Sequence[int]) -> set[int]:
         """Bring the state of all parameters into shape; return the numbers with new state."""
         groups, state = self._optimizer.param_groups, vars(self._optimizer)["state"]
+        self._shape.check(groups)  # before any state is made
         rows = zip(gradients.lists.numbers, gradients.params, strict=True)
         counts = self._shape.counts_steps(groups)
         return {i for i, p in rows if self._shape.bring(p, state, groups[group_of[i]], counts)}

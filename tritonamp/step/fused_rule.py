@@ -93,7 +93,7 @@ class FusedRule:
     def has(self, name: str, group: Mapping[str, Any]) -> bool:
         """Tell whether the group's parameters have the state ``name``, a key of ``state_keys``."""
         flag = self.update.optional.get(name)
-        return flag is None or bool(group[flag])
+        return flag is None or bool(group.get(flag))
 
     def keys_of(self, group: Mapping[str, Any]) -> list[str]:
         """Return the keys of the state that the group's parameters have."""

@@ -41,8 +41,9 @@ def check_state(state: str, optimizer: Optimizer, rule: FusedRule | None) -> Non
             f"{in_words(keeping(state), 'or')}, got a {kind}, which can keep "
             f"{', '.join(map(repr, states))}"
         )
-    for group in optimizer.param_groups if rule is not None else ():
-        rule.check_format(state, group)
+    if rule is not None:
+        for group in optimizer.param_groups:
+            rule.check_format(state, group)
     if state == "8bit" and any(
         is_sharded(p) for group in optimizer.param_groups for p in group["params"]
     ):

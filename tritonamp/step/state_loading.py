@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from tritonamp.class_swap import is_installed
 from tritonamp.nested import map_leaves
-from tritonamp.policy import HALF_DTYPES
+from tritonamp.policy import HALF_DTYPES, STATES
 from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.packed_masters import REMAINDER, remainder_problems, take_master
 from tritonamp.step.rule_table import RULES
@@ -26,6 +26,7 @@ def load_state(
     state_dict: dict[str, Any],
     rule: FusedRule | None,
     pin: Callable[[Tensor], Tensor] | None = None,
+    state: str = STATES[0],
 ) -> None:
     """Call ``load(state_dict)``, and keep FP32 state of half parameters in FP32.
 
@@ -37,6 +38,7 @@ def load_state(
         rule: fused rule of the optimizer; None: the optimizer runs its own step.
         pin: function that returns a copy of a tensor in the host memory where state stays; None:
             state stays on the device.
+        state: format in which the optimizer keeps its state.
 
     Raises:
         ValueError: ``state_dict`` is no state of such an optimizer over such parameters; nothing
@@ -50,6 +52,9 @@ def load_state(
     # A hook, registered last: it runs after the user's hooks, and sees the state that they return.
     def check(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         check_loadable(optimizer, given, rule)
+        if rule is not None:
+            for group in given["param_groups"]:
+                rule.check_format(state, group)
         given = {**given, "state": map_leaves(_written_outside, given["state"])}
         counts_steps = rule is not None and rule.counts_steps
         checked.append(_with_step_counts(given) if counts_steps else given)

@@ -33,6 +33,11 @@ class StateShape:
         self._offload = offload
         self.has_codes = FORMATS[state] is torch.uint8
 
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError if a group has state that this format may not round."""
+        for group in groups:
+            self._rule.check_format(self._state, group)
+
     def counts_steps(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Tell whether all state holds a step count; codes always need one."""
         has_codes = self.has_codes and any(map(self._rule.keys_of, groups))
@@ -57,7 +62,6 @@ class StateShape:
         Returns:
             whether moments were made.
         """
-        self._rule.check_format(self._state, group)
         keys = self._rule.keys_of(group)
         # SGD without momentum has no state, and torch leaves no entry for such parameters either.
         if not (keys or counts_steps):

@@ -220,25 +220,36 @@ class Stepper:
             self._answer(decisions, by_scaler)
         return found_inf_of(decisions)
 
+    def state_of(self, optimizer: Optimizer) -> str:
+        """Return the format of an optimizer's state, among ``policy.STATES``."""
+        return state_format(optimizer, self._policy.state)
+
     def _fused_step_of(self, optimizer: Optimizer) -> FusedStep | None:
         """Return the optimizer's ``FusedStep``; None: the optimizer steps by itself."""
         if optimizer not in self._fused:
             rule, fused = rule_of(optimizer), None
             if rule is not None:
-                state = state_format(optimizer, self._policy.state)
                 w = self.weights[optimizer]
-                how = state, w.packs, w.stored_form, self.offload, w.changes
+                how = self.state_of(optimizer), w.packs, w.stored_form, self.offload, w.changes
                 fused = FusedStep(optimizer, rule, self._backend, *how)
             self._fused[optimizer] = fused
         fused = self._fused[optimizer]
         # Asked at every step: whether an embedding's gradient is sparse may change with the batch,
         # and torch updates only the rows that a sparse gradient has.
         if fused is not None and fused.rule.sparse_error is None:
-            by_torch = self.weights[optimizer].any_sparse()
+            w = self.weights[optimizer]
+            by_torch = w.any_sparse()
             if by_torch and self.offload is not None:
                 raise RuntimeError(
                     "offload='state': expected dense gradients, got sparse ones, on which torch's "
                     "own step would work: use nn.Embedding(sparse=False), or leave offload out"
+                )
+            # torch's own step would round its updates to the half parameters, and cannot read codes
+            if by_torch and w.packs:
+                raise RuntimeError(
+                    "masters='packed' or state='8bit': expected dense gradients, got sparse ones, "
+                    "on which torch's own step would work: use nn.Embedding(sparse=False), or "
+                    "leave masters and state out"
                 )
             return None if by_torch else fused
         return fused
