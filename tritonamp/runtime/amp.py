@@ -471,7 +471,8 @@ class Amp:
         was written back later. A skipped step changes none. If you write to a half parameter with
         an FP32 master, its elements are compared. Any other parameter that you write to counts as
         changed as a whole, and so does each one that the model's ``load_state_dict`` or healing
-        writes to. After ``Amp.load_state_dict``, also in a resumed run, all elements count.
+        writes to. After ``Amp.load_state_dict``, also in a resumed run, all elements count. Writes
+        through ``.data``, which torch does not count, are not seen.
 
         Args:
             clear: count from this call on. False: the next call returns these changes, too.
