@@ -191,7 +191,7 @@ def _shipped(
     elif len(update.states) > 1 and ((copy and grad is WIDE) or state == "bf16"):
         registers = 72 if state == "fp32" else 80
     # a byte for each block: the exponents of a tile are exchanged through shared memory
-    shared = 8 if in_codes else 0
+    shared: int | None = 8 if in_codes else 0
     if changes or (in_codes and not aligned):
         shared = None
     name = build_name(update.name, *dtypes, *words, *more)

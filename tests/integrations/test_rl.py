@@ -17,13 +17,20 @@ pytestmark = pytest.mark.tools
 PAGE = Path(tritonamp.__file__).parent / "integrations" / "rl.md"
 
 
+BLOCKS = [block for block in blocks(PAGE) if not block.mark]
+
+
+def run(block: Any, names: dict[str, Any]) -> None:
+    exec(compile("\n" * (block.line - 1) + block.code, str(PAGE), "exec"), names)
+
+
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The names of the page, after its blocks have run."""
+    """The names of the page, after its blocks have run, the last one (a sampler) excluded."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"torch": torch, "nn": nn, "tritonamp": tritonamp}
-    for block in (b for b in blocks(PAGE) if not b.mark):
-        exec(compile("\n" * (block.line - 1) + block.code, str(PAGE), "exec"), names)
+    for block in BLOCKS[:-1]:
+        run(block, names)
     yield names
     if names["amp"]._enabled:
         names["amp"].disable()
@@ -45,3 +52,9 @@ def test_the_page_holds_what_it_says(page: dict[str, Any]) -> None:
         page["iterate"]()
     assert all(map(torch.equal, went_on, page["model"].parameters()))
     assert rewards[-20:] == rewards[-40:-20]
+
+
+def test_a_sampler_of_its_own_has_the_same_bits(page: dict[str, Any]) -> None:
+    assert "amp.changes()" in BLOCKS[-1].code
+    run(BLOCKS[-1], page)  # the block compares
+    assert len(page["rewards"]) == 43
