@@ -23,7 +23,7 @@ from tritonamp.kernels import (
 from tritonamp.kernels import device as hardware
 
 pytestmark = of_kernels
-OF_STEPS = re.compile("grad_stats|decide|count_steps|update")
+OF_STEPS = re.compile("grad_stats|decide|count_steps|update|cast|ema")
 HALVES = [torch.float16, torch.bfloat16]
 each_half = pytest.mark.parametrize("half", HALVES, ids=str)
 
