@@ -496,6 +496,29 @@ def test_dense_above(runs_on_cpu: Runs) -> None:
     assert found["first.weight"][0] is None and len(found["first.bias"][0]) == 0
 
 
+@pytest.mark.parametrize("dense_above", [None, 0.3])
+@pytest.mark.parametrize("half", [False, True])
+def test_changes_are_applied_as_the_pages_say(
+    runs_on_cpu: Runs, half: bool, dense_above: float | None
+) -> None:
+    """To parameters in any order of memory; ``half``: a sampler that is all half, as of vLLM."""
+    run = runs_on_cpu("AdamW", lr=1e-4)
+    run.note = lambda: None
+    sampler = {n: v.half() if half else v for n, v in run.values().items()}
+    assert not all(v.is_contiguous() for v in sampler.values())
+    for turn in range(4):
+        run.step()
+        if turn == 2 and half:  # values are FP32 from then on
+            run.amp.heal("conv")
+        for name, (positions, values) in run.amp.changes(dense_above=dense_above).items():
+            if positions is None:
+                sampler[name].copy_(values)
+            else:
+                sampler[name].put_(positions.long(), values.to(sampler[name].dtype))
+    for name, value in run.values().items():
+        assert torch.equal(sampler[name], value.to(sampler[name].dtype)), name
+
+
 def test_more_elements_than_int32_counts(
     runs_on_cpu: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -737,6 +760,9 @@ def test_calls_at_the_wrong_time(runs_on_cpu: Runs) -> None:
     run.amp.disable()
     with pytest.raises(RuntimeError, match="this model was disabled"):
         run.amp.changes()
+    # as the first message says
+    with tritonamp.enable(run.model, run.optimizer, level="O2", track_changes=True) as amp:
+        assert amp.changes().keys() == run.values().keys()
     with (
         tritonamp.enable(Net(), level="O2", track_changes=True) as amp,
         pytest.raises(RuntimeError, match="enabled without an optimizer"),

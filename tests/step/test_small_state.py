@@ -759,6 +759,28 @@ def test_sparse_gradients_of_packed_masters_are_refused(
     with pytest.raises(RuntimeError, match="expected dense gradients, got sparse ones"):
         optimizer.step()
     assert same(snapshot(model, optimizer), before)
+    # what the message says: leave masters and state out
+    amp.disable()
+    optimizer.zero_grad()
+    amp = handles(model, optimizer, level="O2", dtype=BF16)
+    amp.backward(model(torch.arange(4)).sum())
+    optimizer.step()
+    assert not same(snapshot(model, optimizer)[:1], before[:1])
+
+
+def test_a_lion_refuses_the_state_of_an_adam() -> None:
+    """torch would load it, with Adam's hyperparameters."""
+    adam, lion = (
+        kind([nn.Parameter(torch.ones(3))], lr=lr)
+        for kind, lr in ((tritonamp.optim.AdamW, 0.5), (tritonamp.optim.Lion, 0.25))
+    )
+    for optimizer in (adam, lion):
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+        optimizer.step()
+    before, group = snapshot(lion), dict(lion.param_groups[0])
+    with pytest.raises(ValueError, match="state 0: exp_avg_sq, which a Lion does not keep"):
+        lion.load_state_dict(adam.state_dict())
+    assert same(snapshot(lion), before) and lion.param_groups[0] == group
 
 
 def test_packed_state_of_our_optimizers_stays_packed(run: Any) -> None:
