@@ -9,17 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import numpy_warns
-from tritonamp.kernels import _small_state as small
+from tritonamp.kernels._codes import SIGNED, UNSIGNED, decode, encode, load_moment, store_moment
 from tritonamp.kernels._launch import Launch
-from tritonamp.kernels._small_state import (
-    BLOCK,
-    SIGNED,
-    UNSIGNED,
-    decode,
-    encode,
-    join_master,
-    split_master,
-)
+from tritonamp.kernels._memory_order import BLOCK
+from tritonamp.kernels._packed_masters import join_master, joined, split, split_master
+from tritonamp.kernels._random_bits import random_bits as kernel_bits
+from tritonamp.kernels._random_bits import random_bits_twin, rounded, rounded_twin
 from tritonamp.kernels.device import tl, triton
 
 pytestmark = numpy_warns
@@ -310,9 +305,9 @@ def test_random_bits_are_even() -> None:
     6 deviations.
     """
     n, step = 1 << 14, torch.tensor(3.0)
-    of_tensors = [small.random_bits_twin(torch.empty(16), step, k) for k in range(n // 16)]
+    of_tensors = [random_bits_twin(torch.empty(16), step, k) for k in range(n // 16)]
     along = {
-        "elements": small.random_bits_twin(torch.empty(n), step, 5),
+        "elements": random_bits_twin(torch.empty(n), step, 5),
         "tensors": tuple(map(torch.cat, zip(*of_tensors, strict=True))),
     }
     for name, both in along.items():
@@ -334,7 +329,7 @@ def test_bits_of_successive_steps_spread_evenly(first: int) -> None:
     (independent ones: a multiple of sqrt(n p)).
     """
     steps = [float(first + k) for k in range(512)]
-    rows = [small.random_bits_twin(torch.empty(64), torch.tensor(s), 1) for s in steps]
+    rows = [random_bits_twin(torch.empty(64), torch.tensor(s), 1) for s in steps]
     for bits_of_moment in zip(*rows, strict=True):
         u = torch.stack(bits_of_moment).double() / 2**32
         for n in (8, 64, 512):
@@ -352,8 +347,8 @@ def test_noise_of_a_second_moment(dropped: int, noise: float) -> None:
     for step in range(1, 3001):
         square = gradients.normal_(generator=generator).square()
         exact = exact * 0.999 + square * 0.001
-        _, bits_of_v = small.random_bits_twin(like, torch.tensor(float(step)), 0)
-        v = small.rounded_twin(v * 0.999 + square * 0.001, bits_of_v, dropped)
+        _, bits_of_v = random_bits_twin(like, torch.tensor(float(step)), 0)
+        v = rounded_twin(v * 0.999 + square * 0.001, bits_of_v, dropped)
         if step > 2000 and step % 50 == 0:
             ratios.append(v / exact)
     ratio = torch.stack(ratios)
@@ -367,7 +362,7 @@ def test_stochastic_rounding_to_bfloat16() -> None:
     """
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
     many = x.expand(4096, -1).flatten()
-    y = small.rounded_twin(many, random_bits(len(many)), 16).view(4096, -1)
+    y = rounded_twin(many, random_bits(len(many)), 16).view(4096, -1)
     assert torch.equal(y, y.bfloat16().float())
     lower = (bits(x) & -0x10000).view(WIDE)
     unit = ((bits(lower) & 0x7F800000) >> 23).double().sub(127 + 7).exp2()
@@ -375,7 +370,7 @@ def test_stochastic_rounding_to_bfloat16() -> None:
     assert (((y.double().mean(0) - x.double()).abs()) <= 6 * unit / 2 / 64).all()
     stays = torch.tensor([NAN, INF, -INF, 0.0, -0.0, 1.0, -1.5, 2.0**-126])
     for random in (0, 0xFFFF, 0xFFFFFFFF):
-        kept = small.rounded_twin(stays, torch.full((8,), random), 16)
+        kept = rounded_twin(stays, torch.full((8,), random), 16)
         assert same(kept, stays)
 
 
@@ -385,7 +380,7 @@ def test_stochastic_rounding_to_bfloat16() -> None:
 @triton.jit
 def random_kernel(step_ptr, number_ptr, first_ptr, second_ptr, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first, second = small.random_bits(offs, tl.load(step_ptr), tl.load(number_ptr))
+    first, second = kernel_bits(offs, tl.load(step_ptr), tl.load(number_ptr))
     tl.store(first_ptr + offs, first.to(tl.int64))
     tl.store(second_ptr + offs, second.to(tl.int64))
 
@@ -396,7 +391,7 @@ def test_random_bits_are_the_twins(triton_device: torch.device, step: float, num
     found = [torch.zeros(2048, dtype=torch.int64, device=triton_device) for _ in range(2)]
     told = torch.tensor(step, device=triton_device), torch.tensor(number, device=triton_device)
     Launch(random_kernel, (2, 1, 1), (), (1024,), 4)(*told, *found)
-    both = small.random_bits_twin(torch.empty(2048), torch.tensor(step), number)
+    both = random_bits_twin(torch.empty(2048), torch.tensor(step), number)
     assert [bits_of.tolist() for bits_of in found] == [bits_of.tolist() for bits_of in both]
 
 
@@ -404,7 +399,7 @@ def test_random_bits_are_the_twins(triton_device: torch.device, step: float, num
 def rounded_kernel(x_ptr, random_ptr, out_ptr, DROPPED: tl.constexpr, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     random = tl.load(random_ptr + offs).to(tl.uint32)
-    tl.store(out_ptr + offs, small.rounded(tl.load(x_ptr + offs), random, DROPPED))
+    tl.store(out_ptr + offs, rounded(tl.load(x_ptr + offs), random, DROPPED))
 
 
 @pytest.mark.parametrize("dropped", [16, 20])
@@ -415,7 +410,7 @@ def test_rounding_is_the_twins(triton_device: torch.device, dropped: int) -> Non
     out = torch.zeros(n, device=triton_device)
     tensors = x.to(triton_device), random.to(triton_device), out
     Launch(rounded_kernel, (n // 1024, 1, 1), (), (dropped, 1024), 4)(*tensors)
-    assert same(out.cpu(), small.rounded_twin(x, random, dropped))
+    assert same(out.cpu(), rounded_twin(x, random, dropped))
 
 
 @triton.jit
@@ -426,11 +421,9 @@ def moment_kernel(
     blocks = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs = tl.expand_dims(blocks * 128, 1) + tl.expand_dims(tl.arange(0, 128), 0)
     end, random = tl.load(end_ptr), tl.load(random_ptr + offs).to(tl.uint32)
-    small.store_moment(
-        codes_ptr, exponents_ptr, offs, blocks, end, tl.load(x_ptr + offs), random, KIND
-    )
+    store_moment(codes_ptr, exponents_ptr, offs, blocks, end, tl.load(x_ptr + offs), random, KIND)
     tl.debug_barrier()
-    tl.store(out_ptr + offs, small.load_moment(codes_ptr, exponents_ptr, offs, blocks, end, KIND))
+    tl.store(out_ptr + offs, load_moment(codes_ptr, exponents_ptr, offs, blocks, end, KIND))
 
 
 @each_kind
@@ -468,16 +461,16 @@ def test_moments_are_the_twins(triton_device: torch.device, kind: int, rows: int
 @triton.jit
 def split_kernel(x_ptr, half_ptr, rest_ptr, out_ptr, BF16: tl.constexpr, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    half, rest = small.split(tl.load(x_ptr + offs), BF16)
+    half, rest = split(tl.load(x_ptr + offs), BF16)
     tl.store(half_ptr + offs, half)
     tl.store(rest_ptr + offs, rest.to(tl.int16))
-    tl.store(out_ptr + offs, small.joined(half, rest.to(tl.int16), BF16))
+    tl.store(out_ptr + offs, joined(half, rest.to(tl.int16), BF16))
 
 
 @triton.jit
 def joined_kernel(half_ptr, rest_ptr, out_ptr, BF16: tl.constexpr, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + offs, small.joined(tl.load(half_ptr + offs), tl.load(rest_ptr + offs), BF16))
+    tl.store(out_ptr + offs, joined(tl.load(half_ptr + offs), tl.load(rest_ptr + offs), BF16))
 
 
 @each_half

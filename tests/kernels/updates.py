@@ -10,18 +10,10 @@ from torch import Tensor
 
 from tests.kernels.update_rows import CODES, FORMS, WIDE, Row
 from tritonamp.kernels._change_bits import changes_shape
+from tritonamp.kernels._memory_order import in_memory_of, in_order_of_memory, padded
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
-from tritonamp.kernels._small_state import (
-    SIGNED,
-    decode,
-    encode,
-    in_memory_of,
-    in_order_of_memory,
-    join_master,
-    padded,
-    split_codes,
-    split_master,
-)
+from tritonamp.kernels._packed_masters import join_master, split_master
+from tritonamp.kernels._state_formats import SIGNED, format_of
 from tritonamp.kernels._update_lists import UpdateLists
 
 SHAPES = [(0,), (), (1,), (127,), (128,), (129,), (1023,), (1024,), (1025,), (4099,), (5, 7)]
@@ -80,7 +72,7 @@ class Updates:
             direction = -1 if getattr(rule, "maximize", False) else 1
             grads = [direction * s * x for s, x in zip(signs, values(), strict=True)]
             lists["grads"] += [g.to(device, grad or self.form.grad) for g in grads]
-            for name, kind in zip(row.update.states, row.update.codes, strict=True):
+            for name, kind in zip(row.update.states, row.update.kinds, strict=True):
                 # squares are above those of all means
                 above = 1.21 if name == "square_avgs" else 0.0
                 rows = zip(signs, values(), strict=True)
@@ -113,11 +105,8 @@ class Updates:
         return {"params": params, "copies": params, "remainders": remainders}
 
     def _state(self, values: Tensor, kind: int) -> Tensor:
-        if self.form.state is not CODES:
-            return values.to(self.device, self.form.state)
-        flat = in_order_of_memory(values)
-        whole = torch.nn.functional.pad(flat, (0, padded(len(flat)) - len(flat)))
-        return torch.cat(encode(whole, None, kind)).to(self.device)
+        stored = format_of(self.form.state, True).write(values, values, kind, None)
+        return stored.to(self.device, self.form.state)
 
     def clone(self) -> "Updates":
         """Return the same with tensors and memory of its own."""
@@ -154,10 +143,9 @@ class Updates:
     def value(self, name: str, place: int) -> Tensor:
         """Return the values of a state, FP32 or FP64, in new memory."""
         param, state = self.lists["params"][place], self.lists[name][place]
-        if state.dtype is not CODES:
-            return state.to(torch.promote_types(state.dtype, WIDE), copy=True)
-        kind, n = self.row.update.codes[self.row.update.states.index(name)], param.numel()
-        return in_memory_of(param, decode(*split_codes(state, n), kind)[:n])
+        kind = self.row.update.kinds[self.row.update.states.index(name)]
+        dtype = torch.promote_types(param.dtype, WIDE)
+        return format_of(state.dtype, True).read(state, param, kind, dtype).clone()
 
     def states(self) -> Iterator[tuple[str, int]]:
         """Yield the name and the place of each state that there is."""
