@@ -136,12 +136,15 @@ FORMATS = {
 """Formats by the name that users give."""
 
 
+_OF_DTYPE = {form.dtype: form for form in FORMATS.values()}
+
+
 def format_of(dtype: torch.dtype, counts_steps: bool) -> StateFormat:
     """Return the format of a state's tensor, given its dtype and whether steps are counted."""
-    found = next((f for f in FORMATS.values() if f.dtype is dtype), FORMATS["fp32"])
+    found = _OF_DTYPE.get(dtype, FORMATS["fp32"])
     return found if counts_steps or not found.is_random else FORMATS["fp32"]
 
 
 def is_in_blocks(dtype: torch.dtype) -> bool:
     """Tell whether state of this dtype is in blocks of codes."""
-    return any(f.dtype is dtype and f.in_blocks for f in FORMATS.values())
+    return format_of(dtype, True).in_blocks
