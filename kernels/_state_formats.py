@@ -88,10 +88,11 @@ class StateFormat(NamedTuple):
     def write(self, values: Tensor, like: Tensor, kind: int, random: Tensor | None) -> Tensor:
         """Return the tensor to copy into a state, given its values in the shape of ``like``.
 
-        ``random`` has 32 bits for each element, int64 in the order of memory of ``like``, or None.
+        ``random`` has 32 bits for each element, int64 in the order of memory of ``like``. None: the
+        values are rounded to the nearest, or, in blocks, down in magnitude.
         """
         if self.codes is None:
-            if random is None:
+            if random is None or not self.is_random:
                 return values
             return rounded_twin(values, in_memory_of(like, random), 16)
         # zeros fill the last block, because they do not raise its exponent

@@ -13,6 +13,7 @@ from tritonamp.kernels._launch import Launch, Operand
 from tritonamp.kernels._memory_order import BLOCK, in_order_of_memory
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._plan import Plan
+from tritonamp.kernels._random_bits import random_bits_twin
 from tritonamp.kernels._state_formats import StateFormat, format_of
 from tritonamp.kernels._tables import NUM_WARPS, Table
 from tritonamp.kernels._update_kernel import count_steps_kernel, update_kernel
@@ -23,7 +24,7 @@ from tritonamp.kernels._update_lists import (
     unscaled,
 )
 from tritonamp.kernels._update_samples import MAX_REGISTERS, update_samples
-from tritonamp.kernels._update_twin import load_master, put_master, random_bits_of
+from tritonamp.kernels._update_twin import load_master, put_master
 from tritonamp.kernels.device import WARP_SIZE
 
 _STATES = 3  # largest number of states of a rule
@@ -170,7 +171,7 @@ class Update(Implementations):
         tensors, missing = lists.tensors, _STATES - len(self.states)
         remainders, changes = (n if n in tensors else "params" for n in ("remainders", "changes"))
         found = [t.dtypes[name] for name in self.states]
-        formats = [dtype and format_of(dtype, "steps" in tensors) for dtype in found]
+        formats = [None if d is None else format_of(d, "steps" in tensors) for d in found]
         in_blocks = "changes" in tensors or any(f and f.in_blocks for f in formats)
         has_first = next(iter(formats), None) is not None
         maxnreg = self._max_registers if has_first and t.dtypes["copies"] else None
@@ -230,23 +231,26 @@ class Update(Implementations):
             step = None if steps is None else steps + 1
             # unscale and clip
             grad = unscaled(grad, grad_scale, getattr(rule, "maximize", False), dtype)
-            found = [None if state is param else state for state in states]
-            formats = [None if s is None else format_of(s.dtype, step is not None) for s in found]
-            rows = list(zip(found, formats, self.kinds, strict=True))
-            values = [f and f.read(s, param, kind, dtype) for s, f, kind in rows]
+            found = [(k, state) for k, state in enumerate(states) if state is not param]
+            formats = {k: format_of(state.dtype, step is not None) for k, state in found}
+            values: list[Tensor | None] = [None] * len(states)
+            for k, state in found:
+                values[k] = formats[k].read(state, param, self.kinds[k], dtype)
             p, *after = self._twin(p, grad, *values, rule, step)
 
-            bits = random_bits_of(formats, param, step, number)
-            for (state, form, kind), value, random in zip(rows, after, bits, strict=True):
-                if form is not None:
-                    results.put(state, form.write(value, param, kind, random))
+            random = None, None
+            if any(form.is_random for form in formats.values()):
+                random = random_bits_twin(param, step, number)
+            for k, state in found:
+                value = formats[k].write(after[k], param, self.kinds[k], random[min(k, 1)])
+                results.put(state, value)
             if step is not None:
                 results.put(steps, step)
             overflow = lists.overflow(param.device)[number]
             half = put_master(results, param, remainder, copy, p, overflow)
             if changes is not None:
-                bits = packed_bits(in_order_of_memory(other_bits(copy, half), like=param))
-                results.put(changes, torch.stack([changes[0] | bits, bits]))
+                changed = packed_bits(in_order_of_memory(other_bits(copy, half), like=param))
+                results.put(changes, torch.stack([changes[0] | changed, changed]))
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._change_bits import changes_shape
+from tritonamp.kernels._codes import UNSIGNED
 from tritonamp.kernels._memory_order import in_order_of_memory, padded
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._packed_masters import join_master
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import BF16, HALF, LEVELS, WIDE, Shipped, build_name
-from tritonamp.kernels._state_formats import FORMATS, UNSIGNED
+from tritonamp.kernels._state_formats import FORMATS
 from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
 
 

@@ -1,14 +1,10 @@
 """Load and store of an update in torch, with the bits of ``_update_kernel``."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from tritonamp.kernels._memory_order import in_memory_of, in_order_of_memory
 from tritonamp.kernels._packed_masters import join_master, split_master
-from tritonamp.kernels._random_bits import random_bits_twin
-from tritonamp.kernels._state_formats import StateFormat
 from tritonamp.kernels._update_lists import PendingWrites
 
 
@@ -18,17 +14,6 @@ def load_master(param: Tensor, remainder: Tensor | None, dtype: torch.dtype) -> 
         return param.to(dtype)
     flat = join_master(in_order_of_memory(param), remainder[: param.numel()])
     return in_memory_of(param, flat)
-
-
-def random_bits_of(
-    formats: Sequence[StateFormat | None], param: Tensor, step: Tensor | None, number: int
-) -> list[Tensor | None]:
-    """Return the random bits of each state, in order of memory; None: the format takes none."""
-    if step is None or not any(f is not None and f.is_random for f in formats):
-        return [None] * len(formats)
-    first, other = random_bits_twin(param, step, number)
-    rows = zip(formats, (first, other, other), strict=False)
-    return [bits if f is not None and f.is_random else None for f, bits in rows]
 
 
 def put_master(

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from tests.kernels.update_rows import CODES, FORMS, WIDE, Row
 from tritonamp.kernels._change_bits import changes_shape
+from tritonamp.kernels._codes import SIGNED
 from tritonamp.kernels._memory_order import in_memory_of, in_order_of_memory, padded
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._packed_masters import join_master, split_master
-from tritonamp.kernels._state_formats import SIGNED, format_of
+from tritonamp.kernels._state_formats import format_of
 from tritonamp.kernels._update_lists import UpdateLists
 
 SHAPES = [(0,), (), (1,), (127,), (128,), (129,), (1023,), (1024,), (1025,), (4099,), (5, 7)]
