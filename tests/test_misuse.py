@@ -271,7 +271,7 @@ def test_backward_without_optimizer_and_with_a_foreign_one() -> None:
     amp.disable()
     amp = tritonamp.enable(model, adamw(model))
     with pytest.raises(
-        ValueError, match=r"optimizer 0: expected one given to tritonamp.enable, got an AdamW"
+        ValueError, match=r"optimizer 0: expected one given to tritonamp.enable, got AdamW, which"
     ):
         amp.backward(model(torch.ones(1, 4)).sum(), adamw(model))
     with pytest.raises(ValueError, match="loss_id: expected an int, got 'gen'"):

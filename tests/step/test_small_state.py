@@ -625,7 +625,7 @@ def built(**fields: Any) -> Any:
     [
         ("needs FP32 values", "AdamW", {"level": "O3", "state": "8bit"}),
         (
-            "state='8bit': expected one format for each optimizer, got a AdamW that was built with "
+            "state='8bit': expected one format for each optimizer, got AdamW, which was built with "
             "state='bf16'",
             built(state="bf16"),
             {"state": "8bit"},
@@ -659,7 +659,7 @@ def built(**fields: Any) -> Any:
             ]
         ],
         (
-            "masters='packed': expected one form for each optimizer, got a AdamW that was built "
+            "masters='packed': expected one form for each optimizer, got AdamW, which was built "
             "with masters='fp32'",
             built(masters="fp32"),
             {"masters": "packed"},
@@ -674,7 +674,7 @@ def built(**fields: Any) -> Any:
             for state in ("bf16", "8bit")
         ],
         (
-            "masters='packed': expected an optimizer with a fused step, got a Adagrad, which runs",
+            "masters='packed': expected an optimizer with a fused step, got Adagrad, which runs",
             "Adagrad",
             {"masters": "packed"},
         ),

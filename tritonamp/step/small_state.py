@@ -38,7 +38,7 @@ def check_state(state: str, optimizer: Optimizer, rule: FusedRule | None) -> Non
     if state not in states:
         raise ValueError(
             f"state={state!r}: expected an optimizer whose step can keep such state, "
-            f"{in_words(keeping(state), 'or')}, got a {kind}, which can keep "
+            f"{in_words(keeping(state), 'or')}, got {kind}, which can keep "
             f"{', '.join(map(repr, states))}"
         )
     if rule is not None:
@@ -168,7 +168,7 @@ def state_format(optimizer: Optimizer, wanted: str) -> str:
     own: str = getattr(optimizer, "_state_format", STATES[0])
     if STATES[0] not in (own, wanted) and own != wanted:
         raise ValueError(
-            f"state={wanted!r}: expected one format for each optimizer, got a "
-            f"{type(optimizer).__name__} that was built with state={own!r}: give it in one place"
+            f"state={wanted!r}: expected one format for each optimizer, got "
+            f"{type(optimizer).__name__}, which was built with state={own!r}: give it in one place"
         )
     return own if wanted == STATES[0] else wanted
