@@ -737,7 +737,7 @@ def test_half_parameters_have_half_weights() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"clear": 1}, "clear: expected True or False, got 1"),
+        ({"clear": 0.3}, r"clear: expected True or False, got 0.3: .*changes\(dense_above=0.3\)"),
         ({"dense_above": True}, "dense_above: expected None or a share .* got True"),
         ({"dense_above": 1.5}, r"a number in \[0, 1\], got 1.5"),
         ({"dense_above": -0.1}, r"a number in \[0, 1\], got -0.1"),
