@@ -221,7 +221,8 @@ def _named_class(text: str) -> type:
         ) from error
     if not isinstance(found, type):
         raise ValueError(
-            f"fp32_modules: expected the class of a module, got {text!r} of type {type(found).__name__}"
+            f"fp32_modules: expected the class of a module, got {text!r} of type "
+            f"{type(found).__name__}"
         )
     return found
 
