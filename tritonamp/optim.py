@@ -29,6 +29,7 @@ from tritonamp.step.packed_masters import (
 )
 from tritonamp.step.rule_table import ADAM, LION
 from tritonamp.step.rule_table import SGD as SGD_RULE
+from tritonamp.step.rules import check_differentiable
 from tritonamp.step.shown_gradients import ShownGradients
 from tritonamp.step.small_state import check_state, fp32_state_dict, in_fp32
 from tritonamp.step.state_loading import load_state
@@ -81,6 +82,7 @@ class _Fused:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}"
                 )
+        check_differentiable(self, state, masters)  # type: ignore[arg-type]
         check_state(state, self, self.fused_rule)  # type: ignore[arg-type]
         check_masters(masters, state, self, self.fused_rule)  # type: ignore[arg-type]
         self._state_format, self._masters = state, masters

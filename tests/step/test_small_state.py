@@ -616,6 +616,14 @@ def test_optimizers_that_cannot_are_refused(make: Any, state: str) -> None:
             state=state)  # fmt: skip
 
 
+OF_FUSED_STEPS = [
+    ("state", "bf16"),
+    ("state", "8bit"),
+    ("masters", "packed"),
+    ("offload", "state"),
+]
+
+
 def built(**fields: Any) -> Any:
     return partial(tritonamp.optim.AdamW, **fields)
 
@@ -678,6 +686,15 @@ def built(**fields: Any) -> Any:
             "Adagrad",
             {"masters": "packed"},
         ),
+        *[
+            (
+                f"{name}='{value}': expected an optimizer with a fused step, got RMSprop with "
+                f"differentiable=True, which takes torch's step: leave {name} or differentiable",
+                partial(torch.optim.RMSprop, differentiable=True),
+                {name: value},
+            )
+            for name, value in OF_FUSED_STEPS
+        ],
     ],
     ids=str,
 )
@@ -696,6 +713,16 @@ def test_conflicts_are_refused(match: str, make: Any, fields: dict[str, Any]) ->
             "masters: expected one of None, 'packed', 'fp32', got 'half'",
         ),
         ("SGD", {"masters": "fp32", "state": "8bit"}, "masters='fp32': expected state='fp32' or"),
+        *[
+            (
+                kind,
+                {"differentiable": True, name: value},
+                f"{name}='{value}': expected an optimizer with a fused step, got {kind} with "
+                "differentiable=True",
+            )
+            for kind in ("Adam", "AdamW", "SGD")
+            for name, value in OF_FUSED_STEPS[:3]
+        ],
     ],
 )
 def test_optimizers_are_not_built_with_conflicts(
