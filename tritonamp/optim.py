@@ -76,6 +76,19 @@ class _Fused:
         masters: str | None = None,
         **hyperparameters: Any,
     ) -> None:
+        """Build the optimizer.
+
+        Args:
+            *args: the optimizer's own positional arguments.
+            state: format of the optimizer's state, "fp32", "bf16" or "8bit", as in
+                ``tritonamp.Policy``.
+            masters: form of the FP32 masters of half parameters, None, "packed" or "fp32", as in
+                ``tritonamp.Policy``.
+            **hyperparameters: the optimizer's own keyword arguments.
+
+        Raises:
+            ValueError: an unknown format or form, or one that the optimizer cannot keep.
+        """
         super().__init__(*args, **hyperparameters)
         for name, value, allowed in ("state", state, STATES), ("masters", masters, MASTERS):
             if value not in allowed:
