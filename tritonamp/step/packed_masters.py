@@ -79,7 +79,8 @@ def check_masters(
     if rule is None:
         raise ValueError(
             "masters='packed': expected an optimizer with a fused step, got "
-            f"{kind}, which runs its own step on FP32 tensors: leave masters out"
+            f"{kind}, which runs its own step on FP32 tensors: leave masters out, or give it to "
+            "other optimizers alone, tritonamp.optim.AdamW(..., masters='packed')"
         )
     if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(

@@ -39,7 +39,8 @@ def check_state(state: str, optimizer: Optimizer, rule: FusedRule | None) -> Non
         raise ValueError(
             f"state={state!r}: expected an optimizer whose step can keep such state, "
             f"{in_words(keeping(state), 'or')}, got {kind}, which can keep "
-            f"{', '.join(map(repr, states))}"
+            f"{', '.join(map(repr, states))}: leave state out, or give it to other optimizers "
+            f"alone, tritonamp.optim.AdamW(..., state={state!r})"
         )
     if rule is not None:
         for group in optimizer.param_groups:
