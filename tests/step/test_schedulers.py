@@ -368,7 +368,7 @@ def test_errors(device: torch.device) -> None:
         foreign: "expected LambdaLR whose attribute optimizer .* got another SGD",
         run.optimizer: r"expected a learning-rate scheduler.*step\(\), got AdamW: .*one by one",
         LambdaLR: r"expected a learning-rate scheduler.*got the class LambdaLR",
-        "warmup": "expected a learning-rate scheduler.*got a str",
+        "warmup": "expected a learning-rate scheduler.*got str",
     }.items():
         with pytest.raises(ValueError, match=f"scheduler 1: {message}"):
             run.amp.step_schedulers(run.scheduler, wrong)
