@@ -1,6 +1,8 @@
 """Each advice is followed in the very form in which it is printed."""
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -116,3 +118,41 @@ def test_gradients_that_are_too_small(messages: Callable[[], list[str]]) -> None
         assert any("amp.watch() and amp.ranges() show where" in text for text in messages())
         zeros = [r for r in amp.ranges() if r.direction == "backward" and r.zeros]
     assert zeros
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [
+        ("state", "8bit", "Muon"),
+        ("state", "bf16", "Muon"),
+        ("state", "bf16", "NAdam"),
+        ("masters", "packed", "NAdam"),
+    ],
+)
+def test_one_of_two_optimizers_cannot(field: str, value: str, kind: str) -> None:
+    model = net()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    other = getattr(torch.optim, kind)(matrices, lr=0.1)
+    adamw = torch.optim.AdamW(vectors, lr=0.1)
+    told = rf"got {kind}.*: leave {field} out, or give it to other optimizers alone, "
+    told += re.escape(f"tritonamp.optim.AdamW(..., {field}='{value}')")
+    with pytest.raises(ValueError, match=told):
+        tritonamp.enable(model, [other, adamw], level="O2", **{field: value})
+    fields: dict[str, Any] = {field: value}
+    adamw = tritonamp.optim.AdamW(vectors, lr=0.1, **fields)
+    with tritonamp.enable(model, [other, adamw], level="O2") as amp:
+        losses = []
+        for _ in range(5):
+            losses.append((model(X) - 1).square().mean())
+            amp.backward(losses[-1])
+            for each in (other, adamw):
+                each.step()
+                each.zero_grad()
+        assert losses[-1] < losses[0]
+        # the optimizer steps on the half parameters where their masters are packed
+        (group,) = adamw.param_groups
+        kept = {p.dtype for p in group["params"]} | {
+            s["exp_avg"].dtype for s in adamw.state.values()
+        }
+        assert {"8bit": torch.uint8, "bf16": torch.bfloat16, "packed": torch.float16}[value] in kept

@@ -547,6 +547,21 @@ def test_readme_is_what_the_report_writes(bench: SimpleNamespace) -> None:
     assert front == bench.report.filled(front, "summary", summary)
 
 
+def test_bytes_of_small_state_are_those_that_are_counted(bench: SimpleNamespace) -> None:
+    """With two moments, and with one moment in brackets."""
+    ours = bench.report.step_bytes.Ours
+    forms = [(state, packed) for state in STATES for packed in (False, True)]
+    forms.remove(("8bit", False))
+    due = []
+    for form in forms:
+        two, one = ours("Adam", "adamw", 2, *form), ours("Lion", "lion", 1, *form)
+        pairs = (two.kept, one.kept), (two.moved, one.moved)
+        due.append([f"{round(a, 2):g} ({round(b, 2):g})" for a, b in pairs])
+    page = bench.report.ROOT / "tritonamp" / "step" / "README.md"
+    rows = [r.strip("|").split("|") for r in page.read_text().splitlines() if "| `state=" in r]
+    assert [[cell.strip() for cell in row[-2:]] for row in rows] == due
+
+
 def test_a_result_reaches_both_pages(
     bench: SimpleNamespace, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

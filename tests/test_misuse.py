@@ -65,6 +65,12 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
         r"got the unknown lossscale, opt_level: did you mean loss_scale for lossscale, level for "
         r"opt_level\?$",
     ),
+    "more words than the field": (
+        adamw,
+        {"optimizer_state": "bf16", "half_dtype": None, "cast_model_outputs": None},
+        "did you mean cast_outputs for cast_model_outputs, dtype for half_dtype, state for "
+        "optimizer_state",
+    ),
     "misspelt argument": (adamw, {"back_end": "eager"}, r"did you mean backend for back_end\?$"),
     "unknown keyword": (adamw, {"zzz": 1}, "got the unknown zzz$"),
     "misspelt level": (adamw, {"level": "O-2"}, r"got 'O-2': did you mean 'O2'\?$"),
@@ -271,7 +277,7 @@ def test_backward_without_optimizer_and_with_a_foreign_one() -> None:
     amp.disable()
     amp = tritonamp.enable(model, adamw(model))
     with pytest.raises(
-        ValueError, match=r"optimizer 0: expected one given to tritonamp.enable, got an AdamW"
+        ValueError, match=r"optimizer 0: expected one given to tritonamp.enable, got AdamW, which"
     ):
         amp.backward(model(torch.ones(1, 4)).sum(), adamw(model))
     with pytest.raises(ValueError, match="loss_id: expected an int, got 'gen'"):

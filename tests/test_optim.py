@@ -7,6 +7,7 @@ import functools
 import io
 import itertools
 import pickle
+import pydoc
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -849,3 +850,10 @@ def test_nothing_reads_the_device(
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     assert reads == []
+
+
+@pytest.mark.parametrize("name", optim.__all__)
+def test_help_describes_the_additions(name: str) -> None:
+    text = pydoc.plain(pydoc.render_doc(getattr(optim, name)))
+    for argument in ("state: format of", "masters: form of"):
+        assert argument in text

@@ -81,9 +81,9 @@ def unscale() -> None:
 
 TEXTS: dict[Callable[[], None], str] = {
     small_state: "expected an optimizer whose step can keep such state, "
-    f"{in_words(keeping('8bit'), 'or')}, got a Adagrad, which can keep 'fp32'",
+    f"{in_words(keeping('8bit'), 'or')}, got Adagrad, which can keep 'fp32'",
     offload: f"expected an optimizer that steps in parts, {in_words(IN_PARTS, 'or')} (torch's, or "
-    "of tritonamp.optim), got a Adagrad",
+    "of tritonamp.optim), got Adagrad",
     unscale: "tritonamp.optim.AdamW (Adam, SGD, Lion) instead of this optimizer keeps them",
 }
 

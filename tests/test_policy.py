@@ -406,7 +406,7 @@ def test_fields_that_the_text_leaves_out_have_their_defaults() -> None:
         ),
         (
             '{"op_policy": true, "fp32_modules": ["math:pi"]}',
-            "expected the class of a module, got 'math:pi', a float",
+            "expected the class of a module, got 'math:pi' of type float",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +114,20 @@ def words_of_code() -> set[str]:
 @pytest.mark.parametrize("texts", [docstrings, strings, pages])
 def test_words_are_plain(texts):
     found = [(place, m[0]) for place, text in texts() for m in DIALECT.finditer(text)]
+    assert found == []
+
+
+def test_articles_fit_the_next_word():
+    """A name that a message inserts may begin with any sound, so no article stands before it."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.JoinedStr)
+        for text, inserted in itertools.pairwise(node.values)
+        if isinstance(text, ast.Constant) and re.search(r"\b[Aa]n? $", str(text.value))
+        if isinstance(inserted, ast.FormattedValue)
+    ]
     assert found == []
 
 

@@ -224,7 +224,10 @@ def check_changes(
         RuntimeError: the policy does not track changes, or a CUDA graph is captured.
     """
     if not isinstance(clear, bool):
-        raise ValueError(f"clear: expected True or False, got {clear!r}")
+        raise ValueError(
+            f"clear: expected True or False, got {clear!r}: a share is given by its name, "
+            "amp.changes(dense_above=0.3)"
+        )
     is_number = isinstance(dense_above, Real) and not isinstance(dense_above, bool)
     if dense_above is not None and not (is_number and 0 <= dense_above <= 1):
         raise ValueError(

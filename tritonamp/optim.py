@@ -28,6 +28,7 @@ from tritonamp.step.packed_masters import (
 )
 from tritonamp.step.rule_table import ADAM, LION
 from tritonamp.step.rule_table import SGD as SGD_RULE
+from tritonamp.step.rules import check_differentiable
 from tritonamp.step.shown_gradients import ShownGradients
 from tritonamp.step.small_state import check_state, fp32_state_dict, in_fp32
 from tritonamp.step.state_loading import load_state
@@ -74,12 +75,26 @@ class _Fused:
         masters: str | None = None,
         **hyperparameters: Any,
     ) -> None:
+        """Build the optimizer.
+
+        Args:
+            *args: the optimizer's own positional arguments.
+            state: format of the optimizer's state, "fp32", "bf16" or "8bit", as in
+                ``tritonamp.Policy``.
+            masters: form of the FP32 masters of half parameters, None, "packed" or "fp32", as in
+                ``tritonamp.Policy``.
+            **hyperparameters: the optimizer's own keyword arguments.
+
+        Raises:
+            ValueError: an unknown format or form, or one that the optimizer cannot keep.
+        """
         super().__init__(*args, **hyperparameters)
         for name, value, allowed in ("state", state, STATES), ("masters", masters, MASTERS):
             if value not in allowed:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}"
                 )
+        check_differentiable(self, state, masters)  # type: ignore[arg-type]
         check_state(state, self, self.fused_rule)  # type: ignore[arg-type]
         check_masters(masters, state, self, self.fused_rule)  # type: ignore[arg-type]
         self._state_format, self._masters = state, masters

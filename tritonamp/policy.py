@@ -6,7 +6,7 @@ import functools
 import importlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,7 +225,8 @@ def _named_class(text: str) -> type:
         ) from error
     if not isinstance(found, type):
         raise ValueError(
-            f"fp32_modules: expected the class of a module, got {text!r}, a {type(found).__name__}"
+            f"fp32_modules: expected the class of a module, got {text!r} of type "
+            f"{type(found).__name__}"
         )
     return found
 
@@ -406,12 +407,21 @@ def check_field_names(fields: Iterable[str], others: Iterable[str] = ()) -> None
     unknown = sorted(set(fields) - {*known})
     if not unknown:
         return
-    pairs = ((name, difflib.get_close_matches(name, [*known, *others], 1)) for name in unknown)
+    pairs = ((name, _nearest(name, known, others)) for name in unknown)
     meant = [f"{found[0]} for {name}" for name, found in pairs if found]
     hint = f": did you mean {', '.join(meant)}?" if meant else ""
     raise ValueError(
         f"expected policy fields of {', '.join(known)}, got the unknown {', '.join(unknown)}{hint}"
     )
+
+
+def _nearest(name: str, fields: Sequence[str], others: Iterable[str]) -> list[str]:
+    """Return the most similar right name, or no name; fields whose words ``name`` has go first."""
+    words = {*name.split("_")}
+    contained = [field for field in fields if words.issuperset(field.split("_"))]
+    if contained:
+        return difflib.get_close_matches(name, contained, 1, cutoff=0)
+    return difflib.get_close_matches(name, [*fields, *others], 1)
 
 
 def _base_policy(level: str | Policy) -> tuple[Policy, torch.dtype | None]:

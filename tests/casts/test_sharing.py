@@ -87,7 +87,7 @@ def test_what_an_optimizer_steps_on_is_refused(pair: Any, level: str, steps: str
         before = models.looks()
         with pytest.raises(
             ValueError,
-            match=rf"'{names[1]}' of this {kinds[1]} is '{names[0]}' of a {kinds[0]} that is "
+            match=rf"'{names[1]}' of this {kinds[1]} is '{names[0]}' of the {kinds[0]} that is "
             r"enabled already, and both would decide.*amp.disable\(\).*enable\(\[a, b\], ",
         ):
             tritonamp.enable([b, nn.Linear(2, 2)] if steps == "as a list" else b, of_b)

@@ -160,7 +160,7 @@ REFUSED = {
     ),
     "a value": (
         {"model": linear(3, 2), "pair": None, "optimizer": None, "epoch": linear(3, 2)},
-        "epoch: expected the state of a Linear, got int",
+        "epoch: expected the state of Linear, got int",
     ),
     "groups": (
         {"model": linear(3, 2), "pair": None, "optimizer": sgd(linear(1, 1))},

@@ -4,6 +4,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ OWN = (
     "half values are not those",
     "a plain loss.backward() has added",
     "expected a call that keeps the dtypes",
+    "expected an optimizer whose step",
+    "amp.changes(): expected a policy",
 )  # no programs: their README has
 PROGRAMS = [page for page in SECTIONS if not page.title.startswith(OWN)]
 
@@ -177,6 +180,17 @@ def enable_a_part() -> None:
         tritonamp.enable(model[0])
 
 
+def refused(make: Callable[..., torch.optim.Optimizer], **fields: Any) -> Callable[[], Any]:
+    model = nn.Linear(2, 2)
+    return lambda: tritonamp.enable(model, make(model.parameters()), **{"level": "O2", **fields})
+
+
+def changes(level: str) -> None:
+    model = nn.Linear(2, 2)
+    with tritonamp.enable(model, torch.optim.SGD(model.parameters()), level=level) as amp:
+        amp.changes()
+
+
 def plain_backward() -> None:
     amp, optimizer, loss = half_linear()
     with amp:
@@ -231,6 +245,7 @@ def average_made_before() -> None:
 
 
 NANS = torch.full((2,), torch.nan)
+STATE = "expected an optimizer whose step"
 LERP = "expected dtype float for end"
 
 ALSO: list[tuple[str, Callable[[], Any]]] = [
@@ -276,6 +291,18 @@ ALSO: list[tuple[str, Callable[[], Any]]] = [
     ("is enabled already", lambda: share(False, "O2")),
     ("is enabled already", enable_a_part),
     ("gradients of a plain", plain_backward),
+    *[
+        (STATE, refused(partial(torch.optim.RMSprop, centered=True), state=state))
+        for state in ("bf16", "8bit")
+    ],
+    (STATE, refused(partial(torch.optim.SGD, differentiable=True), state="bf16")),
+    (STATE, refused(torch.optim.NAdam, state="8bit")),
+    (STATE, refused(torch.optim.NAdam, masters="packed")),
+    *[("amp.changes()", partial(changes, level)) for level in ("O0", "O1", "O2", "O3")],
+    *[
+        ("amp.changes()", refused(torch.optim.SGD, level="O1", **{name: True}))
+        for name in ("track_changes", "track_lost_updates")
+    ],
 ]
 
 

@@ -336,5 +336,5 @@ def test_bundle_holds_plain_values_only(
     tmp_path: Path, model: Restless, device: torch.device
 ) -> None:
     snapshot = recorded(model, batch(device), object())
-    with pytest.raises(ValueError, match=r"expected .* tensors and plain values, got a object"):
+    with pytest.raises(ValueError, match=r"expected .* tensors and plain values, got object"):
         write_bundle(tmp_path, None, snapshot, tritonamp.O2, {})

@@ -1,4 +1,4 @@
-"""Two gloo ranks on CPU tell which elements of their shards have changed.
+"""Two gloo ranks on CPU tell which elements of their parameters, or shards, have changed.
 
 They are this file run as a script, see two_ranks.py.
 """
@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from two_ranks import RANKS, Pair, of_ranks, on_ranks, serve
 
 pytestmark = of_ranks
@@ -25,6 +26,8 @@ pytestmark = of_ranks
 
 def model_by(how: str) -> nn.Module:
     model = uneven_net() if how == "FSDP2" else nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+    if how == "DDP":
+        return DistributedDataParallel(model)
     if how == "FSDP2":
         return sharded(model, policy={"param_dtype": torch.float16})  # type: ignore[no-any-return]
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -33,7 +36,7 @@ def model_by(how: str) -> nn.Module:
 
 def parts(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the parts of the parameters that this rank holds."""
-    named = model.named_parameters()
+    named = getattr(model, "module", model).named_parameters()
     return {n: getattr(p, "_local_tensor", p).detach().clone() for n, p in named}
 
 
@@ -65,8 +68,8 @@ def sent(how: str, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "NAdam"])
-@pytest.mark.parametrize("how", ["FSDP2", "layers"])
-def test_shards(pair: Pair, how: str, kind: str) -> None:
+@pytest.mark.parametrize("how", ["DDP", "FSDP2", "layers"])
+def test_parts_of_ranks(pair: Pair, how: str, kind: str) -> None:
     for rank in sent(pair, how=how, kind=kind):
         assert rank["equal"] and rank["small"] and rank["left"] == 0
         (stepped, _), (both, written) = rank["counts"]

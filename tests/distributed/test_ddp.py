@@ -331,9 +331,9 @@ def test_all_ranks_heal_what_one_has_found(pair: Pair, order: str) -> None:
 
 
 @on_ranks
-def small_state(order: str, state: str) -> dict[str, Any]:
+def small_state(order: str, **fields: Any) -> dict[str, Any]:
     """Train from different seeds, and save; return the state of this rank at the end."""
-    run = replica(order, "AdamW", "O2", seed=dist.get_rank(), state=state)
+    run = replica(order, "AdamW", "O2", seed=dist.get_rank(), **fields)
     run.walk(joint_batches(STEPS))
     values = [v for s in run.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     kinds = sorted({str(v.dtype) for v in values if v.dim()})
@@ -344,10 +344,19 @@ def small_state(order: str, state: str) -> dict[str, Any]:
     return {"losses": run.losses, "kinds": kinds, "same": [state_of, masters, halves]}
 
 
-@pytest.mark.parametrize(("state", "kind"), [("bf16", "torch.bfloat16"), ("8bit", "torch.uint8")])
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"state": "bf16"}, "torch.bfloat16"),
+        ({"state": "8bit"}, "torch.uint8"),
+        ({"masters": "packed"}, "torch.float32"),
+    ],
+)
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_small_state_is_alike_on_all_ranks(pair: Pair, order: str, state: str, kind: str) -> None:
-    first, second = small_state(pair, order=order, state=state)
+def test_small_state_is_alike_on_all_ranks(
+    pair: Pair, order: str, fields: dict[str, str], kind: str
+) -> None:
+    first, second = small_state(pair, order=order, **fields)
     assert first["same"] == second["same"]
     assert first["kinds"] == second["kinds"] == [kind]
     masters, halves = first["same"][1:]

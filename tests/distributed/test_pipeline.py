@@ -269,7 +269,7 @@ def resumed_stages(folder: str, kind: str, options: dict[str, Any]) -> list[Any]
     ("kind", "options"),
     [
         ("1F1B", {"optimizer": "AdamW", "state": "8bit"}),
-        ("GPipe", {"skip_outliers": 6.0}),
+        ("GPipe", {"skip_outliers": 6.0, "masters": "packed"}),
         ("interleaved", {"optimizer": "two"}),
     ],
 )

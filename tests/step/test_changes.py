@@ -234,6 +234,45 @@ class Rewrites(torch.optim.Optimizer):
             p.copy_(torch.where(p == 0, -p, p))
 
 
+class Breaks(torch.optim.Optimizer):
+    """Gradient descent that raises half-way, while ``fails``."""
+
+    def __init__(self, params: Any, lr: float, by_data: bool) -> None:
+        super().__init__(params, {"lr": lr})
+        self.fails, self.by_data = False, by_data
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            if self.fails and i == 4:  # within the norm
+                raise ArithmeticError("half-way")
+            if p.grad is not None:
+                (p.data if self.by_data else p).sub_(self.param_groups[0]["lr"] * p.grad)
+
+
+@pytest.mark.parametrize("ask", [False, True])
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_step_that_raises_half_way(
+    runs_on_cpu: Runs, level: str, by_data: bool, ask: bool
+) -> None:
+    run = runs_on_cpu(lambda params, lr: Breaks(params, lr, by_data), level, lr=1e-2)
+    run.step()
+    run.assert_exact()
+    run.backward()
+    run.optimizer.fails = True
+    with pytest.raises(ArithmeticError):
+        run.optimizer.step()
+    run.note()
+    if ask:
+        run.assert_exact()
+    run.optimizer.fails = False
+    run.optimizer.zero_grad()
+    groups(run)[0]["lr"] = 0.0  # so that all changes are those of the first step
+    run.step()
+    run.assert_exact()
+
+
 def test_two_optimizers(runs_on_cpu: Runs) -> None:
     def two(params: list[nn.Parameter], lr: float) -> list[torch.optim.Optimizer]:
         return [torch.optim.Adagrad(params[:3], lr=lr), torch.optim.RAdam(params[3:], lr=lr)]
@@ -737,7 +776,7 @@ def test_half_parameters_have_half_weights() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"clear": 1}, "clear: expected True or False, got 1"),
+        ({"clear": 0.3}, r"clear: expected True or False, got 0.3: .*changes\(dense_above=0.3\)"),
         ({"dense_above": True}, "dense_above: expected None or a share .* got True"),
         ({"dense_above": 1.5}, r"a number in \[0, 1\], got 1.5"),
         ({"dense_above": -0.1}, r"a number in \[0, 1\], got -0.1"),

@@ -657,8 +657,8 @@ def test_refused(device: torch.device) -> None:
     model = TiedAndFrozen().to(device)
     params = list(model.parameters())
     refused: list[tuple[torch.optim.Optimizer, str]] = [
-        (torch.optim.Adagrad(params), "steps in parts, .* got a Adagrad, which runs its own step"),
-        (tritonamp.optim.Muon([model.last.weight]), "got a Muon, which works on whole matrices"),
+        (torch.optim.Adagrad(params), "steps in parts, .* got Adagrad, which runs its own step"),
+        (tritonamp.optim.Muon([model.last.weight]), "got Muon, which works on whole matrices"),
     ]
     if device.type == "cpu":
         host = "a CUDA device, got one on cpu, whose state is in host memory already"

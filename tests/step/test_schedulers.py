@@ -364,11 +364,11 @@ def test_errors(device: torch.device) -> None:
     plateau = ReduceLROnPlateau(run.optimizer)
     foreign = LambdaLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), lambda _: 1.0)
     for wrong, message in {
-        plateau: r"expected one .* no arguments, got a ReduceLROnPlateau .*metrics.*yourself",
-        foreign: "expected a LambdaLR whose attribute optimizer .* got another SGD",
-        run.optimizer: r"expected a learning-rate scheduler.*step\(\), got a AdamW: .*one by one",
+        plateau: r"expected one .* no arguments, got ReduceLROnPlateau .*metrics.*yourself",
+        foreign: "expected LambdaLR whose attribute optimizer .* got another SGD",
+        run.optimizer: r"expected a learning-rate scheduler.*step\(\), got AdamW: .*one by one",
         LambdaLR: r"expected a learning-rate scheduler.*got the class LambdaLR",
-        "warmup": "expected a learning-rate scheduler.*got a str",
+        "warmup": "expected a learning-rate scheduler.*got str",
     }.items():
         with pytest.raises(ValueError, match=f"scheduler 1: {message}"):
             run.amp.step_schedulers(run.scheduler, wrong)

@@ -616,6 +616,14 @@ def test_optimizers_that_cannot_are_refused(make: Any, state: str) -> None:
             state=state)  # fmt: skip
 
 
+OF_FUSED_STEPS = [
+    ("state", "bf16"),
+    ("state", "8bit"),
+    ("masters", "packed"),
+    ("offload", "state"),
+]
+
+
 def built(**fields: Any) -> Any:
     return partial(tritonamp.optim.AdamW, **fields)
 
@@ -625,7 +633,7 @@ def built(**fields: Any) -> Any:
     [
         ("needs FP32 values", "AdamW", {"level": "O3", "state": "8bit"}),
         (
-            "state='8bit': expected one format for each optimizer, got a AdamW that was built with "
+            "state='8bit': expected one format for each optimizer, got AdamW, which was built with "
             "state='bf16'",
             built(state="bf16"),
             {"state": "8bit"},
@@ -659,7 +667,7 @@ def built(**fields: Any) -> Any:
             ]
         ],
         (
-            "masters='packed': expected one form for each optimizer, got a AdamW that was built "
+            "masters='packed': expected one form for each optimizer, got AdamW, which was built "
             "with masters='fp32'",
             built(masters="fp32"),
             {"masters": "packed"},
@@ -674,10 +682,19 @@ def built(**fields: Any) -> Any:
             for state in ("bf16", "8bit")
         ],
         (
-            "masters='packed': expected an optimizer with a fused step, got a Adagrad, which runs",
+            "masters='packed': expected an optimizer with a fused step, got Adagrad, which runs",
             "Adagrad",
             {"masters": "packed"},
         ),
+        *[
+            (
+                f"{name}='{value}': expected an optimizer with a fused step, got RMSprop with "
+                f"differentiable=True, which takes torch's step: leave {name} or differentiable",
+                partial(torch.optim.RMSprop, differentiable=True),
+                {name: value},
+            )
+            for name, value in OF_FUSED_STEPS
+        ],
     ],
     ids=str,
 )
@@ -696,6 +713,16 @@ def test_conflicts_are_refused(match: str, make: Any, fields: dict[str, Any]) ->
             "masters: expected one of None, 'packed', 'fp32', got 'half'",
         ),
         ("SGD", {"masters": "fp32", "state": "8bit"}, "masters='fp32': expected state='fp32' or"),
+        *[
+            (
+                kind,
+                {"differentiable": True, name: value},
+                f"{name}='{value}': expected an optimizer with a fused step, got {kind} with "
+                "differentiable=True",
+            )
+            for kind in ("Adam", "AdamW", "SGD")
+            for name, value in OF_FUSED_STEPS[:3]
+        ],
     ],
 )
 def test_optimizers_are_not_built_with_conflicts(

@@ -73,7 +73,7 @@ def check_shared_tensors(
             else:
                 continue
             raise ValueError(
-                f"model: {name!r} of this {type(model).__name__} is {name_there!r} of a "
+                f"model: {name!r} of this {type(model).__name__} is {name_there!r} of the "
                 f"{type(other).__name__} that is enabled already, and {why}: call amp.disable() on "
                 "the first handle, and enable both models in one call, tritonamp.enable([a, b], "
                 "[optimizer_a, optimizer_b])"

@@ -115,7 +115,7 @@ def _fault(pair: _Pair) -> str | None:
             f"returned, got {type(owner).__name__}"
         )
     if not isinstance(state, dict):
-        return f"{name}: expected the state of a {type(owner).__name__}, got {_described(state)}"
+        return f"{name}: expected the state of {type(owner).__name__}, got {_described(state)}"
     try:
         if isinstance(owner, nn.Module):
             check_module(name, state, owner.state_dict())

@@ -92,10 +92,8 @@ def averages(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]
             continue
         if averaged or any(_is_copy(module, other) for other in modules.values()):
             found.append(path)
-            kind = (
-                "copy that is averaged" if averaged else "frozen copy of a module that is trained"
-            )
-            why = f"a {kind}: if it follows in small steps, these round away in half"
+            kind = "a copy that is averaged" if averaged else "a frozen copy of a trained module"
+            why = f"{kind}: if it follows in small steps, these round away in half"
             advice = (
                 f'keep it in FP32 (fp32_modules=["{path}"]), and update it from amp.master_params()'
             )

@@ -209,8 +209,8 @@ class Amp:
         for i, o in enumerate(feeds):
             if o not in self._parts.weights:
                 raise ValueError(
-                    f"optimizer {i}: expected one given to tritonamp.enable, got an "
-                    f"{type(o).__name__} that was not: enable it with the model"
+                    f"optimizer {i}: expected one given to tritonamp.enable, got "
+                    f"{type(o).__name__}, which was not: enable it with the model"
                 )
         return feeds
 

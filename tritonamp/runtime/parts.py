@@ -40,7 +40,7 @@ from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload, check_offload
 from tritonamp.step.packed_masters import check_masters, masters_form
 from tritonamp.step.pending import PendingDecisions
-from tritonamp.step.rules import rule_of, zero_eps
+from tritonamp.step.rules import check_differentiable, rule_of, zero_eps
 from tritonamp.step.schedulers import SchedulerSteps
 from tritonamp.step.sleep import Sleep
 from tritonamp.step.small_state import check_state, state_format
@@ -190,6 +190,8 @@ def _check_steps(request: Request) -> None:
     """Raise ValueError if an optimizer cannot keep state and masters as the policy asks."""
     for optimizer in request.optimizers:
         rule, state = rule_of(optimizer), state_format(optimizer, request.policy.state)
+        masters, offload = masters_form(optimizer, request.policy), request.policy.offload
+        check_differentiable(optimizer, state, masters, offload)
         check_state(state, optimizer, rule)
         if FORMATS[state].in_blocks and not request.policy.trains_fp32_values:
             raise ValueError(
@@ -197,9 +199,9 @@ def _check_steps(request: Request) -> None:
                 f"optimizer ({type(optimizer).__name__}) that was built with state={state!r}: use "
                 "level='O2', or build it with state='bf16'"
             )
-        check_masters(masters_form(optimizer, request.policy), state, optimizer, rule)
+        check_masters(masters, state, optimizer, rule)
         check_codes(optimizer, rule)
-        if request.policy.offload is not None:
+        if offload is not None:
             check_offload(optimizer, rule, request.device)
 
 

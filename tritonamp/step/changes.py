@@ -206,6 +206,16 @@ class Changes:
             bits.rows[1] = row
         self._before = {}
 
+    def compare_unfinished(self) -> None:
+        """Note which values the optimizer's own step has written before it raised.
+
+        Half parameters with a master are compared when their copies are written.
+        """
+        for i, before in self._before.items():
+            changed = other_bits(before, _stored(self._params[i]))
+            self._bits[i].rows[0] |= _packed(changed, self._bits[i].order)
+        self._before = {}
+
     # results
 
     def shares_left(self, groups: Iterable[Mapping[str, Any]]) -> list[float]:

@@ -34,7 +34,8 @@ def check_offload(optimizer: Optimizer, rule: FusedRule | None, device: torch.de
         why = "which runs its own step" if rule is None else "which works on whole matrices at once"
         raise ValueError(
             "offload='state': expected an optimizer that steps in parts, "
-            f"{in_words(IN_PARTS, 'or')} (torch's, or of tritonamp.optim), got a {kind}, {why}"
+            f"{in_words(IN_PARTS, 'or')} (torch's, or of tritonamp.optim), got {kind}, {why}: "
+            "leave offload out"
         )
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if any(map(is_sharded, params)):

@@ -38,13 +38,13 @@ def masters_form(optimizer: Optimizer, policy: Policy) -> str | None:
     kind = type(optimizer).__name__
     if None not in (own, policy.masters) and own != policy.masters:
         raise ValueError(
-            f"masters={policy.masters!r}: expected one form for each optimizer, got a {kind} that "
+            f"masters={policy.masters!r}: expected one form for each optimizer, got {kind}, which "
             f"was built with masters={own!r}: give it in one place"
         )
     if own == "packed" and not policy.master_weights:
         raise ValueError(
-            "masters='packed': expected a level with FP32 masters of half parameters, got an "
-            f"{kind} that was built with packed masters: use level='O2', or leave masters out"
+            "masters='packed': expected a level with FP32 masters of half parameters, got "
+            f"{kind}, which was built with packed masters: use level='O2', or leave masters out"
         )
     return own or policy.masters
 
@@ -70,8 +70,9 @@ def check_masters(
         return
     if rule is None:
         raise ValueError(
-            "masters='packed': expected an optimizer with a fused step, got a "
-            f"{kind}, which runs its own step on FP32 tensors: leave masters out"
+            "masters='packed': expected an optimizer with a fused step, got "
+            f"{kind}, which runs its own step on FP32 tensors: leave masters out, or give it to "
+            "other optimizers alone, tritonamp.optim.AdamW(..., masters='packed')"
         )
     if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(

@@ -32,6 +32,29 @@ def rule_of(optimizer: Optimizer) -> FusedRule | None:
     return rule if rule is not None and rule.takes(optimizer) else None
 
 
+def check_differentiable(
+    optimizer: Optimizer, state: str, masters: str | None, offload: str | None = None
+) -> None:
+    """Raise ValueError if a differentiable optimizer is asked for work of a fused step.
+
+    Args:
+        optimizer: optimizer of any kind.
+        state: wanted format of the state.
+        masters: wanted form of the masters.
+        offload: wanted ``Policy.offload``.
+    """
+    if not optimizer.defaults.get("differentiable", False):
+        return
+    wanted = {"state": state, "masters": masters, "offload": offload}
+    for name, value in wanted.items():
+        if value not in (None, "fp32"):
+            raise ValueError(
+                f"{name}={value!r}: expected an optimizer with a fused step, got "
+                f"{type(optimizer).__name__} with differentiable=True, which takes torch's step: "
+                f"leave {name} or differentiable out"
+            )
+
+
 def zero_eps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> float | None:
     """Return the eps of a parameter group if a step in ``dtype`` rounds that eps to 0, else None.
 

@@ -189,7 +189,7 @@ class SchedulerSteps:
             return optimizer
         got = "none" if optimizer is None else f"another {type(optimizer).__name__}"
         raise ValueError(
-            f"scheduler {number}: expected a {type(scheduler).__name__} whose attribute optimizer "
+            f"scheduler {number}: expected {type(scheduler).__name__} whose attribute optimizer "
             f"is one given to tritonamp.enable, got {got}: enable the optimizer with the model, or "
             "call the scheduler's step() yourself"
         )
@@ -234,13 +234,13 @@ def _check_scheduler(number: int, scheduler: Any) -> None:
     if isinstance(scheduler, (type, Optimizer)) or not callable(step):
         raise ValueError(
             f"scheduler {number}: expected a learning-rate scheduler, an object with step(), got "
-            f"{'the class ' + scheduler.__name__ if isinstance(scheduler, type) else f'a {kind}'}: "
+            f"{'the class ' + scheduler.__name__ if isinstance(scheduler, type) else kind}: "
             "give schedulers one by one"
         )
     try:
         inspect.signature(step).bind()
     except TypeError as error:
         raise ValueError(
-            f"scheduler {number}: expected one whose step() takes no arguments, got a {kind} "
+            f"scheduler {number}: expected one whose step() takes no arguments, got {kind} "
             f"({error}): call its step yourself, where you know what it asks for"
         ) from None

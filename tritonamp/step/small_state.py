@@ -29,8 +29,9 @@ def check_state(state: str, optimizer: Optimizer, rule: FusedRule | None) -> Non
     if state not in states:
         raise ValueError(
             f"state={state!r}: expected an optimizer whose step can keep such state, "
-            f"{in_words(keeping(state), 'or')}, got a {kind}, which can keep "
-            f"{', '.join(map(repr, states))}"
+            f"{in_words(keeping(state), 'or')}, got {kind}, which can keep "
+            f"{', '.join(map(repr, states))}: leave state out, or give it to other optimizers "
+            f"alone, tritonamp.optim.AdamW(..., state={state!r})"
         )
     if rule is not None:
         for group in optimizer.param_groups:
@@ -159,7 +160,7 @@ def state_format(optimizer: Optimizer, wanted: str) -> str:
     own: str = getattr(optimizer, "_state_format", STATES[0])
     if STATES[0] not in (own, wanted) and own != wanted:
         raise ValueError(
-            f"state={wanted!r}: expected one format for each optimizer, got a "
-            f"{type(optimizer).__name__} that was built with state={own!r}: give it in one place"
+            f"state={wanted!r}: expected one format for each optimizer, got "
+            f"{type(optimizer).__name__}, which was built with state={own!r}: give it in one place"
         )
     return own if wanted == STATES[0] else wanted

@@ -225,7 +225,7 @@ def check_codes(optimizer: Optimizer, rule: FusedRule | None) -> None:
         problem = next(iter(problems), None)
         if problem is not None:
             raise ValueError(
-                f"optimizer: expected state as its own load_state_dict makes it, got a "
+                f"optimizer: expected state as its own load_state_dict makes it, got "
                 f"{type(optimizer).__name__} with {problem}, which torch casts to the dtype of the "
                 "parameter: load a packed state after tritonamp.enable, or save a state_dict() "
                 "without packed=True"

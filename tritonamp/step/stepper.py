@@ -297,11 +297,7 @@ class Stepper:
         try:
             base_class(type(optimizer)).step(optimizer)  # type: ignore[attr-defined]
         except BaseException:
-            # Updates that were made before the error stay, as in torch. The half parameters must
-            # follow them, and a repeated call must not apply the same gradients again.
-            if _versions(optimizer) != before:
-                w.write_back(self._backend)
-                self._finish_step(w, decisions)
+            self._keep_unfinished(w, decisions, before)
             raise
         # torch's fused steps, and steps that write to ``.data``, count no write in ``_version``. At
         # O3 the FP32 values in main memory follow counted writes only: ``state_dict`` and
@@ -311,6 +307,18 @@ class Stepper:
         )
         w.write_back(self._backend)
         self._finish_step(w, decisions)
+
+    def _keep_unfinished(
+        self, w: MasterWeights, decisions: Sequence[Decision], before: list[int]
+    ) -> None:
+        """Keep the updates that an optimizer's own step made before it raised, as in torch."""
+        # The half parameters must follow them, and a repeated call must not apply the same
+        # gradients again.
+        if _versions(w.optimizer) != before:
+            w.write_back(self._backend)
+            self._finish_step(w, decisions)
+        elif w.changes is not None:
+            w.changes.compare_unfinished()  # writes to ``.data``, which torch does not count
 
     def _finish_step(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Note the step or skip of ``w``, and remove ``w`` from its decisions."""

@@ -104,7 +104,7 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, _PLAIN):
         kind = type(value).__name__
         raise ValueError(
-            f"write_bundle: expected a model called with tensors and plain values, got a {kind}"
+            f"write_bundle: expected a model called with tensors and plain values, got {kind}"
         )
     return value
 
