@@ -50,7 +50,7 @@ class StateFormat(NamedTuple):
         load: jitted functions of pointer, offsets, mask, numbers of the blocks, the number of
             elements of whole blocks up to the end of this chunk, and up to the end of the tensor.
             They return FP32, for states of the kinds SIGNED and UNSIGNED.
-        store: jitted functions that take FP32 values and random bits besides.
+        store: jitted functions of the same arguments, FP32 values and random bits.
         is_random: whether ``store`` rounds with random bits. Without a count of steps there are
             none, and the format of FP32 is used instead, which rounds to the nearest.
         codes: the same in torch for formats in blocks, which always count steps and pack masters;

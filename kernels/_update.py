@@ -238,8 +238,8 @@ class Update(Implementations):
                 values[k] = formats[k].read(state, param, self.kinds[k], dtype)
             p, *after = self._twin(p, grad, *values, rule, step)
 
-            random = None, None
-            if any(form.is_random for form in formats.values()):
+            random: tuple[Tensor | None, Tensor | None] = None, None
+            if step is not None and any(form.is_random for form in formats.values()):
                 random = random_bits_twin(param, step, number)
             for k, state in found:
                 value = formats[k].write(after[k], param, self.kinds[k], random[min(k, 1)])

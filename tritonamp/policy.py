@@ -194,7 +194,12 @@ class Policy:
 
 def packs_masters(masters: str | None, state: str) -> bool:
     """Tell whether FP32 masters are packed, given their form and the format of the state."""
-    return masters == "packed" or (masters is None and FORMATS[state].in_blocks)
+    return masters == "packed" or (masters is None and _in_blocks(state))
+
+
+def _in_blocks(state: str) -> bool:
+    # also asked before an unknown name is refused
+    return state in STATES and FORMATS[state].in_blocks
 
 
 def _normalised_cast_inputs(given: Any, dtype: torch.dtype) -> Any:
@@ -324,7 +329,7 @@ def _conflicts(policy: Policy) -> Iterable[str]:
             f"init_scale={policy.init_scale:g} needs loss_scale='dynamic', got "
             f"{policy.loss_scale!r}: a fixed scale does not begin anywhere"
         )
-    if FORMATS[policy.state].in_blocks and not policy.trains_fp32_values:
+    if _in_blocks(policy.state) and not policy.trains_fp32_values:
         yield (
             f"state={policy.state!r} needs FP32 values, master_weights=True: it holds their lower "
             "bits (use level='O2', or state='bf16')"
@@ -335,7 +340,7 @@ def _conflicts(policy: Policy) -> Iterable[str]:
             f"{name}=True needs half weights, cast_model=True: it notes which of them a step has "
             "changed (use level='O2' or 'O3')"
         )
-    if policy.masters == "fp32" and FORMATS[policy.state].in_blocks:
+    if policy.masters == "fp32" and _in_blocks(policy.state):
         yield (
             "masters='fp32' needs state='fp32' or 'bf16': masters of "
             f"state={policy.state!r} are packed (leave masters out)"
