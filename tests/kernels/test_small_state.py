@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import numpy_warns
+from tests.kernels.update_rows import ADAM, ROWS
+from tests.kernels.updates import Updates
 from tritonamp.kernels import _small_state as small
-from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._small_state import (
     BLOCK,
     SIGNED,
@@ -20,7 +21,7 @@ from tritonamp.kernels._small_state import (
     join_master,
     split_master,
 )
-from tritonamp.kernels.device import tl, triton
+from tritonamp.kernels.sgd import SGDRule
 
 pytestmark = numpy_warns
 
@@ -379,125 +380,52 @@ def test_stochastic_rounding_to_bfloat16() -> None:
         assert same(kept, stays)
 
 
-# Triton functions
+# bits of the kernel
 
 
-@triton.jit
-def random_kernel(step_ptr, number_ptr, first_ptr, second_ptr, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first, second = small.random_bits(offs, tl.load(step_ptr), tl.load(number_ptr))
-    tl.store(first_ptr + offs, first.to(tl.int64))
-    tl.store(second_ptr + offs, second.to(tl.int64))
+@pytest.mark.parametrize("form", ["packed", "packed bfloat16"])
+def test_masters_are_the_twins(triton_device: torch.device, form: str) -> None:
+    """A step makes a master of any FP32 value; another keeps that of any half and any remainder."""
+    x, rule = upper_and_lower_bits()[:: 13 * 8 + 1], SGDRule(1.0, 0.0, 0.0, 0.0, False, False)
+    kernel = Updates(ROWS["sgd"], triton_device, form, [rule], [x.shape, x.shape], grad=WIDE)
+    (zeros, halves, _), remainders = kernel.lists["params"], kernel.lists["remainders"]
+    zeros.zero_(), remainders[0].zero_()
+    kernel.lists["grads"][0].copy_(-x)
+    halves.copy_(patterns(halves.dtype)[:: 0x10000 // len(x)][: len(x)])
+    remainders[1].copy_(torch.tensor(EDGES).repeat(len(remainders[1]))[: len(remainders[1])])
+    kernel.lists["grads"][1].zero_()
+    twin = kernel.clone()
+    kernel.step("triton")
+    twin.step("eager")
+    for a, b in zip(kernel.lists["params"], twin.lists["params"], strict=True):
+        assert same(a.float(), b.float())
+    assert all(map(torch.equal, kernel.lists["remainders"], twin.lists["remainders"]))
+    assert same(kernel.masters()[0].cpu(), join_master(*split_master(x, halves.dtype)))
 
 
-@pytest.mark.parametrize("step", [1.0, 2.0**24 - 1])
+@pytest.mark.parametrize("form", ["bf16", "8bit fp32"])
+@pytest.mark.parametrize("step", [0.0, 2.0**24 - 2])
 @pytest.mark.parametrize("number", [0, 3, 100_003])
-def test_random_bits_are_the_twins(triton_device: torch.device, step: float, number: int) -> None:
-    found = [torch.zeros(2048, dtype=torch.int64, device=triton_device) for _ in range(2)]
-    told = torch.tensor(step, device=triton_device), torch.tensor(number, device=triton_device)
-    Launch(random_kernel, (2, 1, 1), (), (1024,), 4)(*told, *found)
-    both = small.random_bits_twin(torch.empty(2048), torch.tensor(step), number)
-    assert [bits_of.tolist() for bits_of in found] == [bits_of.tolist() for bits_of in both]
-
-
-@triton.jit
-def rounded_kernel(x_ptr, random_ptr, out_ptr, DROPPED: tl.constexpr, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    random = tl.load(random_ptr + offs).to(tl.uint32)
-    tl.store(out_ptr + offs, small.rounded(tl.load(x_ptr + offs), random, DROPPED))
-
-
-@pytest.mark.parametrize("dropped", [16, 20])
-def test_rounding_is_the_twins(triton_device: torch.device, dropped: int) -> None:
-    x = upper_and_lower_bits()[:: 13 * 32]
-    n = len(x) // 1024 * 1024
-    x, random = x[:n].contiguous(), random_bits(n)
-    out = torch.zeros(n, device=triton_device)
-    tensors = x.to(triton_device), random.to(triton_device), out
-    Launch(rounded_kernel, (n // 1024, 1, 1), (), (dropped, 1024), 4)(*tensors)
-    assert same(out.cpu(), small.rounded_twin(x, random, dropped))
-
-
-@triton.jit
-def moment_kernel(
-    x_ptr, random_ptr, codes_ptr, exponents_ptr, out_ptr, end_ptr,
-    KIND: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    blocks = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    offs = tl.expand_dims(blocks * 128, 1) + tl.expand_dims(tl.arange(0, 128), 0)
-    end, random = tl.load(end_ptr), tl.load(random_ptr + offs).to(tl.uint32)
-    small.store_moment(
-        codes_ptr, exponents_ptr, offs, blocks, end, tl.load(x_ptr + offs), random, KIND
-    )
-    tl.debug_barrier()
-    tl.store(out_ptr + offs, small.load_moment(codes_ptr, exponents_ptr, offs, blocks, end, KIND))
-
-
-@each_kind
-@pytest.mark.parametrize("rows", [1, 8])
-def test_moments_are_the_twins(triton_device: torch.device, kind: int, rows: int) -> None:
-    """Also of inf and NaN, of a block of zeros, of tiny values; nothing behind the end."""
-    x = spread(kind, 24, 7)
-    x[3] = INF
-    x[5 * BLOCK + 3], x[6 * BLOCK + 3] = 3.4e38, -INF if kind == SIGNED else 3.3e38
-    x[BLOCK + 3] = NAN
+def test_moments_are_the_twins(
+    triton_device: torch.device, form: str, step: float, number: int
+) -> None:
+    """If betas are 0, moments are the gradient and its square: any value, blocks of zeros, of tiny
+    and of huge values.
+    """
+    x = spread(SIGNED, 24, 7)
+    x[x.abs() < 2.0**-60] = 0.0
+    x[BLOCK + 3], x[5 * BLOCK + 3], x[6 * BLOCK + 3] = NAN, 3.4e38, -3.4e38
     x[2 * BLOCK : 3 * BLOCK] = 0.0
     x[3 * BLOCK : 4 * BLOCK] *= 2.0**-60 / x[3 * BLOCK : 4 * BLOCK].abs().max()
     x[4 * BLOCK : 5 * BLOCK] *= 3.3e38 / x[4 * BLOCK : 5 * BLOCK].abs().max()
-    random = random_bits(len(x), 5)
-    end = 21 * BLOCK
-    made = [
-        torch.full((24 * BLOCK,), 77, dtype=torch.uint8),
-        torch.full((24,), 77, dtype=torch.uint8),
-        torch.zeros(len(x)),
-    ]
-    tensors = [t.to(triton_device) for t in (x, random, *made, torch.tensor(end))]
-    Launch(moment_kernel, (24 // rows, 1, 1), (), (kind, rows), 1)(*tensors)
-    codes, exponents, out = (t.cpu() for t in tensors[2:5])
-    right = encode(x, random, kind)
-    # codes of a block that is marked mean nothing
-    means = exponents[:21].repeat_interleave(BLOCK) != 255
-    assert means.sum() == 20 * BLOCK
-    assert torch.equal(codes[:end][means], right[0][:end][means])
-    assert torch.equal(exponents[:21], right[1][:21])
-    assert (codes[end:] == 77).all() and (exponents[21:] == 77).all()
-    assert same(out[:end], decode(*right, kind)[:end])
-    assert (out[end:] == 0).all()
-
-
-@triton.jit
-def split_kernel(x_ptr, half_ptr, rest_ptr, out_ptr, BF16: tl.constexpr, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    half, rest = small.split(tl.load(x_ptr + offs), BF16)
-    tl.store(half_ptr + offs, half)
-    tl.store(rest_ptr + offs, rest.to(tl.int16))
-    tl.store(out_ptr + offs, small.joined(half, rest.to(tl.int16), BF16))
-
-
-@triton.jit
-def joined_kernel(half_ptr, rest_ptr, out_ptr, BF16: tl.constexpr, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + offs, small.joined(tl.load(half_ptr + offs), tl.load(rest_ptr + offs), BF16))
-
-
-@each_half
-def test_masters_are_the_twins(triton_device: torch.device, half: torch.dtype) -> None:
-    """Cut and joined; and joined of any half value and any remainder."""
-    x = upper_and_lower_bits()[:: 13 * 8 + 1]
-    n = len(x) // 1024 * 1024
-    x, grid = x[:n].contiguous(), (n // 1024, 1, 1)
-    upper, rest, out = (
-        torch.zeros(n, dtype=dtype, device=triton_device) for dtype in (WIDE, torch.int16, WIDE)
-    )
-    constants = half is BF16, 1024
-    Launch(split_kernel, grid, (), constants, 4)(x.to(triton_device), upper, rest, out)
-    right = split_master(x, half)
-    assert same(upper.cpu(), right[0].float())
-    assert torch.equal(rest.cpu(), right[1])
-    assert same(out.cpu(), join_master(*right))
-
-    upper = patterns(half)[:: 0x10000 // n][:n].contiguous()
-    rest = torch.tensor(EDGES, dtype=torch.int16).repeat(n // len(EDGES) + 1)[:n]
-    tensors = upper.float().to(triton_device), rest.to(triton_device), out
-    Launch(joined_kernel, grid, (), constants, 4)(*tensors)
-    assert same(out.cpu(), join_master(upper, rest))
+    x = torch.cat([x, upper_and_lower_bits()[:: 13 * 8 + 1]])
+    rule = ADAM._replace(lr=0.0, beta1=0.0, beta2=0.0)
+    kernel = Updates(ROWS["adamw"], triton_device, form, [rule], [x.shape], step, grad=WIDE)
+    kernel.lists["grads"][0].copy_(x)
+    kernel.groups = [0] * (number + 2)
+    twin = kernel.clone()
+    for run, backend in ((kernel, "triton"), (twin, "eager")):
+        run.step(backend, numbers=[number, number + 1], size=number + 2)
+    for name, i in (("exp_avgs", 0), ("exp_avg_sqs", 0)):
+        assert same(kernel.value(name, i), twin.value(name, i))
+    assert x[x.isfinite()].unique().numel() > 8000

@@ -30,54 +30,38 @@ pytestmark = numpy_warns
 SIZES = [(n,) for n in (*range(10), 127, 128, 129, 1023, 1024, 1025, 4097)]
 
 
-@pytest.mark.parametrize("found_inf", [1.0, 2.0, 0.5, -1.0, INF, NAN])
+FLAGS = [
+    *(torch.tensor(x) for x in (1.0, -1.0, INF, NAN, True)),
+    torch.tensor(2, dtype=torch.int32),
+    torch.tensor(0.5, dtype=HALF),
+    torch.tensor(1e-300, dtype=FP64),
+]
+
+
+@pytest.mark.parametrize("found_inf", FLAGS, ids=lambda x: f"{x.item()} {x.dtype}")
 @each_form("masters", "bf16", "packed", "packed bf16", "8bit")
 @each_row
 def test_any_found_inf_leaves_every_bit(
-    device: torch.device, backend: str, row: Row, form: str, found_inf: float
+    device: torch.device, backend: str, row: Row, form: str, found_inf: Tensor
 ) -> None:
+    """A flag of any dtype. The steps before and after use the same memory."""
+    skip = found_inf.to(device)
+    go = skip.new_tensor(-0.0)
     run = Updates(row, device, form, row.rules[:2], changes=True)
-    run.step(backend)
+    run.step(backend, 0.5, go)
     if run.form.param is not BF16:  # which the interpreter copies, with another NaN
         run.lists["params"][-1][0, 0] = NAN
     if run.form.state is not CODES:
         run.lists[row.update.states[0]][-1][0, 0] = -0.0
-    for bad, grad in zip(itertools.cycle([INF, NAN, 65504.0]), run.lists["grads"], strict=False):
-        grad.fill_(bad)
-    before = run.bits()
-    run.step(backend, 0.5, found_inf)
+    expected, before, grads = run.clone(), run.bits(), run.lists["grads"]
+    bad = itertools.cycle([INF, NAN, 65504.0])
+    run.lists["grads"] = [torch.full_like(g, x) for g, x in zip(grads, bad, strict=False)]
+    run.step(backend, 8.0, skip)
     assert all(map(torch.equal, run.bits(), before))
     assert run.overflow() == [0] * len(run.groups)
-    run.step(backend, None, -0.0)
+    run.lists["grads"] = grads
+    assert same_bits(run.step(backend, 0.25, go), expected.step(backend, 0.25))
     assert not all(map(torch.equal, run.bits(), before))
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, HALF, FP64], ids=str)
-@each_row
-def test_a_skip_may_be_of_any_dtype(
-    device: torch.device, backend: str, row: Row, dtype: torch.dtype
-) -> None:
-    """All steps have one plan, and 1e-300 is not 0."""
-    run = Updates(row, device, "masters")
-    skip = 1e-300 if dtype is FP64 else 1.0
-    for value, of in [(0.0, WIDE), (0.0, dtype), (skip, dtype), (1.0, WIDE)]:
-        expected = run.clone()
-        if value == 0:
-            expected.step(backend)
-        run.step(backend, None, torch.tensor(value, dtype=of, device=device))
-        assert same_bits(run, expected)
-
-
-@each_form("masters", "packed", "8bit")
-@each_row
-def test_a_skip_and_then_a_step(device: torch.device, backend: str, row: Row, form: str) -> None:
-    """With the same memory: rates of the step before do not count."""
-    run = Updates(row, device, form)
-    for found_inf, scale in ((0.0, 0.5), (1.0, 8.0), (0.0, 0.25)):
-        expected = run.clone()
-        if not found_inf:
-            expected.step(backend, scale)
-        assert same_bits(run.step(backend, scale, found_inf), expected)
 
 
 @pytest.mark.parametrize("programs", [_device_tables.PROGRAMS, 1])
@@ -149,25 +133,6 @@ def test_nothing_to_do(device: torch.device, backend: str, row: Row) -> None:
     assert all(s == 4.0 for s in run.lists.get("steps", ())), "without elements steps count, too"
     run.lists, run.groups = {name: [] for name in run.lists}, []
     run.step(backend, None, 0.0)
-
-
-@pytest.mark.parametrize("form", ["masters", "half", "bf16", "packed", "8bit bfloat16"])
-@each_row
-def test_numbers_with_gaps(device: torch.device, backend: str, row: Row, form: str) -> None:
-    """Rules, rates, flags and random bits go by the tensors' numbers."""
-    run = Updates(row, device, form, [row.rules[0], row.rules[0]._replace(lr=0.5)])
-    run.lists["params"][1].fill_(6e4)
-    numbers = [1, 2, 5, 6, 7, 9, 10, 12]
-    alone = [run.clone() for _ in numbers]
-    run.groups = [0] * 7 + [1] * 7
-    run.step(backend, numbers=numbers, size=14)
-    for i, (number, other) in enumerate(zip(numbers, alone, strict=True)):
-        other.groups = run.groups
-        part = [own[i : i + 1] for own in other.lists.values()]
-        other.lists = dict(zip(other.lists, part, strict=True))
-        other.step(backend, numbers=[number], size=14)
-        for name, own in run.lists.items():
-            assert torch.equal(own[i], other.lists[name][0]), name
 
 
 def model_bits(run: Updates) -> list[Tensor]:

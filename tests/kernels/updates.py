@@ -69,25 +69,23 @@ class Updates:
         signs = [torch.randn(s, generator=generator).sign() for s in [*shapes, (7, 5)]]
         signs[-1] = signs[-1].t()
 
-        def values() -> list[Tensor]:
-            return [torch.empty_like(s).uniform_(0.1, 1.1, generator=generator) for s in signs]
+        def values(factor: float = 1.0, kind: int = SIGNED, above: float = 0.0) -> list[Tensor]:
+            made = [torch.empty_like(s).uniform_(0.1, 1.1, generator=generator) for s in signs]
+            factors = [factor * s if kind == SIGNED else factor for s in signs]
+            return [f * (x + above) for f, x in zip(factors, made, strict=True)]
 
-        lists: dict[str, list[Any]] = {"params": [], "grads": []}
+        lists: dict[str, list[Any]] = {}
         for rule in self.rules:
-            masters = [s * x for s, x in zip(signs, values(), strict=True)]
-            for name, own in self._params(masters).items():
-                lists.setdefault(name, []).extend(own)
-            direction = -1 if getattr(rule, "maximize", False) else 1
-            grads = [direction * s * x for s, x in zip(signs, values(), strict=True)]
-            lists["grads"] += [g.to(device, grad or self.form.grad) for g in grads]
+            new = self._params(values())
+            direction = -1.0 if getattr(rule, "maximize", False) else 1.0
+            new["grads"] = [g.to(device, grad or self.form.grad) for g in values(direction)]
             for name, kind in zip(row.update.states, row.update.codes, strict=True):
                 # squares are above those of all means
-                above = 1.21 if name == "square_avgs" else 0.0
-                rows = zip(signs, values(), strict=True)
-                new = [(s if kind == SIGNED else 1.0) * (x + above) for s, x in rows]
-                given = [self._state(x, kind) for x in new]
-                there = row.update.has(name, rule)
-                lists.setdefault(name, []).extend(given if there else lists["params"][-len(new) :])
+                given = values(kind=kind, above=1.21 if name == "square_avgs" else 0.0)
+                has_state = row.update.has(name, rule)
+                new[name] = [self._state(x, kind) for x in given] if has_state else new["params"]
+            for name, own in new.items():
+                lists.setdefault(name, []).extend(own)
         if row.update.counts_steps or self.form.state is CODES:
             lists["steps"] = [torch.full((), steps, device=device) for _ in self.groups]
         if changes:
@@ -97,33 +95,27 @@ class Updates:
 
     def _params(self, masters: list[Tensor]) -> dict[str, list[Tensor]]:
         """Return the lists that hold these FP32 values, and their copies."""
-        params = [m.to(self.device, self.form.param) for m in masters]
-        if not self.form.packed:
-            dtype = self.form.copy
-            return {
-                "params": params,
-                "copies": [torch.full_like(p, 9.0, dtype=dtype) if dtype else p for p in params],
-            }
-        remainders = []
-        for param, master in zip(params, masters, strict=True):
-            upper, lower = split_master(in_order_of_memory(master), self.form.param)
-            param.copy_(in_memory_of(master, upper))
-            missing = padded(len(lower)) - len(lower)
-            remainders.append(torch.nn.functional.pad(lower, (0, missing)).to(self.device))
-        return {"params": params, "copies": params, "remainders": remainders}
+        params, copy = [m.to(self.device, self.form.param) for m in masters], self.form.copy
+        copies = params if copy is None else [torch.full_like(p, 9.0, dtype=copy) for p in params]
+        found = {"params": params, "copies": copies}
+        if self.form.packed:
+            found["remainders"] = []
+            for param, master in zip(params, masters, strict=True):
+                upper, lower = split_master(in_order_of_memory(master), self.form.param)
+                param.copy_(in_memory_of(master, upper))
+                found["remainders"].append(in_blocks(lower).to(self.device))
+        return found
 
     def _state(self, values: Tensor, kind: int) -> Tensor:
         if self.form.state is not CODES:
             return values.to(self.device, self.form.state)
-        flat = in_order_of_memory(values)
-        whole = torch.nn.functional.pad(flat, (0, padded(len(flat)) - len(flat)))
-        return torch.cat(encode(whole, None, kind)).to(self.device)
+        codes = encode(in_blocks(in_order_of_memory(values)), None, kind)
+        return torch.cat(codes).to(self.device)
 
     def clone(self) -> "Updates":
         """Return the same with tensors and memory of its own."""
         other = copy.copy(self)
-        tensors = itertools.chain(*self.lists.values())
-        made = {t: t.clone() for t in tensors}
+        made = {t: t.clone() for t in itertools.chain(*self.lists.values())}
         other.lists = {name: [made[t] for t in own] for name, own in self.lists.items()}
         other.memory = Memory()
         return other
@@ -194,14 +186,15 @@ class Updates:
         """Return the flags of parameters beyond the range of their half values."""
         return self.last.overflow(self.device).tolist()
 
-    def written(self) -> list[Tensor]:
-        """Return all tensors that a step may write."""
-        lists = (own for name, own in self.lists.items() if name != "grads")
-        return list(dict.fromkeys(itertools.chain(*lists)))
-
     def bits(self) -> list[Tensor]:
         """Return copies of the bits of all tensors that a step may write."""
-        return [bits(t) for t in self.written()]
+        lists = (own for name, own in self.lists.items() if name != "grads")
+        return [bits(t) for t in dict.fromkeys(itertools.chain(*lists))]
+
+
+def in_blocks(flat: Tensor) -> Tensor:
+    """Return elements with zeros up to the end of their last block."""
+    return torch.nn.functional.pad(flat, (0, padded(len(flat)) - len(flat)))
 
 
 def bits(tensor: Tensor) -> Tensor:
