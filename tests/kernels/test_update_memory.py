@@ -88,10 +88,12 @@ def test_memory_that_is_not_aligned(
         assert memory[0] == 7 and (memory[1 + tensor.numel() :] == 7).all()
 
 
-@each_form("masters", "half", "packed", "8bit")
+@each_form()
 @each_row
 def test_memory_with_gaps(device: torch.device, backend: str, row: Row, form: str) -> None:
-    """Gradients are slices, parameters are columns, and states are transposed."""
+    """Gradients are slices, parameters are columns, and states are transposed. All parameters and
+    copies get a new version; they may be leaves that require gradients.
+    """
     run = Updates(row, device, form, shapes=[(5, 7), (8, 3)])
     expected = run.clone().step(backend)
     lists, first = run.lists, row.update.states[0]
@@ -105,24 +107,13 @@ def test_memory_with_gaps(device: torch.device, backend: str, row: Row, form: st
         own[0] = columns if own[0] is param else own[0]
     if run.form.state is WIDE:
         lists[first][1] = lists[first][1].t().contiguous().t()
-    assert same_bits(run.step(backend), expected)
-
-
-@each_form("masters", "half", "packed", "8bit")
-@each_row
-def test_parameters_and_copies_get_a_new_version(
-    device: torch.device, backend: str, row: Row, form: str
-) -> None:
-    """Also leaves that require gradients; the bits are the same."""
-    run = Updates(row, device, form)
-    expected = run.clone().step(backend)
-    written = [*run.lists["params"], *run.lists["copies"]]
+    written = [*lists["params"], *lists["copies"]]
     before = [t.requires_grad_()._version for t in written]
-    grads = [g._version for g in run.lists["grads"]]
+    grads = [g._version for g in lists["grads"]]
     with torch.no_grad():
         assert same_bits(run.step(backend), expected)
     assert all(t._version > version for t, version in zip(written, before, strict=True))
-    assert [g._version for g in run.lists["grads"]] == grads
+    assert [g._version for g in lists["grads"]] == grads
 
 
 @each_row
@@ -177,30 +168,21 @@ def test_changes_are_those_of_the_models_bits(
     assert min(share) < 1 and max(share) > 0
 
 
-def test_bits_of_changes_lie_in_order(device: torch.device, backend: str) -> None:
-    """Bit k of byte b is element 8 b + k."""
-    run = Updates(ROWS["sgd"], device, "half", [ROWS["sgd"].rules[-1]], [(70,)], changes=True)
-    run.lists["grads"] = [torch.zeros_like(g) for g in run.lists["grads"]]
-    for place in (0, 9, 23, 69):
-        run.lists["grads"][0][place] = 1.0
-    run.step(backend)
-    expected = [1, 2, 128, 0, 0, 0, 0, 0, 32, *[0] * 7]
-    assert run.lists["changes"][0].tolist() == [expected, expected]
-
-
 @each_form("fp32", "masters", "masters bfloat16", "half", "packed", "8bit")
-def test_changes_of_zero_inf_and_nan(device: torch.device, backend: str, form: str) -> None:
-    """Another sign of 0 is a change; a NaN or inf that stays is none."""
+def test_bits_of_changes(device: torch.device, backend: str, form: str) -> None:
+    """Bit k of byte b is element 8 b + k. Another sign of 0 is a change; a NaN or inf that stays is
+    none.
+    """
     rule = ROWS["sgd"].rules[-1]._replace(lr=1.0)
-    run = Updates(ROWS["sgd"], device, form, [rule], [(6,)], changes=True)
-    start = torch.tensor([0.0, 0.0, NAN, INF, -INF, 1.0], device=device)
-    grads = torch.tensor([0.0, 1e-30, 1.0, 1.0, 1.0, NAN], device=device)
-    run.lists["params"][0].copy_(start)
-    run.lists["copies"][0].copy_(start)
-    run.lists["grads"] = [g.float() for g in run.lists["grads"]]
-    run.lists["grads"][0] = grads
+    run = Updates(ROWS["sgd"], device, form, [rule], [(70,)], changes=True, grad=WIDE)
+    values = {1: 0.0, 2: 0.0, 3: NAN, 4: INF, 5: -INF}
+    steps = {0: 1.0, 2: 1e-30, 3: 1.0, 4: 1.0, 5: 1.0, 6: NAN, 9: 1.0, 23: 1.0, 69: 1.0}
+    start = torch.tensor([values.get(i, 1.0) for i in range(70)])
+    for name in ("params", "copies"):
+        run.lists[name][0].copy_(start)
+    run.lists["grads"][0].copy_(torch.tensor([steps.get(i, 0.0) for i in range(70)]))
     if run.form.packed:
         run.lists["remainders"][0].zero_()
     run.step(backend)
-    changed = unpacked_bits(run.lists["changes"][0][1], 6).tolist()
-    assert changed == [False, True, False, False, False, True]
+    expected = [1 + 4 + 64, 2, 128, 0, 0, 0, 0, 0, 32, *[0] * 7]  # of 0, 2, 6, 9, 23 and 69
+    assert run.lists["changes"][0].tolist() == [expected, expected]

@@ -205,3 +205,9 @@ def bits(tensor: Tensor) -> Tensor:
 
 def same_bits(a: Updates, b: Updates) -> bool:
     return all(map(torch.equal, a.bits(), b.bits()))
+
+
+def same_or_nan(x: Tensor, y: Tensor) -> bool:
+    """Tell whether values have the same bits; any NaN is the same as another."""
+    kept = ~(x.isnan() & y.isnan())
+    return torch.equal(bits(x)[kept], bits(y)[kept])
