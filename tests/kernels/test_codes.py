@@ -131,7 +131,7 @@ def test_what_no_code_holds_becomes_the_largest_code(kind: int, large: float) ->
 
 
 def test_updates_stay_small_where_gradients_differ_by_2_to_the_20() -> None:
-    """Second moments v of a block then differ by 2^40. v is m^2 or more: |m| / sqrt(v) is at most 1.
+    """Second moments v then differ by 2^40. v is m^2 or more, so |m| / sqrt(v) is at most 1.
     Coded: 9/8 / sqrt(7/8) < 1.21 times that, where m has 8 units or more. A unit of m is
     2^(E - 17), one of v 2^(2E - 33), or 2^(2E - 34) where m's largest value was rounded up to 2^E.
     There m of k units becomes k + 1 at most, and v k^2 at least, but never 0: at most 2.

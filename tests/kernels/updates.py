@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,15 +76,7 @@ class Updates:
 
         lists: dict[str, list[Any]] = {}
         for rule in self.rules:
-            new = self._params(values())
-            direction = -1.0 if getattr(rule, "maximize", False) else 1.0
-            new["grads"] = [g.to(device, grad or self.form.grad) for g in values(direction)]
-            for name, kind in zip(row.update.states, row.update.codes, strict=True):
-                # squares are above those of all means
-                given = values(kind=kind, above=1.21 if name == "square_avgs" else 0.0)
-                has_state = row.update.has(name, rule)
-                new[name] = [self._state(x, kind) for x in given] if has_state else new["params"]
-            for name, own in new.items():
+            for name, own in self._of_group(rule, values, grad or self.form.grad).items():
                 lists.setdefault(name, []).extend(own)
         if row.update.counts_steps or self.form.state is CODES:
             lists["steps"] = [torch.full((), steps, device=device) for _ in self.groups]
@@ -92,6 +84,19 @@ class Updates:
             shapes = [changes_shape(p.numel()) for p in lists["params"]]
             lists["changes"] = [torch.zeros(shape, dtype=CODES, device=device) for shape in shapes]
         self.lists, self.memory = lists, Memory()
+
+    def _of_group(
+        self, rule: Any, values: Callable[..., list[Tensor]], grad: torch.dtype
+    ) -> dict[str, list[Tensor]]:
+        update, direction = self.row.update, -1.0 if getattr(rule, "maximize", False) else 1.0
+        new = self._params(values())
+        new["grads"] = [g.to(self.device, grad) for g in values(direction)]
+        for name, kind in zip(update.states, update.codes, strict=True):
+            # squares are above those of all means
+            given = values(kind=kind, above=1.21 if name == "square_avgs" else 0.0)
+            has_state = update.has(name, rule)
+            new[name] = [self._state(x, kind) for x in given] if has_state else new["params"]
+        return new
 
     def _params(self, masters: list[Tensor]) -> dict[str, list[Tensor]]:
         """Return the lists that hold these FP32 values, and their copies."""
