@@ -100,8 +100,8 @@ class Updates:
 
     def _params(self, masters: list[Tensor]) -> dict[str, list[Tensor]]:
         """Return the lists that hold these FP32 values, and their copies."""
-        params, copy = [m.to(self.device, self.form.param) for m in masters], self.form.copy
-        copies = params if copy is None else [torch.full_like(p, 9.0, dtype=copy) for p in params]
+        params, half = [m.to(self.device, self.form.param) for m in masters], self.form.copy
+        copies = params if half is None else [torch.full_like(p, 9.0, dtype=half) for p in params]
         found = {"params": params, "copies": copies}
         if self.form.packed:
             found["remainders"] = []
