@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from markdown import table
 
-from tritonamp.kernels._small_state import bytes_per_element
+from tritonamp.kernels._state_formats import FORMATS
 
 HALF, WIDE, REMAINDER = 2, 4, 2
 CASTS, UNSCALE, CLIP = 6, 8, 12
@@ -39,13 +39,13 @@ class Ours(NamedTuple):
     def kept(self) -> float:
         """Bytes of a parameter with its gradient, its master and its states."""
         master = REMAINDER if self.packed else WIDE
-        return HALF + HALF + master + self.states * bytes_per_element(self.state)
+        return HALF + HALF + master + self.states * FORMATS[self.state].bytes_per_element()
 
     @property
     def update(self) -> float:
         """Bytes that the update reads and writes: gradient, parameter, master and states."""
         stored = 2 * (HALF + REMAINDER) if self.packed else 2 * WIDE + HALF
-        return HALF + stored + 2 * self.states * bytes_per_element(self.state)
+        return HALF + stored + 2 * self.states * FORMATS[self.state].bytes_per_element()
 
     @property
     def moved(self) -> float:

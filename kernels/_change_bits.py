@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._small_state import padded
+from tritonamp.kernels._memory_order import padded
 from tritonamp.kernels.device import tl, triton
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tritonamp.kernels._memory_order import memory_strides
 from tritonamp.kernels._tables import CODES, Table, stored
 from tritonamp.kernels._transfer import upload
 
@@ -227,14 +228,3 @@ def _even(rows: int) -> int:
 def _chunk(numel: int) -> int:
     # closed form instead of autotuning: chunks decide the order of partial sums, and so their bits
     return min(max(-(-numel // PROGRAMS // MIN_CHUNK) * MIN_CHUNK, MIN_CHUNK), MAX_CHUNK)
-
-
-def memory_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the tensor's strides if it is dense, else the strides of a contiguous copy.
-
-    The elements of a dense tensor lie next to each other in some order, each once.
-    """
-    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        return tensor.stride()
-    # on meta, where only strides are computed and no memory is taken
-    return torch.empty(tensor.shape, device="meta").stride()

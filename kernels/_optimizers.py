@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tritonamp.kernels._small_state import FORMATS
+from tritonamp.kernels._state_formats import FORMATS
 
 SUM, NORM = "sum", "norm"
 _FORMATS = tuple(FORMATS)

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._state_formats import FORMATS
 from tritonamp.kernels.device import INTERPRETED, WARP_SIZE, tl, triton
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Names in ``triton.language`` of the dtypes that kernels accept."""
 CODES = {torch.uint8: "uint8", torch.int16: "int16"}
-"""The same for codes and remainders, which lie in the order of memory of "params"."""
+CODES |= {f.dtype: "uint8" for f in FORMATS.values() if f.in_blocks}
+"""The same for codes, bits and remainders, which lie in the order of memory of "params"."""
 NUM_WARPS = 8
 
 

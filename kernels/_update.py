@@ -10,9 +10,10 @@ from torch import Tensor
 from tritonamp.kernels._change_bits import other_bits, packed_bits
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch, Operand
+from tritonamp.kernels._memory_order import BLOCK, in_order_of_memory
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._plan import Plan
-from tritonamp.kernels._small_state import BLOCK, SIGNED, in_order_of_memory
+from tritonamp.kernels._state_formats import SIGNED, StateFormat, format_of
 from tritonamp.kernels._tables import NUM_WARPS, Table
 from tritonamp.kernels._update_kernel import count_steps_kernel, update_kernel
 from tritonamp.kernels._update_lists import (
@@ -22,13 +23,7 @@ from tritonamp.kernels._update_lists import (
     unscaled,
 )
 from tritonamp.kernels._update_samples import MAX_REGISTERS, update_samples
-from tritonamp.kernels._update_twin import (
-    load_master,
-    load_state,
-    put_master,
-    put_state,
-    random_of,
-)
+from tritonamp.kernels._update_twin import load_master, put_master, random_bits_of
 from tritonamp.kernels.device import WARP_SIZE
 
 _STATES = 3  # largest number of states of a rule
@@ -49,8 +44,8 @@ class Update(Implementations):
     Args:
         name: name of the operation.
         rule: class of the hyperparameters of a group, a NamedTuple.
-        states: names of the lists of state, at most three, with the kind of their codes, SIGNED or
-            UNSIGNED.
+        states: names of the lists of state, at most three, with the kind of their values, SIGNED
+            or UNSIGNED.
         load_rule: jitted function of a row of numbers and the factor on the gradients. It returns
             the factor with the sign of the direction, and the numbers that ``update`` takes.
         update: jitted function of a parameter, its gradient, three states, the numbers, and whether
@@ -75,7 +70,7 @@ class Update(Implementations):
     Attributes:
         rule, optional, needs_fp32, counts_steps: the arguments.
         states: names of the lists of state.
-        codes: kind of the codes of each state.
+        kinds: kind of each state.
     """
 
     def __init__(
@@ -99,7 +94,7 @@ class Update(Implementations):
     ) -> None:
         self.rule, self.optional, self.counts_steps = rule, optional, counts_steps
         self.needs_fp32 = needs_fp32
-        self.states, self.codes = tuple(states), tuple(states.values())
+        self.states, self.kinds = tuple(states), tuple(states.values())
         super().__init__(self.launch, self.in_torch, update_samples(self, rules), name)
         self._load_rule, self._update, self._twin = load_rule, update, twin
         self._prepare, self._prepared, self._max_registers = prepare, prepared, max_registers
@@ -129,10 +124,10 @@ class Update(Implementations):
 
     def _is_plain(self, tensors: TensorLists) -> bool:
         """Tell whether there are no remainders, changes, codes and random bits."""
+        if "remainders" in tensors or "changes" in tensors:
+            return False
         dtypes = {t.dtype for name in self.states for t in tensors[name]}
-        is_random = torch.bfloat16 in dtypes and "steps" in tensors
-        has_more = "remainders" in tensors or "changes" in tensors
-        return not (has_more or is_random or torch.uint8 in dtypes)
+        return not any(format_of(dtype, "steps" in tensors).is_random for dtype in dtypes)
 
     # the kernel
 
@@ -174,10 +169,10 @@ class Update(Implementations):
         """Return the launch of the update on the rows of one table."""
         tensors, missing = lists.tensors, _STATES - len(self.states)
         remainders, changes = (n if n in tensors else "params" for n in ("remainders", "changes"))
-        has_codes = torch.uint8 in map(t.dtypes.get, self.states)
-        in_blocks = has_codes or "changes" in tensors
-        formats = [f for name in self.states for f in self._format(t, name, "steps" in tensors)]
-        formats += [None] * 2 * missing
+        states, kinds = [*self.states, *["params"] * missing], [*self.kinds, *[SIGNED] * missing]
+        formats = [self._format(t, name, "steps" in tensors) for name in states]
+        rows = list(zip(formats, kinds, strict=True))
+        in_blocks = "changes" in tensors or any(f and f.in_blocks for f in formats)
         maxnreg = self._max_registers if formats[0] is not None and t.dtypes["copies"] else None
         if in_blocks:
             maxnreg = MAX_REGISTERS[t.aligned]
@@ -188,12 +183,13 @@ class Update(Implementations):
             *(self._update, self._load_rule, numbers, width),
             *(t.type("params"), t.type(self._grads), t.type("copies")),
             _name(t.dtypes["params"]) if is_packed else None,
-            *formats,
-            not {None, "nearest"}.issuperset(formats[1::2]),
+            *(None if f is None else t.type(name) for name, f in zip(states, formats, strict=True)),
+            *(f and f.load[kind] for f, kind in rows),
+            *(f and f.store[kind] for f, kind in rows),
+            any(f and f.is_random for f in formats),
             _name(t.dtypes["copies"] or t.dtypes["params"]) if "changes" in tensors else None,
             _TILE // BLOCK if in_blocks else 0,
         )
-        states = *self.states, *["params"] * missing
         return t.launch_of(
             update_kernel,
             ("params", self._grads, "copies", remainders, *states, changes),
@@ -205,16 +201,10 @@ class Update(Implementations):
             tile=_TILE if in_blocks else None,
         )
 
-    def _format(self, t: Table, name: str, counts_steps: bool) -> tuple[Any, str | None]:
-        """Return type and format of a state, as the kernel names them."""
-        dtype = t.dtypes[name]
-        if dtype is None:
-            return None, None
-        if dtype is torch.uint8:
-            is_signed = self.codes[self.states.index(name)] == SIGNED
-            return t.type(name), "signed" if is_signed else "unsigned"
-        is_random = dtype is torch.bfloat16 and counts_steps
-        return t.type(name), "stochastic" if is_random else "nearest"
+    def _format(self, t: Table, name: str, counts_steps: bool) -> StateFormat | None:
+        """Return the format of a state, or None if there is no such list."""
+        dtype = t.dtypes[name] if name in self.states else None
+        return None if dtype is None else format_of(dtype, counts_steps)
 
     # the twin
 
@@ -239,14 +229,15 @@ class Update(Implementations):
             # unscale and clip
             grad = unscaled(grad, grad_scale, getattr(rule, "maximize", False), dtype)
             found = [None if state is param else state for state in states]
-            kinds = self.codes
-            values = [load_state(s, k, param, dtype) for s, k in zip(found, kinds, strict=True)]
+            formats = [None if s is None else format_of(s.dtype, step is not None) for s in found]
+            rows = list(zip(found, formats, self.kinds, strict=True))
+            values = [f and f.read(s, param, kind, dtype) for s, f, kind in rows]
             p, *after = self._twin(p, grad, *values, rule, step)
 
-            for k, (state, value) in enumerate(zip(found, after, strict=True)):
-                if state is not None:
-                    random = random_of(state, param, step, number, k)
-                    put_state(results, state, param, value, random, kinds[k])
+            bits = random_bits_of(formats, param, step, number)
+            for (state, form, kind), value, random in zip(rows, after, bits, strict=True):
+                if form is not None:
+                    results.put(state, form.write(value, param, kind, random))
             if step is not None:
                 results.put(steps, step)
             overflow = lists.overflow(param.device)[number]

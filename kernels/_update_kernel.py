@@ -1,52 +1,15 @@
 """The step of every elementwise optimizer: one kernel reads, calls a rule for each element, writes.
 
-A rule is a function of one element, ``update``, with its twin in torch. The dtype of a state tensor
-says how the tensor is loaded and stored: FP32; bfloat16, rounded stochastically where steps are
-counted; uint8 codes, whose blocks share an exponent (``_small_state``). An FP32 master is one
-tensor, or a half parameter with 16 more bits.
+A rule is a function of one element, ``update``, with its twin in torch. How a state is loaded and
+stored is its format's matter (``_state_formats``). An FP32 master is one tensor, or a half
+parameter with 16 more bits.
 """
 
 from tritonamp.kernels._change_bits import note_changes
-from tritonamp.kernels._small_state import (
-    joined,
-    load_moment,
-    random_bits,
-    rounded,
-    rounded_half,
-    split,
-    store_moment,
-)
+from tritonamp.kernels._packed_masters import joined, rounded_half, split
+from tritonamp.kernels._random_bits import random_bits
 from tritonamp.kernels._tables import chunk_bounds, element_pointer, tail_offsets
 from tritonamp.kernels.device import tl, triton
-
-
-@triton.jit
-def _load(state, offs, mask, blocks, whole, stride, FORMAT: tl.constexpr):
-    """Return a state in FP32, or 0 if there is none (FORMAT None)."""
-    if FORMAT is None:
-        return 0.0
-    elif FORMAT == "signed":
-        return load_moment(state, state + stride, offs, blocks, whole, 15)
-    elif FORMAT == "unsigned":
-        return load_moment(state, state + stride, offs, blocks, whole, 31)
-    else:
-        # not read again before the next step, so it makes room in the L2 cache for gradients
-        x = tl.load(state + offs, mask=mask, other=0.0, eviction_policy="evict_first")
-        return x.to(tl.float32)
-
-
-@triton.jit
-def _store(state, offs, mask, blocks, whole, stride, x, random, FORMAT: tl.constexpr):
-    """Store a state that is FP32 in registers."""
-    if FORMAT == "signed":
-        store_moment(state, state + stride, offs, blocks, whole, x, random, 15)
-    elif FORMAT == "unsigned":
-        store_moment(state, state + stride, offs, blocks, whole, x, random, 31)
-    elif FORMAT is not None:
-        # Rounded to the nearest in bfloat16, a second moment would never decay.
-        if FORMAT == "stochastic":
-            x = rounded(x, random, 16)
-        tl.store(state + offs, x.to(state.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -67,7 +30,8 @@ def _update_tile(
     at, offs, end, stride, params, grads, copies, remainders, first, second, third, changes,
     overflow_ptr, factor, rule, step, number,
     UPDATE: tl.constexpr, COPY: tl.constexpr, HALF: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, RANDOM: tl.constexpr,
+    LOAD1: tl.constexpr, LOAD2: tl.constexpr, LOAD3: tl.constexpr,
+    STORE1: tl.constexpr, STORE2: tl.constexpr, STORE3: tl.constexpr, RANDOM: tl.constexpr,
     CHANGES: tl.constexpr, BLOCKS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     # Blocks of codes are stored whole, elements after the last one included, because a block
@@ -82,20 +46,23 @@ def _update_tile(
         p = joined(stored, remainder, HALF == "bfloat16")
     # unscale and clip; before the state is loaded, because decoding it takes the most registers
     grad = tl.load(grads + offs, mask=mask, other=0.0).to(tl.float32) * factor
-    a = _load(first, offs, mask, blocks, whole, stride, FIRST)
-    b = _load(second, offs, mask, blocks, whole, stride, SECOND)
-    c = _load(third, offs, mask, blocks, whole, stride, THIRD)
+    a = LOAD1(first, offs, mask, blocks, whole, stride) if LOAD1 is not None else 0.0
+    b = LOAD2(second, offs, mask, blocks, whole, stride) if LOAD2 is not None else 0.0
+    c = LOAD3(third, offs, mask, blocks, whole, stride) if LOAD3 is not None else 0.0
     p, a, b, c = UPDATE(
-        p, grad, a, b, c, rule, FIRST is not None, SECOND is not None, THIRD is not None
+        p, grad, a, b, c, rule, LOAD1 is not None, LOAD2 is not None, LOAD3 is not None
     )
 
     # both moments get bits of their own
     random, other = number, number
     if RANDOM:
         random, other = random_bits(offs, step, number)
-    _store(first, offs, mask, blocks, whole, stride, a, random, FIRST)
-    _store(second, offs, mask, blocks, whole, stride, b, other, SECOND)
-    _store(third, offs, mask, blocks, whole, stride, c, other, THIRD)
+    if STORE1 is not None:
+        STORE1(first, offs, mask, blocks, whole, stride, a, random)
+    if STORE2 is not None:
+        STORE2(second, offs, mask, blocks, whole, stride, b, other)
+    if STORE3 is not None:
+        STORE3(third, offs, mask, blocks, whole, stride, c, other)
     half = p
     # the old half value is read before the stores below replace it
     if CHANGES is not None and COPY:
@@ -138,17 +105,19 @@ def update_kernel(
     groups_ptr, rules_ptr, counts_ptr, grad_scale_ptr, found_inf_ptr, overflow_ptr, chunk,
     UPDATE: tl.constexpr, LOAD_RULE: tl.constexpr, NUMBERS: tl.constexpr, COUNTS: tl.constexpr,
     PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, HALF: tl.constexpr,
-    FIRST_TYPE: tl.constexpr, FIRST: tl.constexpr, SECOND_TYPE: tl.constexpr, SECOND: tl.constexpr,
-    THIRD_TYPE: tl.constexpr, THIRD: tl.constexpr, RANDOM: tl.constexpr, CHANGES: tl.constexpr,
-    BLOCKS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+    TYPE1: tl.constexpr, TYPE2: tl.constexpr, TYPE3: tl.constexpr,
+    LOAD1: tl.constexpr, LOAD2: tl.constexpr, LOAD3: tl.constexpr,
+    STORE1: tl.constexpr, STORE2: tl.constexpr, STORE3: tl.constexpr, RANDOM: tl.constexpr,
+    CHANGES: tl.constexpr, BLOCKS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update one chunk by a rule.
 
     UPDATE and LOAD_RULE are the rule's functions, NUMBERS the length of its row of numbers. COUNTS
     is the length of a tensor's row of counts: 0 if steps are not counted, 1 for the count alone,
-    more if the row holds the rule's numbers. Types are None where there is no such list, and
-    FIRST, SECOND and THIRD are formats of ``_load``. RANDOM: a format needs random bits. HALF names
-    the type of half parameters with remainders, CHANGES that of the values whose changes are noted.
+    more if the row holds the rule's numbers. Types, LOADs and STOREs (functions of a
+    ``StateFormat``) are None where there is no such list. RANDOM: a format needs random bits. HALF
+    names the type of half parameters with remainders, CHANGES that of the values whose changes are
+    noted.
     BLOCKS is the number of blocks of codes or bits in a tile, or 0.
     """
     # A skip is decided on the device, and every program returns before it writes: all bits stay.
@@ -181,12 +150,12 @@ def update_kernel(
         copies = element_pointer(copies_ptr, row, COPY, VEC)
     if HALF is not None:
         remainders = element_pointer(remainders_ptr, row, tl.int16, VEC)
-    if FIRST is not None:
-        first = element_pointer(first_ptr, row, FIRST_TYPE, VEC)
-    if SECOND is not None:
-        second = element_pointer(second_ptr, row, SECOND_TYPE, VEC)
-    if THIRD is not None:
-        third = element_pointer(third_ptr, row, THIRD_TYPE, VEC)
+    if TYPE1 is not None:
+        first = element_pointer(first_ptr, row, TYPE1, VEC)
+    if TYPE2 is not None:
+        second = element_pointer(second_ptr, row, TYPE2, VEC)
+    if TYPE3 is not None:
+        third = element_pointer(third_ptr, row, TYPE3, VEC)
     if CHANGES is not None:
         changes = element_pointer(changes_ptr, row, tl.uint8, VEC)
     overflow = overflow_ptr + number
@@ -194,7 +163,8 @@ def update_kernel(
         _update_tile(
             at, _offsets(at, BLOCKS, BLOCK), whole, stride, params, grads, copies, remainders,
             first, second, third, changes, overflow, factor, rule, step, number,
-            UPDATE, COPY is not None, HALF, FIRST, SECOND, THIRD, RANDOM, CHANGES, BLOCKS, VEC,
+            UPDATE, COPY is not None, HALF, LOAD1, LOAD2, LOAD3, STORE1, STORE2, STORE3,
+            RANDOM, CHANGES, BLOCKS, VEC,
         )  # fmt: skip
     # the tail's mask is separate, because a mask that ends inside a vector splits every load of the
     # loop
@@ -203,7 +173,8 @@ def update_kernel(
         _update_tile(
             whole, offs, end, stride, params, grads, copies, remainders,
             first, second, third, changes, overflow, factor, rule, step, number,
-            UPDATE, COPY is not None, HALF, FIRST, SECOND, THIRD, RANDOM, CHANGES, BLOCKS, VEC,
+            UPDATE, COPY is not None, HALF, LOAD1, LOAD2, LOAD3, STORE1, STORE2, STORE3,
+            RANDOM, CHANGES, BLOCKS, VEC,
         )  # fmt: skip
 
 

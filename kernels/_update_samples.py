@@ -9,19 +9,12 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._change_bits import changes_shape
+from tritonamp.kernels._memory_order import in_order_of_memory, padded
 from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._packed_masters import join_master
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import BF16, HALF, LEVELS, WIDE, Shipped, build_name
-from tritonamp.kernels._small_state import (
-    FORMATS,
-    UNSIGNED,
-    codes_size,
-    encode,
-    in_order_of_memory,
-    join_master,
-    padded,
-    split_codes,
-)
+from tritonamp.kernels._state_formats import FORMATS, UNSIGNED
 from tritonamp.kernels._update_lists import Hyperparameters, UpdateLists
 
 
@@ -48,7 +41,7 @@ def update_lists(
         changes: whether changes are noted.
     """
     lists: dict[str, Any] = {"params": params, "grads": grads, "copies": copies or params}
-    for name, kind in zip(update.states, update.codes, strict=True):
+    for name, kind in zip(update.states, update.kinds, strict=True):
         has = update.has(name, rule)
         lists[name] = [_state(p, kind, state) for p in params] if has else params
     if packed:
@@ -58,7 +51,7 @@ def update_lists(
     if changes:
         shapes = [(changes_shape(p.numel()), p.device) for p in params]
         lists["changes"] = [torch.zeros(s, dtype=torch.uint8, device=d) for s, d in shapes]
-    if update.counts_steps or state == "8bit":
+    if update.counts_steps or FORMATS[state].in_blocks:
         # not the first step, in which bias corrections hide errors of the moments
         lists["steps"] = [torch.full((), 2.0, device=p.device) for p in params]
     may_repeat = "copies", "remainders", *update.optional
@@ -69,16 +62,7 @@ def update_lists(
 def _state(param: Tensor, kind: int, state: str) -> Tensor:
     values = param.float()
     values = torch.square(values) if kind == UNSIGNED else values / 2
-    if state != "8bit":
-        return values.to(FORMATS[state])
-    n = param.numel()
-    memory = torch.zeros(codes_size(n), dtype=torch.uint8, device=param.device)
-    if memory.is_meta:
-        return memory
-    whole = torch.nn.functional.pad(in_order_of_memory(values), (0, padded(n) - n))
-    for target, found in zip(split_codes(memory, n), encode(whole, None, kind), strict=True):
-        target.copy_(found)
-    return memory
+    return FORMATS[state].write(values, param, kind, None).to(FORMATS[state].dtype)
 
 
 def update_samples(update: Any, rules: Sequence[Hyperparameters]) -> list[ListSample]:
@@ -123,7 +107,7 @@ def _sample(update: Any, rule: Hyperparameters, words: str) -> ListSample:
         rows = zip(lists["params"], lists["remainders"], strict=True)
         return found + [join_master(in_order_of_memory(p), r[: p.numel()]) for p, r in rows]
 
-    wide = FORMATS[state].itemsize
+    wide = FORMATS[state].dtype.itemsize
     moved = 2 + 2 * wide * sum(update.has(name, rule) for name in update.states)
     moved += 8 if packed else 10
     variant = words.removeprefix("fp32").strip()
@@ -181,7 +165,7 @@ def _shipped(
     param, grad, copy = level
     copies = None if copy is None else make(copy)
     lists = update_lists(update, rule, make(param), make(grad), copies, state, packed, changes)
-    in_codes = state == "8bit"
+    in_codes = FORMATS[state].in_blocks
     words = in_codes and "8bit", packed and not in_codes and "packed", _words(update, rule) or False
     more = not aligned and "unaligned", state == "bf16" and "bf16", changes and "changes"
     dtypes = [dtype for dtype in level if dtype is not None or not (packed or in_codes)]

@@ -1,20 +1,14 @@
 """Load and store of an update in torch, with the bits of ``_update_kernel``."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._small_state import (
-    decode,
-    encode,
-    in_memory_of,
-    in_order_of_memory,
-    join_master,
-    padded,
-    random_bits_twin,
-    rounded_twin,
-    split_codes,
-    split_master,
-)
+from tritonamp.kernels._memory_order import in_memory_of, in_order_of_memory
+from tritonamp.kernels._packed_masters import join_master, split_master
+from tritonamp.kernels._random_bits import random_bits_twin
+from tritonamp.kernels._state_formats import StateFormat
 from tritonamp.kernels._update_lists import PendingWrites
 
 
@@ -26,46 +20,15 @@ def load_master(param: Tensor, remainder: Tensor | None, dtype: torch.dtype) -> 
     return in_memory_of(param, flat)
 
 
-def load_state(state: Tensor | None, kind: int, param: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return a state in the shape of ``param``, or None if there is none."""
-    if state is None or state.dtype is not torch.uint8:
-        return None if state is None else state.to(dtype)
-    n = param.numel()
-    return in_memory_of(param, decode(*split_codes(state, n), kind)[:n])
-
-
-def random_of(
-    state: Tensor, param: Tensor, step: Tensor | None, number: int, k: int
-) -> Tensor | None:
-    """Return the random bits of state k, in order of memory; None: round to the nearest."""
-    if step is None or state.dtype not in (torch.uint8, torch.bfloat16):
-        return None
-    return random_bits_twin(param, step, number)[min(k, 1)]
-
-
-def put_state(
-    results: PendingWrites,
-    state: Tensor,
-    param: Tensor,
-    value: Tensor,
-    random: Tensor | None,
-    kind: int,
-) -> None:
-    """Plan to write the value of a state of ``param``."""
-    if state.dtype is torch.uint8:
-        assert random is not None
-        n = value.numel()
-        # zeros fill the last block, because they do not raise its exponent
-        missing = 0, padded(n) - n
-        flat = in_order_of_memory(value, like=param)
-        whole, bits = (torch.nn.functional.pad(t, missing) for t in (flat, random))
-        for target, codes in zip(split_codes(state, n), encode(whole, bits, kind), strict=True):
-            results.put(target, codes)
-        return
-    # Rounded to the nearest in bfloat16, a second moment would never decay.
-    if random is not None:
-        value = rounded_twin(value, in_memory_of(param, random), 16)
-    results.put(state, value)
+def random_bits_of(
+    formats: Sequence[StateFormat | None], param: Tensor, step: Tensor | None, number: int
+) -> list[Tensor | None]:
+    """Return the random bits of each state, in order of memory; None: the format takes none."""
+    if step is None or not any(f is not None and f.is_random for f in formats):
+        return [None] * len(formats)
+    first, other = random_bits_twin(param, step, number)
+    rows = zip(formats, (first, other, other), strict=False)
+    return [bits if f is not None and f.is_random else None for f, bits in rows]
 
 
 def put_master(

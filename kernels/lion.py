@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tritonamp.kernels._cpu_steps import lion_on_cpu
 from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels._small_state import SIGNED
+from tritonamp.kernels._state_formats import SIGNED
 from tritonamp.kernels._update import Update
 from tritonamp.kernels._update_samples import shipped_updates
 from tritonamp.kernels.device import tl, triton

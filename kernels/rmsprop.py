@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels._small_state import SIGNED, UNSIGNED
+from tritonamp.kernels._state_formats import SIGNED, UNSIGNED
 from tritonamp.kernels._update import Update
 from tritonamp.kernels._update_samples import shipped_updates
 from tritonamp.kernels.device import tl, triton

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tritonamp.class_swap import is_installed
 from tritonamp.fp32_values import Fp32Values
-from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._inference import leaves_inference_mode
+from tritonamp.kernels._memory_order import memory_strides
 from tritonamp.kernels._multi_tensor import Memory
-from tritonamp.policy import HALF_DTYPES, MASTERS, STATES
+from tritonamp.policy import HALF_DTYPES, MASTERS, STATES, packs_masters
 from tritonamp.step.fused import FusedStep
 from tritonamp.step.fused_rule import FusedRule, scalar
 from tritonamp.step.gradients import Gradients
@@ -25,7 +25,6 @@ from tritonamp.step.packed_masters import (
     REMAINDER,
     check_masters,
     has_codes,
-    packs,
 )
 from tritonamp.step.rule_table import ADAM, LION
 from tritonamp.step.rule_table import SGD as SGD_RULE
@@ -92,7 +91,7 @@ class _Fused:
     @property
     def _packs(self) -> bool:
         """Whether a half parameter's FP32 master is the parameter and 16 more bits."""
-        return packs(self._masters, self._state_format)
+        return packs_masters(self._masters, self._state_format)
 
     @between_graphs
     @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tritonamp.kernels._small_state import FORMATS, bytes_per_element
+from tritonamp.kernels._state_formats import FORMATS
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 STATES = tuple(FORMATS)  # formats of optimizer state
@@ -187,10 +187,14 @@ class Policy:
         grad = 4 if self.grad_dtype is not None else parameter
         if self.offload is not None:
             return float(parameter + grad)
-        is_packed = self.masters == "packed" or (self.masters is None and state == "8bit")
-        lower_bits = 2 if is_packed else 4
+        lower_bits = 2 if packs_masters(self.masters, state) else 4
         masters = lower_bits * (is_half and self.master_weights)
-        return parameter + grad + masters + 2 * bytes_per_element(state)
+        return parameter + grad + masters + 2 * FORMATS[state].bytes_per_element()
+
+
+def packs_masters(masters: str | None, state: str) -> bool:
+    """Tell whether FP32 masters are packed, given their form and the format of the state."""
+    return masters == "packed" or (masters is None and FORMATS[state].in_blocks)
 
 
 def _normalised_cast_inputs(given: Any, dtype: torch.dtype) -> Any:
@@ -319,10 +323,10 @@ def _conflicts(policy: Policy) -> Iterable[str]:
             f"init_scale={policy.init_scale:g} needs loss_scale='dynamic', got "
             f"{policy.loss_scale!r}: a fixed scale does not begin anywhere"
         )
-    if policy.state == "8bit" and not policy.trains_fp32_values:
+    if FORMATS[policy.state].in_blocks and not policy.trains_fp32_values:
         yield (
-            "state='8bit' needs FP32 values, master_weights=True: it holds their lower bits (use "
-            "level='O2', or state='bf16')"
+            f"state={policy.state!r} needs FP32 values, master_weights=True: it holds their lower "
+            "bits (use level='O2', or state='bf16')"
         )
     if policy.tracks_changes and not (policy.cast_model or policy.half_parameters):
         name = "track_changes" if policy.track_changes else "track_lost_updates"
@@ -330,10 +334,10 @@ def _conflicts(policy: Policy) -> Iterable[str]:
             f"{name}=True needs half weights, cast_model=True: it notes which of them a step has "
             "changed (use level='O2' or 'O3')"
         )
-    if policy.masters == "fp32" and policy.state == "8bit":
+    if policy.masters == "fp32" and FORMATS[policy.state].in_blocks:
         yield (
-            "masters='fp32' needs state='fp32' or 'bf16': masters of state='8bit' are packed "
-            "(leave masters out)"
+            "masters='fp32' needs state='fp32' or 'bf16': masters of "
+            f"state={policy.state!r} are packed (leave masters out)"
         )
     if policy.masters == "packed" and not policy.master_weights:
         yield (

@@ -7,7 +7,8 @@ from torch import Tensor
 from tests.kernels.conftest import numpy_warns
 from tests.kernels.update_rows import ADAM, INF, NAN, ROWS, WIDE
 from tests.kernels.updates import Updates, bits, same_or_nan
-from tritonamp.kernels._small_state import BLOCK, SIGNED, UNSIGNED, decode, encode
+from tritonamp.kernels._codes import SIGNED, UNSIGNED, decode, encode
+from tritonamp.kernels._memory_order import BLOCK
 
 pytestmark = numpy_warns
 

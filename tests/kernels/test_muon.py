@@ -12,8 +12,8 @@ import tritonamp
 from tests.kernels.conftest import Traffic, U
 from tests.kernels.update_rows import NAN, Row
 from tests.kernels.updates import Updates
+from tritonamp.kernels._codes import SIGNED
 from tritonamp.kernels._muon_lists import MuonLists, MuonRule
-from tritonamp.kernels._small_state import SIGNED
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.muon import muon
 from tritonamp.step.muon import MUON, MUON_AND_ADAMW

@@ -7,7 +7,7 @@ import torch
 from tests.kernels.conftest import Traffic, numpy_warns
 from tests.kernels.update_rows import CODES, FORMS, ROWS, Form, Row, each_form, each_row
 from tests.kernels.updates import Updates
-from tritonamp.kernels._small_state import BLOCK
+from tritonamp.kernels._memory_order import BLOCK
 from tritonamp.kernels._tables import stored
 
 pytestmark = numpy_warns

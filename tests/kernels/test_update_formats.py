@@ -17,7 +17,8 @@ from tests.kernels.update_rows import (
     each_row,
 )
 from tests.kernels.updates import SHAPES, Updates
-from tritonamp.kernels._small_state import BLOCK, in_order_of_memory, split_master
+from tritonamp.kernels._memory_order import BLOCK, in_order_of_memory
+from tritonamp.kernels._packed_masters import split_master
 
 pytestmark = numpy_warns
 

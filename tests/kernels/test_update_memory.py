@@ -23,7 +23,7 @@ from tests.kernels.update_rows import (
 from tests.kernels.updates import Updates, bits, same_bits
 from tritonamp.kernels import _device_tables
 from tritonamp.kernels._change_bits import unpacked_bits
-from tritonamp.kernels._small_state import in_order_of_memory
+from tritonamp.kernels._memory_order import in_order_of_memory
 
 pytestmark = numpy_warns
 

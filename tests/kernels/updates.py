@@ -10,18 +10,10 @@ from torch import Tensor
 
 from tests.kernels.update_rows import CODES, FORMS, WIDE, Row
 from tritonamp.kernels._change_bits import changes_shape
+from tritonamp.kernels._memory_order import in_memory_of, in_order_of_memory, padded
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
-from tritonamp.kernels._small_state import (
-    SIGNED,
-    decode,
-    encode,
-    in_memory_of,
-    in_order_of_memory,
-    join_master,
-    padded,
-    split_codes,
-    split_master,
-)
+from tritonamp.kernels._packed_masters import join_master, split_master
+from tritonamp.kernels._state_formats import SIGNED, format_of
 from tritonamp.kernels._update_lists import UpdateLists
 
 SHAPES = [(0,), (), (1,), (127,), (128,), (129,), (1023,), (1024,), (1025,), (4099,), (5, 7)]
@@ -91,7 +83,7 @@ class Updates:
         update, direction = self.row.update, -1.0 if getattr(rule, "maximize", False) else 1.0
         new = self._params(values())
         new["grads"] = [g.to(self.device, grad) for g in values(direction)]
-        for name, kind in zip(update.states, update.codes, strict=True):
+        for name, kind in zip(update.states, update.kinds, strict=True):
             # squares are above those of all means
             given = values(kind=kind, above=1.21 if name == "square_avgs" else 0.0)
             has_state = update.has(name, rule)
@@ -108,14 +100,14 @@ class Updates:
             for param, master in zip(params, masters, strict=True):
                 upper, lower = split_master(in_order_of_memory(master), self.form.param)
                 param.copy_(in_memory_of(master, upper))
-                found["remainders"].append(in_blocks(lower).to(self.device))
+                missing = padded(len(lower)) - len(lower)
+                remainder = torch.nn.functional.pad(lower, (0, missing))
+                found["remainders"].append(remainder.to(self.device))
         return found
 
     def _state(self, values: Tensor, kind: int) -> Tensor:
-        if self.form.state is not CODES:
-            return values.to(self.device, self.form.state)
-        codes = encode(in_blocks(in_order_of_memory(values)), None, kind)
-        return torch.cat(codes).to(self.device)
+        stored = format_of(self.form.state, True).write(values, values, kind, None)
+        return stored.to(self.device, self.form.state)
 
     def clone(self) -> "Updates":
         """Return the same with tensors and memory of its own."""
@@ -151,10 +143,9 @@ class Updates:
     def value(self, name: str, place: int) -> Tensor:
         """Return the values of a state, FP32 or FP64, in new memory."""
         param, state = self.lists["params"][place], self.lists[name][place]
-        if state.dtype is not CODES:
-            return state.to(torch.promote_types(state.dtype, WIDE), copy=True)
-        kind, n = self.row.update.codes[self.row.update.states.index(name)], param.numel()
-        return in_memory_of(param, decode(*split_codes(state, n), kind)[:n])
+        kind = self.row.update.kinds[self.row.update.states.index(name)]
+        dtype = torch.promote_types(param.dtype, WIDE)
+        return format_of(state.dtype, True).read(state, param, kind, dtype).clone()
 
     def states(self) -> Iterator[tuple[str, int]]:
         """Yield the name and the place of each state that there is."""
@@ -195,11 +186,6 @@ class Updates:
         """Return copies of the bits of all tensors that a step may write."""
         lists = (own for name, own in self.lists.items() if name != "grads")
         return [bits(t) for t in dict.fromkeys(itertools.chain(*lists))]
-
-
-def in_blocks(flat: Tensor) -> Tensor:
-    """Return elements with zeros up to the end of their last block."""
-    return torch.nn.functional.pad(flat, (0, padded(len(flat)) - len(flat)))
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -4,15 +4,14 @@ import torch
 from torch import Tensor
 
 from tritonamp.fp32_values.lent import Home, LentValue
-from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels._inference import leaves_inference_mode
-from tritonamp.kernels._small_state import (
+from tritonamp.kernels._memory_order import (
     in_memory_of,
     in_order_of_memory,
-    join_master,
+    memory_strides,
     padded,
-    split_master,
 )
+from tritonamp.kernels._packed_masters import join_master, split_master
 from tritonamp.policy import HALF_DTYPES
 
 

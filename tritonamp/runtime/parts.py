@@ -29,6 +29,7 @@ from tritonamp.distributed.ranks import Ranks, Resumable
 from tritonamp.distributed.replay_ranks import ReplayRanks
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._shards import to_local
+from tritonamp.kernels._state_formats import FORMATS
 from tritonamp.kernels.device import Backend
 from tritonamp.names import parameter_names, tensor_names
 from tritonamp.policy import HALF_DTYPES, Policy
@@ -190,10 +191,10 @@ def _check_steps(request: Request) -> None:
     for optimizer in request.optimizers:
         rule, state = rule_of(optimizer), state_format(optimizer, request.policy.state)
         check_state(state, optimizer, rule)
-        if state == "8bit" and not request.policy.trains_fp32_values:
+        if FORMATS[state].in_blocks and not request.policy.trains_fp32_values:
             raise ValueError(
-                "state='8bit': expected a level with FP32 values, got a level without, and an "
-                f"optimizer ({type(optimizer).__name__}) that was built with state='8bit': use "
+                f"state={state!r}: expected a level with FP32 values, got a level without, and an "
+                f"optimizer ({type(optimizer).__name__}) that was built with state={state!r}: use "
                 "level='O2', or build it with state='bf16'"
             )
         check_masters(masters_form(optimizer, request.policy), state, optimizer, rule)

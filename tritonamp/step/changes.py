@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._change_bits import changes_shape, other_bits, packed_bits, unpacked_bits
-from tritonamp.kernels._device_tables import memory_strides
 from tritonamp.kernels._facts import addresses, versions
 from tritonamp.kernels._inference import leaves_inference_mode
+from tritonamp.kernels._memory_order import memory_strides
 from tritonamp.kernels._shards import any_sharded, to_local
 from tritonamp.kernels._transfer import transfer
 from tritonamp.policy import HALF_DTYPES

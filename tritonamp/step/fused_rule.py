@@ -66,9 +66,9 @@ class FusedRule:
         return counts
 
     @functools.cached_property
-    def codes(self) -> dict[str, int]:
-        """Key of each moment to the kind of its codes in state "8bit", SIGNED or UNSIGNED."""
-        kinds = zip(self.update.states, self.update.codes, strict=True)
+    def value_kinds(self) -> dict[str, int]:
+        """Key of each moment to the kind of its values, SIGNED or UNSIGNED."""
+        kinds = zip(self.update.states, self.update.kinds, strict=True)
         return {self.state_keys[name]: kind for name, kind in kinds}
 
     @functools.cached_property

@@ -14,9 +14,9 @@ from tritonamp.kernels._facts import versions
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._shards import any_sharded
 from tritonamp.kernels.cast import cast
-from tritonamp.policy import HALF_DTYPES, Policy
+from tritonamp.policy import HALF_DTYPES, Policy, packs_masters
 from tritonamp.step.changes import Changes
-from tritonamp.step.packed_masters import has_master, masters_form, packs, take_master
+from tritonamp.step.packed_masters import has_master, masters_form, take_master
 from tritonamp.step.small_state import state_format
 from tritonamp.step.state_loading import widen_state
 
@@ -53,7 +53,8 @@ class Masters:
         self._fp32_values = fp32_values
         self._trains_fp32_values = policy.trains_fp32_values
         self._sharding = sharding
-        self.packs = packs(masters_form(optimizer, policy), state_format(optimizer, policy.state))
+        state = state_format(optimizer, policy.state)
+        self.packs = packs_masters(masters_form(optimizer, policy), state)
         self._lends = self.packs or policy.offload is not None
         self._memory = Memory()
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model

@@ -20,7 +20,7 @@ class FusedMuonRule(FusedRule):
     """The rule of ``torch.optim.Muon``."""
 
     # not data of an ``Update``, because a step has three phases; without state in codes
-    codes: ClassVar[dict[str, int]] = {}
+    value_kinds: ClassVar[dict[str, int]] = {}
     optional: ClassVar[tuple[str, ...]] = ()
     counts_steps: ClassVar[bool] = False
     needs_fp32: ClassVar[tuple[str, ...]] = ()

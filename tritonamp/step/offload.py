@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonamp.kernels._device_tables import memory_strides
+from tritonamp.kernels._memory_order import memory_strides
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._optimizers import IN_PARTS, in_words
 from tritonamp.kernels._shards import is_sharded

@@ -7,13 +7,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.kernels._memory_order import in_memory_of, in_order_of_memory, padded
+from tritonamp.kernels._packed_masters import join_master
 from tritonamp.kernels._shards import is_sharded
-from tritonamp.kernels._small_state import (
-    in_memory_of,
-    in_order_of_memory,
-    join_master,
-    padded,
-)
+from tritonamp.kernels._state_formats import FORMATS, is_in_blocks
 from tritonamp.kernels.cast import rounds_to
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.step.fused_rule import FusedRule
@@ -52,11 +49,6 @@ def masters_form(optimizer: Optimizer, policy: Policy) -> str | None:
     return own or policy.masters
 
 
-def packs(masters: str | None, state: str) -> bool:
-    """Tell whether FP32 masters are packed, given their form and the format of the state."""
-    return masters == "packed" or (masters is None and state == "8bit")
-
-
 def check_masters(
     masters: str | None, state: str, optimizer: Optimizer, rule: FusedRule | None
 ) -> None:
@@ -69,10 +61,10 @@ def check_masters(
         rule: fused rule of the optimizer; None: the optimizer runs its own step.
     """
     kind = type(optimizer).__name__
-    if masters == "fp32" and state == "8bit":
+    if masters == "fp32" and FORMATS[state].in_blocks:
         raise ValueError(
-            "masters='fp32': expected state='fp32' or 'bf16', got state='8bit', whose masters are "
-            "packed: leave masters out, or use state='bf16'"
+            f"masters='fp32': expected state='fp32' or 'bf16', got state={state!r}, whose masters "
+            "are packed: leave masters out, or use state='bf16'"
         )
     if masters != "packed":
         return
@@ -135,7 +127,7 @@ def take_master(state: dict[str, Any], held: Tensor) -> Tensor:
 
 def has_codes(state: Mapping[str, Any]) -> bool:
     """Tell whether one parameter's state has moments in codes."""
-    return any(isinstance(x, Tensor) and x.dtype is torch.uint8 for x in state.values())
+    return any(isinstance(x, Tensor) and is_in_blocks(x.dtype) for x in state.values())
 
 
 def remainder_problems(state: Mapping[str, Any], param: Tensor, enabled: bool) -> Iterator[str]:

@@ -7,19 +7,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonamp.kernels._device_tables import memory_strides
+from tritonamp.kernels._memory_order import BLOCK, memory_strides
 from tritonamp.kernels._optimizers import in_words, keeping
 from tritonamp.kernels._shards import is_sharded
-from tritonamp.kernels._small_state import (
-    BLOCK,
-    FORMATS,
-    codes_size,
-    decode,
-    encode,
-    in_order_of_memory,
-    padded,
-    split_codes,
-)
+from tritonamp.kernels._state_formats import FORMATS, format_of, is_in_blocks
 from tritonamp.policy import HALF_DTYPES, STATES
 from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.packed_masters import HALF_DTYPE, ORDER, REMAINDER, joined
@@ -44,11 +35,11 @@ def check_state(state: str, optimizer: Optimizer, rule: FusedRule | None) -> Non
     if rule is not None:
         for group in optimizer.param_groups:
             rule.check_format(state, group)
-    if state == "8bit" and any(
+    if FORMATS[state].in_blocks and any(
         is_sharded(p) for group in optimizer.param_groups for p in group["params"]
     ):
         raise ValueError(
-            "state='8bit': expected parameters in one piece, got sharded ones (FSDP2, "
+            f"state={state!r}: expected parameters in one piece, got sharded ones (FSDP2, "
             "DTensor), whose codes have no shape to shard: use state='bf16'"
         )
 
@@ -61,25 +52,22 @@ def moment_dtype(state: str, param: Tensor) -> torch.dtype:
     """
     if param.dtype not in (*HALF_DTYPES, torch.float32):
         return param.dtype
-    return FORMATS[state]
+    return FORMATS[state].dtype
 
 
-def coded(moment: Tensor | None, param: Tensor, kind: int) -> Tensor:
-    """Return an FP32 moment as codes, uint8 of shape (codes_size(n),).
+def coded(moment: Tensor | None, param: Tensor, kind: int, state: str) -> Tensor:
+    """Return an FP32 moment in codes.
 
     Codes hold some values exactly; other values lose their last bits.
 
     Args:
         moment: moment of ``param``; None: zeros.
         param: parameter whose order of memory the codes have.
-        kind: kind of the codes, SIGNED or UNSIGNED of ``kernels._small_state``.
+        kind: kind of the moment, SIGNED or UNSIGNED.
+        state: format in blocks.
     """
-    n = param.numel()
-    # blocks of codes are whole: the last one is filled up by zeros, which change no exponent
-    values = torch.zeros(padded(n), device=param.device)
-    if moment is not None:
-        values[:n] = in_order_of_memory(moment.float(), like=param)
-    return torch.cat(encode(values, None, kind))
+    values = torch.zeros_like(param, dtype=torch.float32) if moment is None else moment.float()
+    return FORMATS[state].write(values, param, kind, None)
 
 
 def decoded(codes: Tensor, param: Tensor, kind: int, strides: tuple[int, ...]) -> Tensor:
@@ -88,31 +76,34 @@ def decoded(codes: Tensor, param: Tensor, kind: int, strides: tuple[int, ...]) -
     Args:
         codes: codes of the moment.
         param: the parameter.
-        kind: kind of the codes.
+        kind: kind of the moment.
         strides: ``memory_strides`` of ``param`` when the codes were made.
     """
-    n = param.numel()
-    return decode(*split_codes(codes, n), kind)[:n].as_strided(param.shape, strides)
+    like = torch.empty_strided(param.shape, strides, device="meta")
+    return format_of(codes.dtype, True).read(codes, like, kind, torch.float32)
 
 
 def in_codes(moment: Tensor, param: Tensor) -> bool:
     """Tell whether a moment of ``param`` is in codes, or was before torch has cast it."""
     # no parameter has the shape of its codes
-    cast = moment.shape == (codes_size(param.numel()),) != param.shape
-    return moment.dtype is torch.uint8 or cast
+    sizes = [f.size(param.numel()) for f in FORMATS.values() if f.in_blocks]
+    cast = moment.shape != param.shape and moment.ndim == 1 and len(moment) in sizes
+    return is_in_blocks(moment.dtype) or cast
 
 
 def code_problems(state: Mapping[str, Any], rule: FusedRule, param: Tensor) -> Iterator[str]:
     """Yield why moments in codes cannot be those of ``param``."""
-    n, size = param.numel(), codes_size(param.numel())
-    for key in rule.codes:
+    n = param.numel()
+    for key in rule.value_kinds:
         codes = state.get(key)
         if not isinstance(codes, Tensor) or not in_codes(codes, param):
             continue
-        if codes.dtype is not torch.uint8 or codes.numel() != size:
+        sizes = {f.dtype: f.size(n) for f in FORMATS.values() if f.in_blocks}
+        if sizes.get(codes.dtype) != codes.numel():
+            takes = in_words([f"{size} {dtype}" for dtype, size in sizes.items()], "or")
             yield (
                 f"{key} of {codes.numel()} {codes.dtype}, where {n} elements, in blocks of "
-                f"{BLOCK}, take {size} torch.uint8"
+                f"{BLOCK}, take {takes}"
             )
 
 
@@ -127,8 +118,8 @@ def in_fp32(state: Mapping[str, Any], rule: FusedRule, param: Tensor) -> dict[st
         moment = wide.get(key)
         if isinstance(moment, Tensor) and moment.dtype is torch.bfloat16:
             wide[key] = moment.float()
-        elif isinstance(moment, Tensor) and moment.dtype is torch.uint8:
-            wide[key] = decoded(moment, param, rule.codes[key], strides)
+        elif isinstance(moment, Tensor) and is_in_blocks(moment.dtype):
+            wide[key] = decoded(moment, param, rule.value_kinds[key], strides)
     return wide
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._device_tables import memory_strides
-from tritonamp.kernels._small_state import FORMATS
+from tritonamp.kernels._memory_order import memory_strides
+from tritonamp.kernels._state_formats import FORMATS, is_in_blocks
 from tritonamp.kernels.device import refuse_capture
 from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.offload import Offload
@@ -31,7 +31,7 @@ class StateShape:
         self._rule = rule
         self._state = state
         self._offload = offload
-        self.has_codes = FORMATS[state] is torch.uint8
+        self.has_codes = FORMATS[state].in_blocks
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if a group has state that this format may not round."""
@@ -105,8 +105,8 @@ class StateShape:
                 moment = shaped[key] = moment.to_dense()
             if moment is not None and moment.dtype == dtype:
                 continue
-            if dtype is torch.uint8:
-                shaped[key] = coded(moment, param, self._rule.codes[key])
+            if is_in_blocks(dtype):
+                shaped[key] = coded(moment, param, self._rule.value_kinds[key], self._state)
                 shaped[ORDER] = memory_strides(param)
             elif moment is None:
                 shaped[key] = torch.zeros_like(
@@ -121,12 +121,13 @@ class StateShape:
         codes = {
             key: state[key]
             for key in self._rule.state_keys.values()
-            if isinstance(state.get(key), Tensor) and state[key].dtype is torch.uint8
+            if isinstance(state.get(key), Tensor) and is_in_blocks(state[key].dtype)
         }
         # Codes lie in the parameter's order of memory. ``model.to(memory_format=...)`` has changed
         # that order since, so the codes are made again from FP32.
         strides = memory_strides(param)
-        stays = moment_dtype(self._state, param) is torch.uint8
+        wanted = moment_dtype(self._state, param)
+        stays = all(moment.dtype is wanted for moment in codes.values())
         if not codes or (stays and state.setdefault(ORDER, strides) == strides):
             return
         refuse_capture(param.device, "the optimizer's state")

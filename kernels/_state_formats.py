@@ -1,0 +1,150 @@
+"""The number formats of optimizer state: one table, from which steps, files and messages take them.
+
+A format is an entry of ``FORMATS`` and its functions. Moments in fewer bits than FP32 are rounded
+stochastically, because a second moment usually changes by a thousandth, which is less than half the
+distance of two bfloat16 numbers: rounded to the nearest, it would never decay.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonamp.kernels._codes import (
+    SIGNED,
+    UNSIGNED,
+    decode,
+    encode,
+    load_signed,
+    load_unsigned,
+    store_signed,
+    store_unsigned,
+)
+from tritonamp.kernels._memory_order import BLOCK, in_memory_of, in_order_of_memory, padded
+from tritonamp.kernels._random_bits import rounded, rounded_twin
+from tritonamp.kernels.device import tl, triton
+
+
+class BlockCodes(NamedTuple):
+    """Formats whose elements share a number in each block of 128.
+
+    Attributes:
+        encode: torch function of FP32 values (n,), where n is a multiple of 128; random bits, int64
+            (n,), or None to lose no bit of decoded values; and the kind of the state. It returns
+            codes (n,), and the shared numbers of all blocks as bytes, both uint8.
+        decode: the inverse, a function of codes, shared numbers and the kind.
+        shared_bytes: number of bytes of a block's shared number.
+    """
+
+    encode: Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
+    decode: Callable[[Tensor, Tensor, int], Tensor]
+    shared_bytes: int
+
+
+class StateFormat(NamedTuple):
+    """How state is stored: by kernels, by their eager twins, in files.
+
+    Attributes:
+        dtype: dtype of a state's tensor, which tells a step the format.
+        load: jitted functions of pointer, offsets, mask, numbers of the blocks, the number of
+            elements of whole blocks up to the end of this chunk, and up to the end of the tensor.
+            They return FP32, for states of the kinds SIGNED and UNSIGNED.
+        store: jitted functions that take FP32 values and random bits besides.
+        is_random: whether ``store`` rounds with random bits. Without a count of steps there are
+            none, and the format of FP32 is used instead, which rounds to the nearest.
+        codes: the same in torch for formats in blocks, which always count steps and pack masters;
+            None: each element is stored alone.
+    """
+
+    dtype: torch.dtype
+    load: Mapping[int, Any]
+    store: Mapping[int, Any]
+    is_random: bool = False
+    codes: BlockCodes | None = None
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether state is in codes, in whole blocks that share a number."""
+        return self.codes is not None
+
+    def size(self, numel: int) -> int:
+        """Return the number of codes and bytes that a state of ``numel`` elements takes."""
+        shared_bytes = 0 if self.codes is None else self.codes.shared_bytes
+        return padded(numel) + padded(numel) // BLOCK * shared_bytes
+
+    def bytes_per_element(self) -> float:
+        """Return the bytes that an element takes."""
+        return self.dtype.itemsize * self.size(BLOCK) / BLOCK
+
+    def read(self, state: Tensor, like: Tensor, kind: int, dtype: torch.dtype) -> Tensor:
+        """Return the values of a state in the shape of ``like``, in ``dtype`` or FP32."""
+        if self.codes is None:
+            return state.to(dtype)
+        memory, n = state.view(torch.uint8), padded(like.numel())
+        values = self.codes.decode(memory[:n], memory[n:], kind)
+        return in_memory_of(like, values[: like.numel()])
+
+    def write(self, values: Tensor, like: Tensor, kind: int, random: Tensor | None) -> Tensor:
+        """Return the tensor to copy into a state, given its values in the shape of ``like``.
+
+        ``random`` has 32 bits for each element, int64 in the order of memory of ``like``, or None.
+        """
+        if self.codes is None:
+            if random is None:
+                return values
+            return rounded_twin(values, in_memory_of(like, random), 16)
+        # zeros fill the last block, because they do not raise its exponent
+        missing = 0, padded(values.numel()) - values.numel()
+        whole = torch.nn.functional.pad(in_order_of_memory(values, like=like), missing)
+        bits = None if random is None else torch.nn.functional.pad(random, missing)
+        return torch.cat(self.codes.encode(whole, bits, kind)).view(self.dtype)
+
+
+@triton.jit
+def _load(state, offs, mask, blocks, whole, stride):
+    # not read again before the next step, so it makes room in the L2 cache for gradients
+    x = tl.load(state + offs, mask=mask, other=0.0, eviction_policy="evict_first")
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _store(state, offs, mask, blocks, whole, stride, x, random):
+    tl.store(state + offs, x.to(state.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_bfloat16(state, offs, mask, blocks, whole, stride, x, random):
+    _store(state, offs, mask, blocks, whole, stride, rounded(x, random, 16), random)
+
+
+def _both(function: Any) -> dict[int, Any]:
+    return {SIGNED: function, UNSIGNED: function}
+
+
+FORMATS = {
+    "fp32": StateFormat(torch.float32, _both(_load), _both(_store)),
+    "bf16": StateFormat(torch.bfloat16, _both(_load), _both(_store_bfloat16), is_random=True),
+    "8bit": StateFormat(
+        torch.uint8,
+        {SIGNED: load_signed, UNSIGNED: load_unsigned},
+        {SIGNED: store_signed, UNSIGNED: store_unsigned},
+        is_random=True,
+        codes=BlockCodes(encode, decode, 1),
+    ),
+}
+"""Formats by the name that users give."""
+
+
+_OF_DTYPE = {form.dtype: form for form in FORMATS.values()}
+
+
+def format_of(dtype: torch.dtype, counts_steps: bool) -> StateFormat:
+    """Return the format of a state's tensor, given its dtype and whether steps are counted."""
+    found = _OF_DTYPE.get(dtype, FORMATS["fp32"])
+    return found if counts_steps or not found.is_random else FORMATS["fp32"]
+
+
+def is_in_blocks(dtype: torch.dtype) -> bool:
+    """Tell whether state of this dtype is in blocks of codes."""
+    return format_of(dtype, True).in_blocks
