@@ -170,8 +170,8 @@ def test_changes_are_those_of_the_models_bits(
 
 @each_form("fp32", "masters", "masters bfloat16", "half", "packed", "8bit")
 def test_bits_of_changes(device: torch.device, backend: str, form: str) -> None:
-    """Bit k of byte b is element 8 b + k. Another sign of 0 is a change; a NaN or inf that stays is
-    none.
+    """Bit k of byte b is element 8 b + k. Another sign of 0 is a change. An inf that stays is none,
+    and one NaN for another is none.
     """
     rule = ROWS["sgd"].rules[-1]._replace(lr=1.0)
     run = Updates(ROWS["sgd"], device, form, [rule], [(70,)], changes=True, grad=WIDE)
@@ -180,6 +180,7 @@ def test_bits_of_changes(device: torch.device, backend: str, form: str) -> None:
     start = torch.tensor([values.get(i, 1.0) for i in range(70)])
     for name in ("params", "copies"):
         run.lists[name][0].copy_(start)
+    run.lists["copies"][0][3] = -NAN
     run.lists["grads"][0].copy_(torch.tensor([steps.get(i, 0.0) for i in range(70)]))
     if run.form.packed:
         run.lists["remainders"][0].zero_()
