@@ -93,6 +93,8 @@ def test_half_and_fp32_parameters_in_one_call(device: torch.device, backend: str
     """Two tables, half ones between FP32 ones: each as in a list of its own kind."""
     shapes = [(130 + i,) for i in range(46)]
     both = [Updates(row, device, form, shapes=shapes) for form in ("8bit", "8bit fp32")]
+    for param in both[1].lists["params"]:
+        param.mul_(64.0)  # so that it would show if they were taken for their own remainders
     mixed, other = both[0].clone(), both[1].clone()
     other.lists["remainders"] = other.lists["params"]
     for name, own in mixed.lists.items():
