@@ -136,12 +136,13 @@ FORMATS = {
 """Formats by the name that users give."""
 
 
-_OF_DTYPE = {form.dtype: form for form in FORMATS.values()}
+DTYPES = {form.dtype: form for form in FORMATS.values()}
+"""Formats by the dtype of their tensors."""
 
 
 def format_of(dtype: torch.dtype, counts_steps: bool) -> StateFormat:
     """Return the format of a state's tensor, given its dtype and whether steps are counted."""
-    found = _OF_DTYPE.get(dtype, FORMATS["fp32"])
+    found = DTYPES.get(dtype, FORMATS["fp32"])
     return found if counts_steps or not found.is_random else FORMATS["fp32"]
 
 

@@ -13,7 +13,7 @@ from tritonamp.kernels._launch import Launch, Operand
 from tritonamp.kernels._memory_order import BLOCK, in_order_of_memory
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._plan import Plan
-from tritonamp.kernels._state_formats import SIGNED, StateFormat, format_of
+from tritonamp.kernels._state_formats import StateFormat, format_of
 from tritonamp.kernels._tables import NUM_WARPS, Table
 from tritonamp.kernels._update_kernel import count_steps_kernel, update_kernel
 from tritonamp.kernels._update_lists import (
@@ -169,11 +169,11 @@ class Update(Implementations):
         """Return the launch of the update on the rows of one table."""
         tensors, missing = lists.tensors, _STATES - len(self.states)
         remainders, changes = (n if n in tensors else "params" for n in ("remainders", "changes"))
-        states, kinds = [*self.states, *["params"] * missing], [*self.kinds, *[SIGNED] * missing]
-        formats = [self._format(t, name, "steps" in tensors) for name in states]
-        rows = list(zip(formats, kinds, strict=True))
+        found = [t.dtypes[name] for name in self.states]
+        formats = [dtype and format_of(dtype, "steps" in tensors) for dtype in found]
         in_blocks = "changes" in tensors or any(f and f.in_blocks for f in formats)
-        maxnreg = self._max_registers if formats[0] is not None and t.dtypes["copies"] else None
+        has_first = next(iter(formats), None) is not None
+        maxnreg = self._max_registers if has_first and t.dtypes["copies"] else None
         if in_blocks:
             maxnreg = MAX_REGISTERS[t.aligned]
         counts, width = self._counts(lists, t.device)
@@ -183,13 +183,11 @@ class Update(Implementations):
             *(self._update, self._load_rule, numbers, width),
             *(t.type("params"), t.type(self._grads), t.type("copies")),
             _name(t.dtypes["params"]) if is_packed else None,
-            *(None if f is None else t.type(name) for name, f in zip(states, formats, strict=True)),
-            *(f and f.load[kind] for f, kind in rows),
-            *(f and f.store[kind] for f, kind in rows),
-            any(f and f.is_random for f in formats),
+            *self._state_constants(t, formats),
             _name(t.dtypes["copies"] or t.dtypes["params"]) if "changes" in tensors else None,
             _TILE // BLOCK if in_blocks else 0,
         )
+        states = *self.states, *["params"] * missing
         return t.launch_of(
             update_kernel,
             ("params", self._grads, "copies", remainders, *states, changes),
@@ -201,10 +199,14 @@ class Update(Implementations):
             tile=_TILE if in_blocks else None,
         )
 
-    def _format(self, t: Table, name: str, counts_steps: bool) -> StateFormat | None:
-        """Return the format of a state, or None if there is no such list."""
-        dtype = t.dtypes[name] if name in self.states else None
-        return None if dtype is None else format_of(dtype, counts_steps)
+    def _state_constants(self, t: Table, formats: Sequence[StateFormat | None]) -> tuple[Any, ...]:
+        """Return types, loads and stores of three states, and whether any takes random bits."""
+        missing = [None] * (_STATES - len(self.states))
+        rows = list(zip(formats, self.kinds, strict=True))
+        types = [*map(t.type, self.states), *missing]
+        loads = [*(f and f.load[kind] for f, kind in rows), *missing]
+        stores = [*(f and f.store[kind] for f, kind in rows), *missing]
+        return *types, *loads, *stores, any(f and f.is_random for f in formats)
 
     # the twin
 

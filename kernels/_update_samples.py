@@ -166,14 +166,15 @@ def _shipped(
     copies = None if copy is None else make(copy)
     lists = update_lists(update, rule, make(param), make(grad), copies, state, packed, changes)
     in_codes = FORMATS[state].in_blocks
-    words = in_codes and "8bit", packed and not in_codes and "packed", _words(update, rule) or False
-    more = not aligned and "unaligned", state == "bf16" and "bf16", changes and "changes"
+    is_small = state != "fp32" and not in_codes
+    words = in_codes and state, packed and not in_codes and "packed", _words(update, rule) or False
+    more = not aligned and "unaligned", is_small and state, changes and "changes"
     dtypes = [dtype for dtype in level if dtype is not None or not (packed or in_codes)]
     in_blocks = in_codes or changes
     if in_blocks:
         registers = MAX_REGISTERS[aligned]
-    elif len(update.states) > 1 and ((copy and grad is WIDE) or state == "bf16"):
-        registers = 72 if state == "fp32" else 80
+    elif len(update.states) > 1 and ((copy and grad is WIDE) or is_small):
+        registers = 80 if is_small else 72
     # a byte for each block: the exponents of a tile are exchanged through shared memory
     shared: int | None = 8 if in_codes else 0
     if changes or (in_codes and not aligned):

@@ -51,6 +51,17 @@ def test_the_table_is_what_there_is() -> None:
             assert rule_of(getattr(torch.optim, name)([param], lr=0.1)) is None
 
 
+def test_no_page_has_to_be_edited_for_another_format_of_state() -> None:
+    """Code asks the entry of a format what it needs, and never which format it is."""
+    names = "|".join(STATES[1:])
+    asked = re.compile(
+        rf"""(?:[=!]=|\bin|\bcase) \W*["'](?:{names})["']|is (?:not )?torch\.uint8"""
+    )
+    assert asked.search('if state == "8bit"') and asked.search("x.dtype is not torch.uint8")
+    found = {page: asked.findall((ROOT / page).read_text()) for page in PAGES if page[-2:] == "py"}
+    assert {page: lines for page, lines in found.items() if lines} == {}
+
+
 def small_state() -> None:
     model = nn.Linear(2, 2)
     tritonamp.enable(model, torch.optim.Adagrad(model.parameters()), level="O2", state="8bit")

@@ -12,8 +12,8 @@ import tritonamp
 from tests.kernels.conftest import Traffic, U
 from tests.kernels.update_rows import NAN, Row
 from tests.kernels.updates import Updates
-from tritonamp.kernels._codes import SIGNED
 from tritonamp.kernels._muon_lists import MuonLists, MuonRule
+from tritonamp.kernels._state_formats import SIGNED
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.kernels.muon import muon
 from tritonamp.step.muon import MUON, MUON_AND_ADAMW
@@ -35,7 +35,7 @@ each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 class Operation:
     """``muon`` with the names of an ``Update``."""
 
-    name, states, codes = "muon", ("momentum_buffers",), (SIGNED,)
+    name, states, kinds = "muon", ("momentum_buffers",), (SIGNED,)
     optional, counts_steps = dict[str, str](), False
 
     def has(self, name: str, rule: Any) -> bool:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from tritonamp.kernels._memory_order import BLOCK, memory_strides
 from tritonamp.kernels._optimizers import in_words, keeping
 from tritonamp.kernels._shards import is_sharded
-from tritonamp.kernels._state_formats import FORMATS, format_of, is_in_blocks
+from tritonamp.kernels._state_formats import DTYPES, FORMATS, format_of, is_in_blocks
 from tritonamp.policy import HALF_DTYPES, STATES
 from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.packed_masters import HALF_DTYPE, ORDER, REMAINDER, joined
@@ -116,10 +116,10 @@ def in_fp32(state: Mapping[str, Any], rule: FusedRule, param: Tensor) -> dict[st
         wide["master_param"] = joined(param, remainder, strides, dtype)
     for key in rule.state_keys.values():
         moment = wide.get(key)
-        if isinstance(moment, Tensor) and moment.dtype is torch.bfloat16:
-            wide[key] = moment.float()
-        elif isinstance(moment, Tensor) and is_in_blocks(moment.dtype):
+        if isinstance(moment, Tensor) and is_in_blocks(moment.dtype):
             wide[key] = decoded(moment, param, rule.value_kinds[key], strides)
+        elif isinstance(moment, Tensor) and moment.dtype in DTYPES:
+            wide[key] = moment.float()
     return wide
 
 
