@@ -1,72 +1,76 @@
-"""The bytes of a step that ``bench/step_bytes.py`` states, counted in Triton's interpreter."""
-
-from typing import Any
+"""The bytes that updates move, counted in Triton's interpreter, and ``bench/step_bytes.py``."""
 
 import pytest
 import step_bytes
 import torch
-from torch import Tensor
 
 from tests.kernels.conftest import Traffic, numpy_warns
-from tritonamp.kernels import adamw, grad_stats, lion, rmsprop, sgd
-from tritonamp.kernels._multi_tensor import TensorLists
-from tritonamp.kernels._update_samples import update_lists
+from tests.kernels.update_rows import CODES, FORMS, ROWS, Form, Row, each_form, each_row
+from tests.kernels.updates import Updates
+from tritonamp.kernels._memory_order import BLOCK
+from tritonamp.kernels._tables import stored
 
 pytestmark = numpy_warns
 
-HALF = torch.float16
-SIZE = 1 << 15
-UPDATES = {
-    "adamw": (adamw.ADAMW, adamw.AdamRule(0.01, 0.9, 0.99, 1e-8, 0.01, True, False, False)),
-    "lion": (lion.LION, lion.LionRule(0.01, 0.9, 0.99, 0.01, False)),
-    "sgd": (sgd.SGD, sgd.SGDRule(0.01, 0.9, 0.0, 0.01, True, False)),
-    "rmsprop": (rmsprop.RMSPROP, rmsprop.RMSpropRule(0.01, 0.99, 1e-8, 0.01, 0.0, False, False)),
+SIZE = 1 << 13
+
+
+def moved_bytes(form: Form, states: int, changes: bool, size: str = "real") -> tuple[float, float]:
+    """Return the bytes that a step reads and writes for each element."""
+
+    def of(dtype: torch.dtype) -> int:
+        # the interpreter has bfloat16 in FP32
+        return (dtype if size == "real" else stored(dtype)).itemsize
+
+    state = (1 + 1 / BLOCK if form.state is CODES else of(form.state)) * states
+    stays = of(form.param) + 2 * form.packed + state
+    copied = of(form.copy) if form.copy else 0
+    # the old copies are read, and the bits of earlier steps
+    return stays + of(form.grad) + changes * (copied + 1 / 8), stays + copied + changes / 4
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@each_form()
+@each_row
+def test_bytes(
+    triton_device: torch.device, traffic: Traffic, row: Row, form: str, changes: bool
+) -> None:
+    """256 elements more of the same programs move just the bytes of ``moved_bytes`` more. For the
+    rest, numbers and pointers of each program, 2 % are enough. A skip reads the flag alone.
+    """
+    for rule in row.rules[:2]:
+        found = []
+        for n in (SIZE, SIZE - 256):
+            run = Updates(row, triton_device, form, [rule], [(n,)], changes=changes)
+            run.lists = {name: own[:1] for name, own in run.lists.items()}
+            traffic.read = traffic.written = 0
+            run.step("triton")
+            found.append((traffic.read, traffic.written))
+        expected = moved_bytes(run.form, len(row.states(rule)), changes, "stored")
+        for more, less, each in zip(*found, expected, strict=True):
+            assert more - less == 256 * each
+            assert more <= 1.02 * each * SIZE
+        traffic.read = traffic.written = 0
+        run.step("triton", None, 1.0)
+        assert (traffic.read, traffic.written) == (4 * (2 + ("steps" in run.lists)), 0)
+
+
+FORM_OF = {  # a format of state, and whether masters are packed
+    ("fp32", False): "masters",
+    ("fp32", True): "packed",
+    ("bf16", False): "bf16",
+    ("bf16", True): "packed bf16",
+    ("8bit", True): "8bit",
 }
 
 
-def tensors(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    return [torch.ones(SIZE, dtype=dtype, device=device)]
-
-
 @pytest.mark.parametrize(
-    "row", step_bytes.OURS, ids=lambda row: f"{row.operation} {row.state} {row.packed}"
+    "ours", step_bytes.OURS, ids=lambda ours: f"{ours.operation} {ours.state} {ours.packed}"
 )
-def test_bytes_of_a_step(triton_device: torch.device, traffic: Traffic, row: Any) -> None:
-    """Statistics of gradients, which check and clip, and the update.
-
-    The interpreter holds bfloat16 in FP32, and counts its bytes twice.
-    """
-    update, rule = UPDATES[row.operation]
-    params = tensors(triton_device, HALF if row.packed else torch.float32)
-    grads = tensors(triton_device, HALF)
-    copies = None if row.packed else tensors(triton_device, HALF)
-    lists = update_lists(update, rule, params, grads, copies, row.state, row.packed)
-    names = "params", "grads", "copies", "remainders", *update.states
-    kept = {id(t): t.nbytes for name in names for t in lists.tensors.get(name) or ()}
-    assert sum(kept.values()) == row.kept * SIZE
-
-    more = 2 * row.states * torch.bfloat16.itemsize if row.state == "bf16" else 0
-    update(lists, None, torch.zeros((), device=triton_device), "triton")
-    moved = (traffic.read + traffic.written) / SIZE - more
-    assert row.update <= moved <= 1.01 * row.update
-    grad_stats.grad_stats(TensorLists(grads=grads), triton_device, "triton")
-    moved = (traffic.read + traffic.written) / SIZE - more
-    assert row.moved <= moved <= 1.01 * row.moved
-
-
-@pytest.mark.parametrize(("packed", "bytes_of_changes"), [(True, 0.375), (False, 2.375)])
-def test_bytes_of_changes(
-    triton_device: torch.device, traffic: Traffic, packed: bool, bytes_of_changes: float
-) -> None:
-    """Two bits are written and one is read; with FP32 masters the old half copy is read, too."""
-    update, rule = UPDATES["adamw"]
-    moved = []
-    for changes in (False, True):
-        traffic.read = traffic.written = 0
-        params = tensors(triton_device, HALF if packed else torch.float32)
-        grads = tensors(triton_device, HALF)
-        copies = None if packed else tensors(triton_device, HALF)
-        lists = update_lists(update, rule, params, grads, copies, "fp32", packed, changes)
-        update(lists, None, torch.zeros((), device=triton_device), "triton")
-        moved.append((traffic.read + traffic.written) / SIZE)
-    assert moved[1] - moved[0] == pytest.approx(bytes_of_changes, abs=0.02)
+def test_the_table_has_these_bytes(ours: step_bytes.Ours) -> None:
+    row, form = ROWS[ours.operation], FORM_OF[ours.state, ours.packed]
+    assert ours.states == len(row.states(row.rules[0]))
+    assert ours.update == sum(moved_bytes(FORMS[form], ours.states, False))
+    lists = Updates(row, torch.device("cpu"), form, shapes=[(SIZE,)]).lists
+    kept = {own[0] for name, own in lists.items() if name != "steps"}
+    assert ours.kept == sum(t.nbytes for t in kept) / SIZE

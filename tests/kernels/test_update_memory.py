@@ -28,56 +28,37 @@ from tritonamp.kernels._memory_order import in_order_of_memory
 pytestmark = numpy_warns
 
 SIZES = [(n,) for n in (*range(10), 127, 128, 129, 1023, 1024, 1025, 4097)]
+FLAGS = [
+    *(torch.tensor(x) for x in (1.0, -1.0, INF, NAN, True)),
+    torch.tensor(2, dtype=torch.int32),
+    torch.tensor(0.5, dtype=HALF),
+    torch.tensor(1e-300, dtype=FP64),
+]
 
 
-@pytest.mark.parametrize("found_inf", [1.0, 2.0, 0.5, -1.0, INF, NAN])
+@pytest.mark.parametrize("found_inf", FLAGS, ids=lambda x: f"{x.item()} {x.dtype}")
 @each_form("masters", "bf16", "packed", "packed bf16", "8bit")
 @each_row
 def test_any_found_inf_leaves_every_bit(
-    device: torch.device, backend: str, row: Row, form: str, found_inf: float
+    device: torch.device, backend: str, row: Row, form: str, found_inf: Tensor
 ) -> None:
+    """A flag of any dtype. The steps before and after it have the same plan and memory."""
+    skip, go = (t.to(device) for t in (found_inf, torch.tensor(-0.0, dtype=found_inf.dtype)))
     run = Updates(row, device, form, row.rules[:2], changes=True)
-    run.step(backend)
+    run.step(backend, 0.5, 0.0)
     if run.form.param is not BF16:  # which the interpreter copies, with another NaN
         run.lists["params"][-1][0, 0] = NAN
     if run.form.state is not CODES:
         run.lists[row.update.states[0]][-1][0, 0] = -0.0
-    for bad, grad in zip(itertools.cycle([INF, NAN, 65504.0]), run.lists["grads"], strict=False):
-        grad.fill_(bad)
-    before = run.bits()
-    run.step(backend, 0.5, found_inf)
+    expected, before, grads = run.clone(), run.bits(), run.lists["grads"]
+    bad = itertools.cycle([INF, NAN, 65504.0])
+    run.lists["grads"] = [torch.full_like(g, x) for g, x in zip(grads, bad, strict=False)]
+    run.step(backend, 8.0, skip)
     assert all(map(torch.equal, run.bits(), before))
     assert run.overflow() == [0] * len(run.groups)
-    run.step(backend, None, -0.0)
+    run.lists["grads"] = grads
+    assert same_bits(run.step(backend, 0.25, go), expected.step(backend, 0.25))
     assert not all(map(torch.equal, run.bits(), before))
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, HALF, FP64], ids=str)
-@each_row
-def test_a_skip_may_be_of_any_dtype(
-    device: torch.device, backend: str, row: Row, dtype: torch.dtype
-) -> None:
-    """All steps have one plan, and 1e-300 is not 0."""
-    run = Updates(row, device, "masters")
-    skip = 1e-300 if dtype is FP64 else 1.0
-    for value, of in [(0.0, WIDE), (0.0, dtype), (skip, dtype), (1.0, WIDE)]:
-        expected = run.clone()
-        if value == 0:
-            expected.step(backend)
-        run.step(backend, None, torch.tensor(value, dtype=of, device=device))
-        assert same_bits(run, expected)
-
-
-@each_form("masters", "packed", "8bit")
-@each_row
-def test_a_skip_and_then_a_step(device: torch.device, backend: str, row: Row, form: str) -> None:
-    """With the same memory: rates of the step before do not count."""
-    run = Updates(row, device, form)
-    for found_inf, scale in ((0.0, 0.5), (1.0, 8.0), (0.0, 0.25)):
-        expected = run.clone()
-        if not found_inf:
-            expected.step(backend, scale)
-        assert same_bits(run.step(backend, scale, found_inf), expected)
 
 
 @pytest.mark.parametrize("programs", [_device_tables.PROGRAMS, 1])
@@ -104,10 +85,12 @@ def test_memory_that_is_not_aligned(
         assert memory[0] == 7 and (memory[1 + tensor.numel() :] == 7).all()
 
 
-@each_form("masters", "half", "packed", "8bit")
+@each_form()
 @each_row
 def test_memory_with_gaps(device: torch.device, backend: str, row: Row, form: str) -> None:
-    """Gradients are slices, parameters are columns, and states are transposed."""
+    """Gradients are slices, parameters are columns, and states are transposed. All parameters and
+    copies get a new version; they may be leaves that require gradients.
+    """
     run = Updates(row, device, form, shapes=[(5, 7), (8, 3)])
     expected = run.clone().step(backend)
     lists, first = run.lists, row.update.states[0]
@@ -121,24 +104,13 @@ def test_memory_with_gaps(device: torch.device, backend: str, row: Row, form: st
         own[0] = columns if own[0] is param else own[0]
     if run.form.state is WIDE:
         lists[first][1] = lists[first][1].t().contiguous().t()
-    assert same_bits(run.step(backend), expected)
-
-
-@each_form("masters", "half", "packed", "8bit")
-@each_row
-def test_parameters_and_copies_get_a_new_version(
-    device: torch.device, backend: str, row: Row, form: str
-) -> None:
-    """Also leaves that require gradients; the bits are the same."""
-    run = Updates(row, device, form)
-    expected = run.clone().step(backend)
-    written = [*run.lists["params"], *run.lists["copies"]]
+    written = [*lists["params"], *lists["copies"]]
     before = [t.requires_grad_()._version for t in written]
-    grads = [g._version for g in run.lists["grads"]]
+    grads = [g._version for g in lists["grads"]]
     with torch.no_grad():
         assert same_bits(run.step(backend), expected)
     assert all(t._version > version for t, version in zip(written, before, strict=True))
-    assert [g._version for g in run.lists["grads"]] == grads
+    assert [g._version for g in lists["grads"]] == grads
 
 
 @each_row
@@ -149,25 +121,6 @@ def test_nothing_to_do(device: torch.device, backend: str, row: Row) -> None:
     assert all(s == 4.0 for s in run.lists.get("steps", ())), "without elements steps count, too"
     run.lists, run.groups = {name: [] for name in run.lists}, []
     run.step(backend, None, 0.0)
-
-
-@pytest.mark.parametrize("form", ["masters", "half", "bf16", "packed", "8bit bfloat16"])
-@each_row
-def test_numbers_with_gaps(device: torch.device, backend: str, row: Row, form: str) -> None:
-    """Rules, rates, flags and random bits go by the tensors' numbers."""
-    run = Updates(row, device, form, [row.rules[0], row.rules[0]._replace(lr=0.5)])
-    run.lists["params"][1].fill_(6e4)
-    numbers = [1, 2, 5, 6, 7, 9, 10, 12]
-    alone = [run.clone() for _ in numbers]
-    run.groups = [0] * 7 + [1] * 7
-    run.step(backend, numbers=numbers, size=14)
-    for i, (number, other) in enumerate(zip(numbers, alone, strict=True)):
-        other.groups = run.groups
-        part = [own[i : i + 1] for own in other.lists.values()]
-        other.lists = dict(zip(other.lists, part, strict=True))
-        other.step(backend, numbers=[number], size=14)
-        for name, own in run.lists.items():
-            assert torch.equal(own[i], other.lists[name][0]), name
 
 
 def model_bits(run: Updates) -> list[Tensor]:
@@ -212,30 +165,22 @@ def test_changes_are_those_of_the_models_bits(
     assert min(share) < 1 and max(share) > 0
 
 
-def test_bits_of_changes_lie_in_order(device: torch.device, backend: str) -> None:
-    """Bit k of byte b is element 8 b + k."""
-    run = Updates(ROWS["sgd"], device, "half", [ROWS["sgd"].rules[-1]], [(70,)], changes=True)
-    run.lists["grads"] = [torch.zeros_like(g) for g in run.lists["grads"]]
-    for place in (0, 9, 23, 69):
-        run.lists["grads"][0][place] = 1.0
-    run.step(backend)
-    expected = [1, 2, 128, 0, 0, 0, 0, 0, 32, *[0] * 7]
-    assert run.lists["changes"][0].tolist() == [expected, expected]
-
-
 @each_form("fp32", "masters", "masters bfloat16", "half", "packed", "8bit")
-def test_changes_of_zero_inf_and_nan(device: torch.device, backend: str, form: str) -> None:
-    """Another sign of 0 is a change; a NaN or inf that stays is none."""
+def test_bits_of_changes(device: torch.device, backend: str, form: str) -> None:
+    """Bit k of byte b is element 8 b + k. Another sign of 0 is a change. An inf that stays is none,
+    and one NaN for another is none.
+    """
     rule = ROWS["sgd"].rules[-1]._replace(lr=1.0)
-    run = Updates(ROWS["sgd"], device, form, [rule], [(6,)], changes=True)
-    start = torch.tensor([0.0, 0.0, NAN, INF, -INF, 1.0], device=device)
-    grads = torch.tensor([0.0, 1e-30, 1.0, 1.0, 1.0, NAN], device=device)
-    run.lists["params"][0].copy_(start)
-    run.lists["copies"][0].copy_(start)
-    run.lists["grads"] = [g.float() for g in run.lists["grads"]]
-    run.lists["grads"][0] = grads
+    run = Updates(ROWS["sgd"], device, form, [rule], [(70,)], changes=True, grad=WIDE)
+    values = {1: 0.0, 2: 0.0, 3: NAN, 4: INF, 5: -INF}
+    steps = {0: 1.0, 2: 1e-30, 3: 1.0, 4: 1.0, 5: 1.0, 6: NAN, 9: 1.0, 23: 1.0, 69: 1.0}
+    start = torch.tensor([values.get(i, 1.0) for i in range(70)])
+    for name in ("params", "copies"):
+        run.lists[name][0].copy_(start)
+    run.lists["copies"][0][3] = -NAN
+    run.lists["grads"][0].copy_(torch.tensor([steps.get(i, 0.0) for i in range(70)]))
     if run.form.packed:
         run.lists["remainders"][0].zero_()
     run.step(backend)
-    changed = unpacked_bits(run.lists["changes"][0][1], 6).tolist()
-    assert changed == [False, True, False, False, False, True]
+    expected = [1 + 4 + 64, 2, 128, 0, 0, 0, 0, 0, 32, *[0] * 7]  # of 0, 2, 6, 9, 23 and 69
+    assert run.lists["changes"][0].tolist() == [expected, expected]

@@ -1,5 +1,6 @@
 """The updates of optimizers, a row for each, and the formats of their tensors."""
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,9 @@ INF, NAN = float("inf"), float("nan")
 
 class Lion(torch.optim.Optimizer):
     """Algorithm 2 of Lion's paper."""
+
+    def __init__(self, params: Any, **rule: Any) -> None:
+        super().__init__(params, rule)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -83,7 +87,7 @@ ROWS = {
             LionRule(0.01, 0.75, 0.5, 0.25, True),
             LionRule(0.125, 0.9, 0.99, 0.0, False),
         ],
-        lambda params, **rule: Lion(params, rule),
+        Lion,
         {"exp_avgs": 4, "step": 4},
     ),
     # a gradient with weight decay carries 3 roundings, the buffer 6 and the direction 9
@@ -96,7 +100,7 @@ ROWS = {
             SGDRule(0.1, 0.0, 0.0, 0.25, False, True),
             SGDRule(0.1, 0.0, 0.0, 0.0, False, False),
         ],
-        lambda params, **rule: torch.optim.SGD(params, foreach=False, **rule),
+        functools.partial(torch.optim.SGD, foreach=False),
         {"momentum_buffers": 6, "step": 12},
         450,
     ),
@@ -110,7 +114,7 @@ ROWS = {
             RMSpropRule(0.1, 0.9, 0.03125, 0.25, 0.5, True, False),
             RMSpropRule(0.1, 0.25, 0.03125, 0.0, 0.0, False, False),
         ],
-        lambda params, **rule: torch.optim.RMSprop(params, foreach=False, **rule),
+        functools.partial(torch.optim.RMSprop, foreach=False),
         {"square_avgs": 12, "momentum_buffers": 400, "grad_avgs": 88, "step": 404},
         2000,
     ),

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,25 +62,15 @@ class Updates:
         signs = [torch.randn(s, generator=generator).sign() for s in [*shapes, (7, 5)]]
         signs[-1] = signs[-1].t()
 
-        def values() -> list[Tensor]:
-            return [torch.empty_like(s).uniform_(0.1, 1.1, generator=generator) for s in signs]
+        def values(factor: float = 1.0, kind: int = SIGNED, above: float = 0.0) -> list[Tensor]:
+            made = [torch.empty_like(s).uniform_(0.1, 1.1, generator=generator) for s in signs]
+            factors = [factor * s if kind == SIGNED else factor for s in signs]
+            return [f * (x + above) for f, x in zip(factors, made, strict=True)]
 
-        lists: dict[str, list[Any]] = {"params": [], "grads": []}
+        lists: dict[str, list[Any]] = {}
         for rule in self.rules:
-            masters = [s * x for s, x in zip(signs, values(), strict=True)]
-            for name, own in self._params(masters).items():
+            for name, own in self._of_group(rule, values, grad or self.form.grad).items():
                 lists.setdefault(name, []).extend(own)
-            direction = -1 if getattr(rule, "maximize", False) else 1
-            grads = [direction * s * x for s, x in zip(signs, values(), strict=True)]
-            lists["grads"] += [g.to(device, grad or self.form.grad) for g in grads]
-            for name, kind in zip(row.update.states, row.update.kinds, strict=True):
-                # squares are above those of all means
-                above = 1.21 if name == "square_avgs" else 0.0
-                rows = zip(signs, values(), strict=True)
-                new = [(s if kind == SIGNED else 1.0) * (x + above) for s, x in rows]
-                given = [self._state(x, kind) for x in new]
-                there = row.update.has(name, rule)
-                lists.setdefault(name, []).extend(given if there else lists["params"][-len(new) :])
         if row.update.counts_steps or self.form.state is CODES:
             lists["steps"] = [torch.full((), steps, device=device) for _ in self.groups]
         if changes:
@@ -88,22 +78,33 @@ class Updates:
             lists["changes"] = [torch.zeros(shape, dtype=CODES, device=device) for shape in shapes]
         self.lists, self.memory = lists, Memory()
 
+    def _of_group(
+        self, rule: Any, values: Callable[..., list[Tensor]], grad: torch.dtype
+    ) -> dict[str, list[Tensor]]:
+        update, direction = self.row.update, -1.0 if getattr(rule, "maximize", False) else 1.0
+        new = self._params(values())
+        new["grads"] = [g.to(self.device, grad) for g in values(direction)]
+        for name, kind in zip(update.states, update.kinds, strict=True):
+            # squares are above those of all means
+            given = values(kind=kind, above=1.21 if name == "square_avgs" else 0.0)
+            has_state = update.has(name, rule)
+            new[name] = [self._state(x, kind) for x in given] if has_state else new["params"]
+        return new
+
     def _params(self, masters: list[Tensor]) -> dict[str, list[Tensor]]:
         """Return the lists that hold these FP32 values, and their copies."""
-        params = [m.to(self.device, self.form.param) for m in masters]
-        if not self.form.packed:
-            dtype = self.form.copy
-            return {
-                "params": params,
-                "copies": [torch.full_like(p, 9.0, dtype=dtype) if dtype else p for p in params],
-            }
-        remainders = []
-        for param, master in zip(params, masters, strict=True):
-            upper, lower = split_master(in_order_of_memory(master), self.form.param)
-            param.copy_(in_memory_of(master, upper))
-            missing = padded(len(lower)) - len(lower)
-            remainders.append(torch.nn.functional.pad(lower, (0, missing)).to(self.device))
-        return {"params": params, "copies": params, "remainders": remainders}
+        params, half = [m.to(self.device, self.form.param) for m in masters], self.form.copy
+        copies = params if half is None else [torch.full_like(p, 9.0, dtype=half) for p in params]
+        found = {"params": params, "copies": copies}
+        if self.form.packed:
+            found["remainders"] = []
+            for param, master in zip(params, masters, strict=True):
+                upper, lower = split_master(in_order_of_memory(master), self.form.param)
+                param.copy_(in_memory_of(master, upper))
+                missing = padded(len(lower)) - len(lower)
+                remainder = torch.nn.functional.pad(lower, (0, missing))
+                found["remainders"].append(remainder.to(self.device))
+        return found
 
     def _state(self, values: Tensor, kind: int) -> Tensor:
         stored = format_of(self.form.state, True).write(values, values, kind, None)
@@ -112,8 +113,7 @@ class Updates:
     def clone(self) -> "Updates":
         """Return the same with tensors and memory of its own."""
         other = copy.copy(self)
-        tensors = itertools.chain(*self.lists.values())
-        made = {t: t.clone() for t in tensors}
+        made = {t: t.clone() for t in itertools.chain(*self.lists.values())}
         other.lists = {name: [made[t] for t in own] for name, own in self.lists.items()}
         other.memory = Memory()
         return other
@@ -183,14 +183,10 @@ class Updates:
         """Return the flags of parameters beyond the range of their half values."""
         return self.last.overflow(self.device).tolist()
 
-    def written(self) -> list[Tensor]:
-        """Return all tensors that a step may write."""
-        lists = (own for name, own in self.lists.items() if name != "grads")
-        return list(dict.fromkeys(itertools.chain(*lists)))
-
     def bits(self) -> list[Tensor]:
         """Return copies of the bits of all tensors that a step may write."""
-        return [bits(t) for t in self.written()]
+        lists = (own for name, own in self.lists.items() if name != "grads")
+        return [bits(t) for t in dict.fromkeys(itertools.chain(*lists))]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -201,3 +197,9 @@ def bits(tensor: Tensor) -> Tensor:
 
 def same_bits(a: Updates, b: Updates) -> bool:
     return all(map(torch.equal, a.bits(), b.bits()))
+
+
+def same_or_nan(x: Tensor, y: Tensor) -> bool:
+    """Tell whether values have the same bits; any NaN is the same as another."""
+    kept = ~(x.isnan() & y.isnan())
+    return torch.equal(bits(x)[kept], bits(y)[kept])
