@@ -156,6 +156,56 @@ def test_packed_states_that_cannot_be_exact_are_refused(handles: Any, form: str)
     assert same([p.detach() for p in amp.master_params()], run.masters())
 
 
+@pytest.mark.parametrize(
+    ("key", "damaged", "message"),
+    [
+        (
+            "exp_avg",
+            lambda codes: codes.view(3, 86),
+            r"exp_avg of shape \(3, 86\), where codes have",
+        ),
+        ("exp_avg", Tensor.tolist, "exp_avg of type list, where a tensor is needed"),
+        ("remainder", lambda remainder: remainder.view(16, 16), "remainder that is no tensor of"),
+        ("remainder", lambda remainder: None, "remainder that is no tensor of one dimension"),
+        ("strides", lambda strides: (32, 1), r"strides \(32, 1\), which no dense tensor of"),
+        (
+            "strides",
+            lambda strides: (1,),
+            r"strides \(1,\), which no dense tensor of shape \(16, 16",
+        ),
+        ("strides", torch.tensor, r"strides tensor\(\[16,  1\]\), which no dense tensor of"),
+    ],
+)
+def test_damaged_states_are_refused(key: str, damaged: Any, message: str) -> None:
+    run = HalfAlone(HALF).train([0])
+    packed = copy.deepcopy(run.optimizer.state_dict(packed=True))
+    packed["state"][0][key] = damaged(packed["state"][0][key])
+    before = run.stored()
+    with pytest.raises(ValueError, match=f"state 0: {message}"):
+        run.optimizer.load_state_dict(packed)
+    assert same(run.stored(), before)
+
+
+def test_state_of_transposed_matrices_is_refused() -> None:
+    """Codes and remainders have as many elements, and one dimension."""
+    wide, tall = (
+        tritonamp.optim.SGD(
+            [nn.Parameter(torch.ones(*shape, dtype=HALF))], momentum=0.9, state="8bit"
+        )
+        for shape in ((2, 3), (3, 2))
+    )
+    for optimizer in (wide, tall):
+        param = optimizer.param_groups[0]["params"][0]
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    before = snapshot(tall)
+    with pytest.raises(
+        ValueError, match=r"strides \(3, 1\), which no dense tensor of shape \(3, 2"
+    ):
+        tall.load_state_dict(wide.state_dict(packed=True))
+    assert same(snapshot(tall), before)
+
+
 def test_a_tie_keeps_its_lower_bits(handles: Any) -> None:
     """A packed master halfway between two bfloat16 numbers has the one that is farther from 0."""
     run = HalfAlone(BF16).train([0])

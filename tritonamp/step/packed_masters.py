@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonamp.kernels._memory_order import in_memory_of, in_order_of_memory, padded
+from tritonamp.kernels._memory_order import (
+    in_memory_of,
+    in_order_of_memory,
+    memory_strides,
+    padded,
+)
 from tritonamp.kernels._packed_masters import join_master
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._state_formats import FORMATS, is_in_blocks
@@ -131,6 +136,23 @@ def has_codes(state: Mapping[str, Any]) -> bool:
     return any(isinstance(x, Tensor) and is_in_blocks(x.dtype) for x in state.values())
 
 
+def order_problems(state: Mapping[str, Any], param: Tensor) -> Iterator[str]:
+    """Yield why codes and remainders in a state cannot be those of ``param``, given their strides.
+
+    Codes and remainders have one dimension, so only their strides show a parameter of another
+    shape.
+    """
+    strides = state.get(ORDER)
+    if strides is None or not (REMAINDER in state or has_codes(state)):
+        return
+    fits = isinstance(strides, (tuple, list)) and len(strides) == param.ndim
+    if fits:
+        like = torch.empty_strided(param.shape, strides, device="meta")
+        fits = memory_strides(like) == tuple(strides)
+    if not fits:
+        yield f"{ORDER} {strides}, which no dense tensor of shape {tuple(param.shape)} has"
+
+
 def remainder_problems(state: Mapping[str, Any], param: Tensor, enabled: bool) -> Iterator[str]:
     """Yield why the remainder in a state cannot be that of ``param``.
 
@@ -141,7 +163,9 @@ def remainder_problems(state: Mapping[str, Any], param: Tensor, enabled: bool) -
             values of either half dtype.
     """
     remainder, n = state[REMAINDER], param.numel()
-    if remainder.dtype is not torch.int16 or remainder.numel() != padded(n):
+    if not isinstance(remainder, Tensor) or remainder.ndim != 1:
+        yield f"{REMAINDER} that is no tensor of one dimension"
+    elif remainder.dtype is not torch.int16 or remainder.numel() != padded(n):
         yield (
             f"{REMAINDER} of {remainder.numel()} {remainder.dtype}, where {n} elements, in whole "
             f"blocks, take {padded(n)} torch.int16"

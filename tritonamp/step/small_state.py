@@ -99,6 +99,9 @@ def code_problems(state: Mapping[str, Any], rule: FusedRule, param: Tensor) -> I
         codes = state.get(key)
         if not isinstance(codes, Tensor) or not in_codes(codes, param):
             continue
+        if codes.ndim != 1:
+            yield f"{key} of shape {tuple(codes.shape)}, where codes have one dimension"
+            continue
         sizes = {f.dtype: f.size(n) for f in FORMATS.values() if f.in_blocks}
         if sizes.get(codes.dtype) != codes.numel():
             takes = in_words([f"{size} {dtype}" for dtype, size in sizes.items()], "or")

@@ -12,7 +12,12 @@ from tritonamp.kernels._state_formats import DTYPES, is_in_blocks
 from tritonamp.nested import map_leaves
 from tritonamp.policy import HALF_DTYPES, STATES
 from tritonamp.step.fused_rule import FusedRule
-from tritonamp.step.packed_masters import REMAINDER, remainder_problems, take_master
+from tritonamp.step.packed_masters import (
+    REMAINDER,
+    order_problems,
+    remainder_problems,
+    take_master,
+)
 from tritonamp.step.rule_table import RULES
 from tritonamp.step.rules import has_half_state, keeps_fp32_state, rule_of
 from tritonamp.step.small_state import code_problems, in_codes, in_fp32, numbered_params
@@ -157,6 +162,7 @@ def _state_problems(
     """
     needed = {key for name, key in rule.state_keys.items() if name not in rule.optional}
     yield from code_problems(state, rule, param)
+    yield from order_problems(state, param)
     if REMAINDER in state:
         yield from remainder_problems(state, param, enabled)
     if rule.counts_steps and not counted:
@@ -170,7 +176,9 @@ def _state_problems(
         yield f"{', '.join(sorted(foreign))}, which {rule.kinds} does not keep"
     for key in (*rule.state_keys.values(), "master_param"):
         value = state.get(key)
-        if isinstance(value, Tensor) and value.shape != param.shape and not in_codes(value, param):
+        if value is not None and not isinstance(value, Tensor):
+            yield f"{key} of type {type(value).__name__}, where a tensor is needed"
+        elif value is not None and value.shape != param.shape and not in_codes(value, param):
             yield f"{key} of shape {tuple(value.shape)} for a parameter of {tuple(param.shape)}"
 
 
