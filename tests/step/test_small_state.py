@@ -606,10 +606,11 @@ def test_an_unknown_format_is_refused() -> None:
     [
         (torch.optim.NAdam, "8bit"),
         (torch.optim.NAdam, "bf16"),
+        (partial(torch.optim.NAdam, differentiable=True), "bf16"),
         (lambda p: tritonamp.optim.Muon([p[0]], adamw_params=p[1:]), "8bit"),
         (lambda p: tritonamp.optim.Muon([p[0]], adamw_params=p[1:]), "bf16"),
     ],
-    ids=["NAdam", "NAdam bf16", "Muon", "Muon bf16"],
+    ids=["NAdam", "NAdam bf16", "differentiable NAdam", "Muon", "Muon bf16"],
 )
 def test_optimizers_that_cannot_are_refused(make: Any, state: str) -> None:
     refused(f"state='{state}': expected an optimizer whose step can keep", ValueError, make,

@@ -20,8 +20,15 @@ def rule_of(optimizer: Optimizer) -> FusedRule | None:
     has none either.
     """
     # a differentiable step builds a graph through the update, which a kernel cannot
-    if optimizer.defaults.get("differentiable", False):
-        return None
+    return None if _is_differentiable(optimizer) else _rule_of_kind(optimizer)
+
+
+def _is_differentiable(optimizer: Optimizer) -> bool:
+    return bool(optimizer.defaults.get("differentiable", False))
+
+
+def _rule_of_kind(optimizer: Optimizer) -> FusedRule | None:
+    """Return the fused rule that ``optimizer`` has unless it is differentiable."""
     if keeps_fp32_state(optimizer):
         return optimizer.fused_rule  # type: ignore[attr-defined]
     # Rules are found by the step function, not by the class. A subclass that overrides ``step``
@@ -37,13 +44,15 @@ def check_differentiable(
 ) -> None:
     """Raise ValueError if a differentiable optimizer is asked for work of a fused step.
 
+    Other checks refuse kinds of optimizers without a fused step, differentiable or not.
+
     Args:
         optimizer: optimizer of any kind.
         state: wanted format of the state.
         masters: wanted form of the masters.
         offload: wanted ``Policy.offload``.
     """
-    if not optimizer.defaults.get("differentiable", False):
+    if not _is_differentiable(optimizer) or _rule_of_kind(optimizer) is None:
         return
     wanted = {"state": state, "masters": masters, "offload": offload}
     for name, value in wanted.items():
