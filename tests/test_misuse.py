@@ -71,6 +71,12 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
         "did you mean cast_outputs for cast_model_outputs, dtype for half_dtype, state for "
         "optimizer_state",
     ),
+    "misspelt fields whose words are fields": (
+        adamw,
+        {"state_dict_type": None, "gradient_dtype": None, "state_dtype": None},
+        "did you mean grad_dtype for gradient_dtype, state_dict_dtype for state_dict_type, state "
+        "for state_dtype",
+    ),
     "misspelt argument": (adamw, {"back_end": "eager"}, r"did you mean backend for back_end\?$"),
     "unknown keyword": (adamw, {"zzz": 1}, "got the unknown zzz$"),
     "misspelt level": (adamw, {"level": "O-2"}, r"got 'O-2': did you mean 'O2'\?$"),

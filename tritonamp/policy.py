@@ -398,6 +398,9 @@ def resolve(level: str | Policy, dtype: torch.dtype | None = None, **fields: Any
     return dataclasses.replace(base, **fields) if fields else base
 
 
+_SLIP = 0.82  # of 1: least similarity of a misspelt name to the right one
+
+
 def check_field_names(fields: Iterable[str], others: Iterable[str] = ()) -> None:
     """Refuse names that are no fields of Policy, and suggest the nearest right ones.
 
@@ -421,7 +424,13 @@ def check_field_names(fields: Iterable[str], others: Iterable[str] = ()) -> None
 
 
 def _nearest(name: str, fields: Sequence[str], others: Iterable[str]) -> list[str]:
-    """Return the most similar right name, or no name; fields whose words ``name`` has go first."""
+    """Return the most similar right name, or no name.
+
+    Right names with a slip go first, then fields whose words ``name`` has.
+    """
+    slips = difflib.get_close_matches(name, [*fields, *others], 1, cutoff=_SLIP)
+    if slips:
+        return slips
     words = {*name.split("_")}
     contained = [field for field in fields if words.issuperset(field.split("_"))]
     if contained:
