@@ -408,6 +408,7 @@ def test_fields_that_the_text_leaves_out_have_their_defaults() -> None:
             '{"op_policy": true, "fp32_modules": ["math:pi"]}',
             "expected the class of a module, got 'math:pi' of type float",
         ),
+        ('{"fp32_modules": null}', r"fp32_modules: expected module names .* got \[None\]"),
     ],
 )
 def test_texts_that_are_no_policy(text: str, message: str) -> None:

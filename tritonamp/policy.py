@@ -152,7 +152,8 @@ class Policy:
         for name in ("dtype", "cast_outputs", "softmax_dtype", "state_dict_dtype", "grad_dtype"):
             if isinstance(plain.get(name), str):
                 plain[name] = getattr(torch, plain[name], plain[name])
-        named = plain.get("fp32_modules", ())
+        named = plain.get("fp32_modules", [])
+        named = named if isinstance(named, list) else [named]
         plain["fp32_modules"] = [
             _named_class(m) if isinstance(m, str) and ":" in m else m for m in named
         ]
