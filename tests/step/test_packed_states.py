@@ -206,6 +206,20 @@ def test_state_of_transposed_matrices_is_refused() -> None:
     assert same(snapshot(tall), before)
 
 
+@pytest.mark.parametrize("fields", [{}, {"differentiable": True}])
+def test_codes_are_refused_by_other_steps(handles: Any, fields: dict[str, Any]) -> None:
+    run = HalfAlone(HALF).train([0])
+    model = nn.Linear(16, 16)
+    kind = torch.optim.AdamW if fields else torch.optim.RAdam
+    other = kind(model.parameters(), **fields)
+    handles(model, other, level="O2")
+    with pytest.raises(
+        ValueError, match=r"got state 0 in codes of .*: load a state_dict\(\) without"
+    ):
+        other.load_state_dict(run.optimizer.state_dict(packed=True))
+    other.load_state_dict(run.optimizer.state_dict())
+
+
 def test_a_tie_keeps_its_lower_bits(handles: Any) -> None:
     """A packed master halfway between two bfloat16 numbers has the one that is farther from 0."""
     run = HalfAlone(BF16).train([0])

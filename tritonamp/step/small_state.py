@@ -13,7 +13,14 @@ from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._state_formats import DTYPES, FORMATS, format_of, is_in_blocks
 from tritonamp.policy import HALF_DTYPES, STATES
 from tritonamp.step.fused_rule import FusedRule
-from tritonamp.step.packed_masters import HALF_DTYPE, ORDER, REMAINDER, joined
+from tritonamp.step.packed_masters import (
+    HALF_DTYPE,
+    ORDER,
+    REMAINDER,
+    has_codes,
+    joined,
+    order_problems,
+)
 
 
 def check_state(state: str, optimizer: Optimizer, rule: FusedRule | None) -> None:
@@ -93,7 +100,8 @@ def in_codes(moment: Tensor, param: Tensor) -> bool:
 
 
 def code_problems(state: Mapping[str, Any], rule: FusedRule, param: Tensor) -> Iterator[str]:
-    """Yield why moments in codes cannot be those of ``param``."""
+    """Yield why moments in codes, or strides of packed state, cannot be those of ``param``."""
+    yield from order_problems(state, param)
     n = param.numel()
     for key in rule.value_kinds:
         codes = state.get(key)
@@ -108,6 +116,22 @@ def code_problems(state: Mapping[str, Any], rule: FusedRule, param: Tensor) -> I
             yield (
                 f"{key} of {codes.numel()} {codes.dtype}, where {n} elements, in blocks of "
                 f"{BLOCK}, take {takes}"
+            )
+
+
+def refuse_codes(states: Mapping[Any, Mapping[str, Any]], where: str) -> None:
+    """Raise ValueError if a fused step has put moments in codes, which no other step reads.
+
+    Args:
+        states: state of each parameter, by number.
+        where: beginning of the message.
+    """
+    for number, state in states.items():
+        # optimizers of other packages have codes of their own, without strides
+        if ORDER in state and has_codes(state):
+            raise ValueError(
+                f"{where}expected state for the optimizer's own step, got state {number} in codes "
+                "of a fused step: load a state_dict() without packed=True"
             )
 
 

@@ -12,15 +12,16 @@ from tritonamp.kernels._state_formats import DTYPES, is_in_blocks
 from tritonamp.nested import map_leaves
 from tritonamp.policy import HALF_DTYPES, STATES
 from tritonamp.step.fused_rule import FusedRule
-from tritonamp.step.packed_masters import (
-    REMAINDER,
-    order_problems,
-    remainder_problems,
-    take_master,
-)
+from tritonamp.step.packed_masters import REMAINDER, remainder_problems, take_master
 from tritonamp.step.rule_table import RULES
 from tritonamp.step.rules import has_half_state, keeps_fp32_state, rule_of
-from tritonamp.step.small_state import code_problems, in_codes, in_fp32, numbered_params
+from tritonamp.step.small_state import (
+    code_problems,
+    in_codes,
+    in_fp32,
+    numbered_params,
+    refuse_codes,
+)
 
 _ALL_KEYS = frozenset(key for rule in RULES for key in rule.state_keys.values())
 _SHOWN = 5  # number of problems that an error lists
@@ -127,6 +128,7 @@ def check_loadable(optimizer: Optimizer, state_dict: Any, rule: FusedRule | None
     if got != sizes:
         raise ValueError(f"{where}expected groups of {sizes} parameters, got groups of {got}")
     if rule is None:
+        refuse_codes(state_dict["state"], where)
         return
     problems = [*rule.group_problems(groups, optimizer.defaults)]
     states = state_dict["state"]
@@ -162,7 +164,6 @@ def _state_problems(
     """
     needed = {key for name, key in rule.state_keys.items() if name not in rule.optional}
     yield from code_problems(state, rule, param)
-    yield from order_problems(state, param)
     if REMAINDER in state:
         yield from remainder_problems(state, param, enabled)
     if rule.counts_steps and not counted:
