@@ -45,8 +45,8 @@ class Update(Implementations):
     Args:
         name: name of the operation.
         rule: class of the hyperparameters of a group, a NamedTuple.
-        states: names of the lists of state, at most three, with the kind of their values, SIGNED
-            or UNSIGNED.
+        states: names of the lists of state, at most three, with the kind of their values: SIGNED,
+            or UNSIGNED if they are never negative.
         load_rule: jitted function of a row of numbers and the factor on the gradients. It returns
             the factor with the sign of the direction, and the numbers that ``update`` takes.
         update: jitted function of a parameter, its gradient, three states, the numbers, and whether
@@ -172,10 +172,10 @@ class Update(Implementations):
         remainders, changes = (n if n in tensors else "params" for n in ("remainders", "changes"))
         found = [t.dtypes[name] for name in self.states]
         formats = [None if d is None else format_of(d, "steps" in tensors) for d in found]
-        in_blocks = "changes" in tensors or any(f and f.in_blocks for f in formats)
+        has_blocks = "changes" in tensors or any(f and f.in_blocks for f in formats)
         has_first = next(iter(formats), None) is not None
         maxnreg = self._max_registers if has_first and t.dtypes["copies"] else None
-        if in_blocks:
+        if has_blocks:
             maxnreg = MAX_REGISTERS[t.aligned]
         counts, width = self._counts(lists, t.device)
         groups, rules, *flags = lists.numbers_and_flags(t.device)
@@ -186,7 +186,7 @@ class Update(Implementations):
             _name(t.dtypes["params"]) if is_packed else None,
             *self._state_constants(t, formats),
             _name(t.dtypes["copies"] or t.dtypes["params"]) if "changes" in tensors else None,
-            _TILE // BLOCK if in_blocks else 0,
+            _TILE // BLOCK if has_blocks else 0,
         )
         states = *self.states, *["params"] * missing
         return t.launch_of(
@@ -197,7 +197,7 @@ class Update(Implementations):
             _VEC,
             maxnreg=maxnreg,
             # whole blocks in a tile also if pointers are not aligned
-            tile=_TILE if in_blocks else None,
+            tile=_TILE if has_blocks else None,
         )
 
     def _state_constants(self, t: Table, formats: Sequence[StateFormat | None]) -> tuple[Any, ...]:
@@ -222,7 +222,7 @@ class Update(Implementations):
     def put_results(
         self, results: PendingWrites, lists: UpdateLists, grad_scale: Tensor | None
     ) -> None:
-        """Plan to write the results of the eager twin."""
+        """Add the results of the eager twin to the planned writes ``results``."""
         names = "params", self._grads, "copies", "remainders", "changes", "steps"
         for row, rule, number in lists.rows((*names, *self.states)):
             param, grad, copy, remainder, changes, steps, *states = row
@@ -242,6 +242,7 @@ class Update(Implementations):
             if step is not None and any(form.is_random for form in formats.values()):
                 random = random_bits_twin(param, step, number)
             for k, state in found:
+                # a third state is rounded with the bits of the second one
                 value = formats[k].write(after[k], param, self.kinds[k], random[min(k, 1)])
                 results.put(state, value)
             if step is not None:

@@ -421,7 +421,7 @@ def check_field_names(fields: Iterable[str], others: Iterable[str] = ()) -> None
 
 
 def _nearest(name: str, fields: Sequence[str], others: Iterable[str]) -> list[str]:
-    """Return the most similar right name, or no name; fields whose words ``name`` has go first."""
+    """Return the most similar right name, if any. Fields whose words are all in ``name`` win."""
     words = {*name.split("_")}
     contained = [field for field in fields if words.issuperset(field.split("_"))]
     if contained:
