@@ -149,7 +149,7 @@ class Updates:
         return format_of(state.dtype, True).read(state, param, kind, dtype).clone()
 
     def states(self) -> Iterator[tuple[str, int]]:
-        """Yield the name and the place of each state that there is."""
+        """Yield the name and the place of each existing state."""
         for name in self.row.update.states:
             for i, group in enumerate(self.groups):
                 if self.row.update.has(name, self.rules[group]):
@@ -163,7 +163,7 @@ class Updates:
         places: Sequence[int] | None = None,
         **numbers: Any,
     ) -> "Updates":
-        """Take a step; ``places``: on these tensors alone; numbers: of ``TensorLists``."""
+        """Take a step; given ``places``, on these tensors alone. Numbers go to ``TensorLists``."""
         scalars = [
             torch.tensor(x, device=self.device) if isinstance(x, float) else x
             for x in (grad_scale, found_inf)
