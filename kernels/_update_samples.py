@@ -42,7 +42,7 @@ def update_lists(
         changes: whether changes are noted.
     """
     lists: dict[str, Any] = {"params": params, "grads": grads, "copies": copies or params}
-    for name, kind in zip(update.states, update.kinds, strict=True):
+    for name, kind in zip(update.states, update.value_kinds, strict=True):
         has = update.has(name, rule)
         lists[name] = [_state(p, kind, state) for p in params] if has else params
     if packed:

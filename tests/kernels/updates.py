@@ -84,7 +84,7 @@ class Updates:
         update, direction = self.row.update, -1.0 if getattr(rule, "maximize", False) else 1.0
         new = self._params(values())
         new["grads"] = [g.to(self.device, grad) for g in values(direction)]
-        for name, kind in zip(update.states, update.kinds, strict=True):
+        for name, kind in zip(update.states, update.value_kinds, strict=True):
             # squares are above those of all means
             given = values(kind=kind, above=1.21 if name == "square_avgs" else 0.0)
             has_state = update.has(name, rule)
@@ -144,7 +144,7 @@ class Updates:
     def value(self, name: str, place: int) -> Tensor:
         """Return the values of a state, FP32 or FP64, in new memory."""
         param, state = self.lists["params"][place], self.lists[name][place]
-        kind = self.row.update.kinds[self.row.update.states.index(name)]
+        kind = self.row.update.value_kinds[self.row.update.states.index(name)]
         dtype = torch.promote_types(param.dtype, WIDE)
         return format_of(state.dtype, True).read(state, param, kind, dtype).clone()
 
