@@ -52,8 +52,9 @@ class StateFormat(NamedTuple):
             state's pointer, the offsets of a tile, their mask, the indices of the tile's blocks,
             and the end of whole blocks, first of this chunk, then of the tensor. It returns FP32.
         store: the same with two more arguments, FP32 values and random bits.
-        is_random: whether ``store`` rounds with random bits. Without a step count there are none,
-            and the entry of FP32 takes the state instead, which rounds to the nearest.
+        dropped_bits: bits of an FP32 mantissa that ``store`` rounds off with random bits, or 0.
+            Without a step count there are no random bits, and the entry of FP32 takes the state
+            instead, which rounds to the nearest.
         codes: torch form of a format in blocks, whose steps are always counted and whose masters
             are packed; None: each element is stored alone.
     """
@@ -61,8 +62,13 @@ class StateFormat(NamedTuple):
     dtype: torch.dtype
     load: Mapping[int, Any]
     store: Mapping[int, Any]
-    is_random: bool = False
+    dropped_bits: int = 0
     codes: BlockCodes | None = None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether ``store`` rounds with random bits."""
+        return self.dropped_bits > 0
 
     @property
     def in_blocks(self) -> bool:
@@ -106,7 +112,7 @@ class StateFormat(NamedTuple):
         if self.codes is None:
             if random is None or not self.is_random:
                 return values
-            return rounded_twin(values, in_memory_of(like, random), 16)
+            return rounded_twin(values, in_memory_of(like, random), self.dropped_bits)
         # the last block is filled with zeros, which do not raise its exponent
         missing = 0, padded(values.numel()) - values.numel()
         whole = torch.nn.functional.pad(in_order_of_memory(values, like=like), missing)
@@ -137,12 +143,12 @@ def _both(function: Any) -> dict[int, Any]:
 
 FORMATS = {
     "fp32": StateFormat(torch.float32, _both(_load), _both(_store)),
-    "bf16": StateFormat(torch.bfloat16, _both(_load), _both(_store_bfloat16), is_random=True),
+    "bf16": StateFormat(torch.bfloat16, _both(_load), _both(_store_bfloat16), 16),
     "8bit": StateFormat(
         torch.uint8,
         {SIGNED: load_signed, UNSIGNED: load_unsigned},
         {SIGNED: store_signed, UNSIGNED: store_unsigned},
-        is_random=True,
+        dropped_bits=20,
         codes=BlockCodes(encode, decode, 1),
     ),
 }
