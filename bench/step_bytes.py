@@ -55,7 +55,7 @@ class Ours(NamedTuple):
     @property
     def options(self) -> str:
         words = [f'state="{self.state}"'] if self.state != "fp32" else []
-        words += ['masters="packed"'] if self.packed and self.state != "8bit" else []
+        words += ['masters="packed"'] if self.packed and not FORMATS[self.state].in_blocks else []
         return ", ".join(words) or "default"
 
 

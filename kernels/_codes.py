@@ -16,17 +16,17 @@ from tritonamp.kernels.device import tl, triton
 # Kernels below repeat these constants as literals, because a jitted function can read no global
 # that is not a tl.constexpr.
 SIGNED, UNSIGNED = 15, 31
-"""Kinds of codes, by the field of the largest exponent."""
+"""Kinds of codes; each is the largest exponent field of its codes."""
 _DROPPED = 20  # bits of an FP32 mantissa that a code lacks
-_LEAST_EXPONENT = 40  # of a block, for which units of its codes are normal numbers
-_NOT_FINITE = 255  # the exponent of a block with NaN
+_LEAST_EXPONENT = 40  # least exponent of a block: units of its codes are still normal numbers
+_NOT_FINITE = 255  # exponent of a block with NaN
 _LARGEST = 1.875 * 2.0**127  # largest value of a code
 
 
 @triton.jit
 def block_exponents(r):
-    """Return the exponent, int32, of each row of values that are rounded to codes' mantissas."""
-    # of rounded values, because rounding up may raise the largest exponent of a block
+    """Return the exponents, int32, of blocks of rounded values, a block in each row of ``r``."""
+    # not of the exact values, because rounding up may raise the largest exponent of a block
     return tl.maximum(tl.max((r.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1), 40)
 
 
@@ -44,10 +44,10 @@ def encoded(x, r, exponent, random, KIND: tl.constexpr):
     """
     below = (exponent - KIND) << 3
     code = ((r.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >> 20) - below
-    # below the last power of two: multiples of a unit, 1 / per_unit (fields of x and 1 / x sum to
-    # 254)
+    # codes below 8 are multiples of a unit, 1 / per_unit (the exponents of x and 1 / x sum to 254)
     per_unit = ((256 + KIND - exponent) << 23).to(tl.float32, bitcast=True)
-    # a block with NaN has no unit; larger values are not encoded here, and would overflow int32
+    # A block with NaN has no unit. From 8 units on the code above is used; the limit keeps these
+    # products from overflowing int32.
     units = tl.where(exponent == 255, 0.0, tl.minimum(tl.abs(x) * per_unit, 8.0))
     up = (random >> 12).to(tl.int32).to(tl.float32) * 9.5367431640625e-07  # 2^-20
     code = tl.where(code >= 8, code, (units + up).to(tl.int32))
@@ -62,7 +62,7 @@ def decoded(code, exponent, KIND: tl.constexpr):
     magnitude = code & 127 if KIND == 15 else code
     normal = ((magnitude + ((exponent - KIND) << 3)) << 20).to(tl.float32, bitcast=True)
     unit = ((exponent - KIND - 2) << 23).to(tl.float32, bitcast=True)
-    # no exponent bits: a multiple of the unit, as subnormal numbers are
+    # codes below 8 are multiples of a unit, like subnormal numbers
     x = tl.where(magnitude >= 8, normal, magnitude.to(tl.float32) * unit)
     if KIND == 15:
         x = tl.where(code >= 128, -x, x)
@@ -71,7 +71,7 @@ def decoded(code, exponent, KIND: tl.constexpr):
 
 @triton.jit
 def load_moment(codes, exponents_ptr, offs, blocks, end, KIND: tl.constexpr):
-    """Return FP32 moments of whole blocks, a block in a row of ``offs``; zeros from ``end`` on."""
+    """Return FP32 moments of whole blocks, a block in each row of ``offs``; 0 from ``end`` on."""
     code = tl.load(codes + offs, mask=offs < end, other=0).to(tl.int32)
     exponent = tl.load(exponents_ptr + blocks, mask=blocks * 128 < end, other=40).to(tl.int32)
     return decoded(code, tl.expand_dims(exponent, 1), KIND)
@@ -95,7 +95,7 @@ def store_moment(codes, exponents_ptr, offs, blocks, end, x, random, KIND: tl.co
     tl.store(exponents_ptr + blocks, exponent.to(tl.uint8), mask=blocks * 128 < end)
 
 
-# as ``StateFormat`` has them: the exponents of a tensor follow its codes, stride bytes after them
+# The form that ``StateFormat`` asks for. The exponents of a tensor follow its ``stride`` codes.
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def encode(x: Tensor, random: Tensor | None, kind: int) -> tuple[Tensor, Tensor]
     exponent = ((bits >> 23) & 0xFF).view(-1, BLOCK).amax(1).clamp_min(_LEAST_EXPONENT)
     e = exponent.repeat_interleave(BLOCK)
     code = ((bits & 0x7FFFFFFF) >> _DROPPED) - ((e - kind) << 3)
-    # below the last power of two: multiples of a unit
+    # codes below 8 are multiples of a unit
     per_unit = ((256 + kind - e) << 23).view(torch.float32)
     units = torch.where(e == _NOT_FINITE, 0.0, (x.abs() * per_unit).clamp_max(8.0))
     up = (random >> (32 - _DROPPED)).float() * 2.0**-_DROPPED

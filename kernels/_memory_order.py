@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-"""Number of elements of a block: those whose codes share an exponent."""
+"""Number of elements of a block. Codes, remainders and bits of changes fill whole blocks."""
 
 
 def memory_strides(tensor: Tensor) -> tuple[int, ...]:

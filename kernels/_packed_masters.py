@@ -7,8 +7,8 @@ from tritonamp.kernels.device import tl, triton
 
 # Kernels below repeat these constants as literals, because a jitted function can read no global
 # that is not a tl.constexpr.
-_LEAST_HALF = 113  # the exponent of 2^-14, float16's least normal number
-_ULP_SHIFT = 25  # float16: the remainder counts 2^-15 of an ulp, which is 2^(exponent - 10)
+_LEAST_HALF = 113  # exponent of 2^-14, float16's least normal number
+_ULP_SHIFT = 25  # float16: an ulp is 2^(exponent - 10), and the remainder counts 2^-15 of an ulp
 
 
 @triton.jit
@@ -24,7 +24,8 @@ def joined(half, remainder, BF16: tl.constexpr):
         return whole.to(tl.float32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 0xFF, 113)  # of 2^-14, float16's least normal number
     unit = ((exponent - 25) << 23).to(tl.float32, bitcast=True)
-    # exact for the half value's own remainder from 2^-14 on: their sum is an FP32 number
+    # From 2^-14 on this is exact, because the sum of a half value and its own remainder is an FP32
+    # number.
     return half + remainder.to(tl.float32) * unit
 
 
@@ -50,7 +51,7 @@ def split(x, BF16: tl.constexpr):
 
 @triton.jit
 def rounded_half(x, TYPE: tl.constexpr):
-    """Return FP32 values rounded to the type named TYPE, in FP32; a NaN is some NaN."""
+    """Return FP32 values rounded to the type named TYPE, in FP32; NaN stays some NaN."""
     if TYPE == "bfloat16":
         # in integers, because the interpreter truncates to bfloat16
         bits = x.to(tl.int32, bitcast=True)

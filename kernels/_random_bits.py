@@ -19,7 +19,7 @@ _MIX1, _MIX2 = 0x85EBCA6B, 0xC2B2AE35  # the finaliser of MurmurHash3 (Appleby)
 
 @triton.jit
 def random_bits(offs, step, number):
-    """Return 32 random bits for each element's first moment, and for its second moment; uint32.
+    """Return 32 random bits for each element's first moment, and 32 for its others; both uint32.
 
     Args:
         offs: indices of the elements in their tensor, integers.
@@ -38,7 +38,7 @@ def random_bits(offs, step, number):
 
 
 def random_bits_twin(like: Tensor, step: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return the bits of ``random_bits`` as int64, for each element in memory order."""
+    """Return the bits of ``random_bits`` as int64, for elements of ``like`` in memory order."""
     elements = torch.arange(like.numel(), device=like.device)
     h = (elements * _ELEMENT ^ number * _NUMBER) & 0xFFFFFFFF
     h = _times(h ^ (h >> 16), _MIX1)

@@ -1,8 +1,9 @@
-"""The number formats of optimizer state: one table, from which steps, files and messages take them.
+"""The number formats of optimizer state: one table, which steps, files and messages read.
 
-A format is an entry of ``FORMATS`` and its functions. Moments in fewer bits than FP32 are rounded
-stochastically, because a second moment usually changes by a thousandth, which is less than half the
-distance of two bfloat16 numbers: rounded to the nearest, it would never decay.
+A format is an entry of ``FORMATS`` and its functions. Where steps are counted, moments in fewer
+bits than FP32 are rounded stochastically. Rounded to the nearest, a second moment would never
+decay, because a step usually changes it by a thousandth, less than half the distance of two
+bfloat16 numbers.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,14 +28,14 @@ from tritonamp.kernels.device import tl, triton
 
 
 class BlockCodes(NamedTuple):
-    """Formats whose elements share a number in each block of 128.
+    """Torch functions of a format in which each block of 128 elements shares a number.
 
     Attributes:
-        encode: torch function of FP32 values (n,), where n is a multiple of 128; random bits, int64
-            (n,), or None to lose no bit of decoded values; and the kind of the state. It returns
-            codes (n,), and the shared numbers of all blocks as bytes, both uint8.
-        decode: the inverse, a function of codes, shared numbers and the kind.
-        shared_bytes: number of bytes of a block's shared number.
+        encode: function of FP32 values (n,), where n is a multiple of 128; of random bits, int64
+            (n,), or None to keep decoded values exact; and of the kind, SIGNED or UNSIGNED. It
+            returns codes (n,), and the shared numbers of all blocks as bytes, both uint8.
+        decode: inverse of ``encode``, a function of codes, shared numbers and the kind.
+        shared_bytes: size of a block's shared number.
     """
 
     encode: Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
@@ -46,39 +47,52 @@ class StateFormat(NamedTuple):
     """How state is stored: by kernels, by their eager twins, in files.
 
     Attributes:
-        dtype: dtype of a state's tensor, which tells a step the format.
-        load: jitted functions of pointer, offsets, mask, numbers of the blocks, the number of
-            elements of whole blocks up to the end of this chunk, and up to the end of the tensor.
-            They return FP32, for states of the kinds SIGNED and UNSIGNED.
-        store: jitted functions of the same arguments, FP32 values and random bits.
-        is_random: whether ``store`` rounds with random bits. Without a count of steps there are
-            none, and the format of FP32 is used instead, which rounds to the nearest.
-        codes: the same in torch for formats in blocks, which always count steps and pack masters;
-            None: each element is stored alone.
+        dtype: dtype of a state's tensor, by which a step finds the format.
+        load: a jitted function for each kind of values, SIGNED and UNSIGNED. Its arguments are the
+            state's pointer, the offsets of a tile, their mask, the indices of the tile's blocks,
+            and the end of whole blocks, first of this chunk, then of the tensor. It returns FP32.
+        store: the same with two more arguments, FP32 values and random bits.
+        dropped_bits: bits of an FP32 mantissa that ``store`` rounds off with random bits, or 0.
+            Without a step count there are no random bits, and the entry of FP32 takes the state
+            instead, which rounds to the nearest.
+        codes: torch form of a format in blocks, whose steps are always counted and whose masters
+            are packed; None: each element is stored alone.
     """
 
     dtype: torch.dtype
     load: Mapping[int, Any]
     store: Mapping[int, Any]
-    is_random: bool = False
+    dropped_bits: int = 0
     codes: BlockCodes | None = None
 
     @property
+    def is_random(self) -> bool:
+        """Whether ``store`` rounds with random bits."""
+        return self.dropped_bits > 0
+
+    @property
     def in_blocks(self) -> bool:
-        """Whether state is in codes, in whole blocks that share a number."""
+        """Whether a state is codes in whole blocks, each with a shared number."""
         return self.codes is not None
 
     def size(self, numel: int) -> int:
-        """Return the number of codes and bytes that a state of ``numel`` elements takes."""
+        """Return the length of the tensor that holds ``numel`` elements in whole blocks."""
         shared_bytes = 0 if self.codes is None else self.codes.shared_bytes
         return padded(numel) + padded(numel) // BLOCK * shared_bytes
 
     def bytes_per_element(self) -> float:
-        """Return the bytes that an element takes."""
+        """Return the bytes of an element, with its share of the number of its block."""
         return self.dtype.itemsize * self.size(BLOCK) / BLOCK
 
     def read(self, state: Tensor, like: Tensor, kind: int, dtype: torch.dtype) -> Tensor:
-        """Return the values of a state in the shape of ``like``, in ``dtype`` or FP32."""
+        """Return the values of a state, in the shape of ``like``.
+
+        Args:
+            state: tensor of the state.
+            like: parameter of the state, or any tensor of its shape and strides.
+            kind: kind of the values, SIGNED or UNSIGNED.
+            dtype: dtype of the result; values of codes are FP32.
+        """
         if self.codes is None:
             return state.to(dtype)
         memory, n = state.view(torch.uint8), padded(like.numel())
@@ -86,16 +100,20 @@ class StateFormat(NamedTuple):
         return in_memory_of(like, values[: like.numel()])
 
     def write(self, values: Tensor, like: Tensor, kind: int, random: Tensor | None) -> Tensor:
-        """Return the tensor to copy into a state, given its values in the shape of ``like``.
+        """Return the tensor to copy into a state, which has the state's dtype or a wider one.
 
-        ``random`` has 32 bits for each element, int64 in the order of memory of ``like``. None: the
-        values are rounded to the nearest, or, in blocks, down in magnitude.
+        Args:
+            values: values in the shape of ``like``.
+            like: parameter of the state.
+            kind: kind of the values, SIGNED or UNSIGNED.
+            random: 32 bits for each element, int64 in the order of memory of ``like``. None: the
+                values are rounded to the nearest, or, in blocks, down in magnitude.
         """
         if self.codes is None:
             if random is None or not self.is_random:
                 return values
-            return rounded_twin(values, in_memory_of(like, random), 16)
-        # zeros fill the last block, because they do not raise its exponent
+            return rounded_twin(values, in_memory_of(like, random), self.dropped_bits)
+        # the last block is filled with zeros, which do not raise its exponent
         missing = 0, padded(values.numel()) - values.numel()
         whole = torch.nn.functional.pad(in_order_of_memory(values, like=like), missing)
         bits = None if random is None else torch.nn.functional.pad(random, missing)
@@ -125,28 +143,28 @@ def _both(function: Any) -> dict[int, Any]:
 
 FORMATS = {
     "fp32": StateFormat(torch.float32, _both(_load), _both(_store)),
-    "bf16": StateFormat(torch.bfloat16, _both(_load), _both(_store_bfloat16), is_random=True),
+    "bf16": StateFormat(torch.bfloat16, _both(_load), _both(_store_bfloat16), 16),
     "8bit": StateFormat(
         torch.uint8,
         {SIGNED: load_signed, UNSIGNED: load_unsigned},
         {SIGNED: store_signed, UNSIGNED: store_unsigned},
-        is_random=True,
+        dropped_bits=20,
         codes=BlockCodes(encode, decode, 1),
     ),
 }
 """Formats by the name that users give."""
 
 
-DTYPES = {form.dtype: form for form in FORMATS.values()}
+STATE_DTYPES = {form.dtype: form for form in FORMATS.values()}
 """Formats by the dtype of their tensors."""
 
 
 def format_of(dtype: torch.dtype, counts_steps: bool) -> StateFormat:
     """Return the format of a state's tensor, given its dtype and whether steps are counted."""
-    found = DTYPES.get(dtype, FORMATS["fp32"])
+    found = STATE_DTYPES.get(dtype, FORMATS["fp32"])
     return found if counts_steps or not found.is_random else FORMATS["fp32"]
 
 
 def is_in_blocks(dtype: torch.dtype) -> bool:
-    """Tell whether state of this dtype is in blocks of codes."""
+    """Tell whether a state of this dtype is codes in blocks."""
     return format_of(dtype, True).in_blocks

@@ -12,7 +12,7 @@ from tritonamp.kernels.device import INTERPRETED, WARP_SIZE, tl, triton
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Names in ``triton.language`` of the dtypes that kernels accept."""
-CODES = {torch.uint8: "uint8", torch.int16: "int16"}
+CODES = {torch.uint8: "uint8", torch.int16: "int16"}  # bits of changes, remainders
 CODES |= {f.dtype: "uint8" for f in FORMATS.values() if f.in_blocks}
 """The same for codes, bits and remainders, which lie in the order of memory of "params"."""
 NUM_WARPS = 8

@@ -45,8 +45,8 @@ class Update(Implementations):
     Args:
         name: name of the operation.
         rule: class of the hyperparameters of a group, a NamedTuple.
-        states: names of the lists of state, at most three, with the kind of their values, SIGNED
-            or UNSIGNED.
+        states: names of the lists of state, at most three, with the kind of their values: SIGNED,
+            or UNSIGNED if they are never negative.
         load_rule: jitted function of a row of numbers and the factor on the gradients. It returns
             the factor with the sign of the direction, and the numbers that ``update`` takes.
         update: jitted function of a parameter, its gradient, three states, the numbers, and whether
@@ -61,7 +61,7 @@ class Update(Implementations):
         needs_fp32: names of optional states. A group that has one needs all its states in FP32.
         counts_steps: whether the optimizer counts steps in every format of state.
         prepare: jitted function that stores numbers which depend on the step count, or None.
-        prepared: how many numbers ``prepare`` stores.
+        prepared: count of the numbers that ``prepare`` stores.
         max_registers: limit of a thread's registers where there are a first state and copies, or
             None.
         on_cpu: faster form in main memory, or None. It takes calls without remainders, changes,
@@ -71,7 +71,7 @@ class Update(Implementations):
     Attributes:
         rule, optional, needs_fp32, counts_steps: the arguments.
         states: names of the lists of state.
-        kinds: kind of each state.
+        value_kinds: kind of the values of each state, SIGNED or UNSIGNED.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Update(Implementations):
     ) -> None:
         self.rule, self.optional, self.counts_steps = rule, optional, counts_steps
         self.needs_fp32 = needs_fp32
-        self.states, self.kinds = tuple(states), tuple(states.values())
+        self.states, self.value_kinds = tuple(states), tuple(states.values())
         super().__init__(self.launch, self.in_torch, update_samples(self, rules), name)
         self._load_rule, self._update, self._twin = load_rule, update, twin
         self._prepare, self._prepared, self._max_registers = prepare, prepared, max_registers
@@ -141,7 +141,7 @@ class Update(Implementations):
             lists.launch(plan, self.launches, grad_scale, found_inf)
 
     def launches(self, lists: UpdateLists, plan: Plan) -> Iterator[Launch]:
-        """Yield the launches that count steps, then one launch for each kind of table."""
+        """Yield the launches that count steps, then an update for each table."""
         numbers = len(lists.rules[0].numbers())
         for t in plan.scalar_tables:
             rules, groups = lists.numbers(t.device)
@@ -170,12 +170,12 @@ class Update(Implementations):
         """Return the launch of the update on the rows of one table."""
         tensors, missing = lists.tensors, _STATES - len(self.states)
         remainders, changes = (n if n in tensors else "params" for n in ("remainders", "changes"))
-        found = [t.dtypes[name] for name in self.states]
-        formats = [None if d is None else format_of(d, "steps" in tensors) for d in found]
-        in_blocks = "changes" in tensors or any(f and f.in_blocks for f in formats)
+        dtypes = [t.dtypes[name] for name in self.states]
+        formats = [None if d is None else format_of(d, "steps" in tensors) for d in dtypes]
+        has_blocks = "changes" in tensors or any(f and f.in_blocks for f in formats)
         has_first = next(iter(formats), None) is not None
         maxnreg = self._max_registers if has_first and t.dtypes["copies"] else None
-        if in_blocks:
+        if has_blocks:
             maxnreg = MAX_REGISTERS[t.aligned]
         counts, width = self._counts(lists, t.device)
         groups, rules, *flags = lists.numbers_and_flags(t.device)
@@ -186,7 +186,7 @@ class Update(Implementations):
             _name(t.dtypes["params"]) if is_packed else None,
             *self._state_constants(t, formats),
             _name(t.dtypes["copies"] or t.dtypes["params"]) if "changes" in tensors else None,
-            _TILE // BLOCK if in_blocks else 0,
+            _TILE // BLOCK if has_blocks else 0,
         )
         states = *self.states, *["params"] * missing
         return t.launch_of(
@@ -197,13 +197,13 @@ class Update(Implementations):
             _VEC,
             maxnreg=maxnreg,
             # whole blocks in a tile also if pointers are not aligned
-            tile=_TILE if in_blocks else None,
+            tile=_TILE if has_blocks else None,
         )
 
     def _state_constants(self, t: Table, formats: Sequence[StateFormat | None]) -> tuple[Any, ...]:
         """Return types, loads and stores of three states, and whether any takes random bits."""
         missing = [None] * (_STATES - len(self.states))
-        rows = list(zip(formats, self.kinds, strict=True))
+        rows = list(zip(formats, self.value_kinds, strict=True))
         types = [*map(t.type, self.states), *missing]
         loads = [*(f and f.load[kind] for f, kind in rows), *missing]
         stores = [*(f and f.store[kind] for f, kind in rows), *missing]
@@ -222,7 +222,7 @@ class Update(Implementations):
     def put_results(
         self, results: PendingWrites, lists: UpdateLists, grad_scale: Tensor | None
     ) -> None:
-        """Plan to write the results of the eager twin."""
+        """Add the results of the eager twin to the planned writes ``results``."""
         names = "params", self._grads, "copies", "remainders", "changes", "steps"
         for row, rule, number in lists.rows((*names, *self.states)):
             param, grad, copy, remainder, changes, steps, *states = row
@@ -235,14 +235,15 @@ class Update(Implementations):
             formats = {k: format_of(state.dtype, step is not None) for k, state in found}
             values: list[Tensor | None] = [None] * len(states)
             for k, state in found:
-                values[k] = formats[k].read(state, param, self.kinds[k], dtype)
+                values[k] = formats[k].read(state, param, self.value_kinds[k], dtype)
             p, *after = self._twin(p, grad, *values, rule, step)
 
             random: tuple[Tensor | None, Tensor | None] = None, None
             if step is not None and any(form.is_random for form in formats.values()):
                 random = random_bits_twin(param, step, number)
             for k, state in found:
-                value = formats[k].write(after[k], param, self.kinds[k], random[min(k, 1)])
+                # a third state is rounded with the bits of the second one
+                value = formats[k].write(after[k], param, self.value_kinds[k], random[min(k, 1)])
                 results.put(state, value)
             if step is not None:
                 results.put(steps, step)

@@ -1,7 +1,7 @@
 """The step of every elementwise optimizer: one kernel reads, calls a rule for each element, writes.
 
-A rule is a function of one element, ``update``, with its twin in torch. How a state is loaded and
-stored is its format's matter (``_state_formats``). An FP32 master is one tensor, or a half
+A rule is a function of one element, ``update``, with its twin in torch. The functions that load and
+store a state come from its format (``_state_formats``). An FP32 master is one tensor, or a half
 parameter with 16 more bits.
 """
 
@@ -53,7 +53,7 @@ def _update_tile(
         p, grad, a, b, c, rule, LOAD1 is not None, LOAD2 is not None, LOAD3 is not None
     )
 
-    # both moments get bits of their own
+    # the first state gets bits of its own, and the others share bits
     random, other = number, number
     if RANDOM:
         random, other = random_bits(offs, step, number)
@@ -90,7 +90,7 @@ def _update_tile(
 
 @triton.jit
 def _offsets(at, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the offsets of a tile; a block of codes is a row of them."""
+    """Return the offsets of a tile; each row is a block if there are BLOCKS."""
     if BLOCKS > 0:
         row, column = tl.arange(0, BLOCKS), tl.arange(0, 128)
         return at + (tl.expand_dims(row, 1) * 128 + tl.expand_dims(column, 0))
@@ -116,9 +116,8 @@ def update_kernel(
     is the length of a tensor's row of counts: 0 if steps are not counted, 1 for the count alone,
     more if the row holds the rule's numbers. Types, LOADs and STOREs (functions of a
     ``StateFormat``) are None where there is no such list. RANDOM: a format needs random bits. HALF
-    names the type of half parameters with remainders, CHANGES that of the values whose changes are
-    noted.
-    BLOCKS is the number of blocks of codes or bits in a tile, or 0.
+    names the type of half parameters with remainders, CHANGES the type of the values whose changes
+    are noted. BLOCKS is the number of blocks of codes or bits in a tile, or 0.
     """
     # A skip is decided on the device, and every program returns before it writes: all bits stay.
     if tl.load(found_inf_ptr) != 0.0:

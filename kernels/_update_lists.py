@@ -28,7 +28,7 @@ class UpdateLists:
     Attributes:
         tensors: "params", "grads", "copies" (the parameter itself where there is no copy), and the
             optimizer's state under the operation's names (the parameter itself where a group has no
-            such state). A state is FP32, bfloat16 or codes (uint8 of shape (codes_size(n),)); FP64
+            such state). The dtype of a state says its format (``_state_formats``), and FP64
             parameters have FP64 state. There may be three more lists: "steps", step counts as 0-d
             float32 tensors, if the optimizer counts them or state is codes; "remainders", int16 of
             shape (padded(n),), the bits that half parameters lack of FP32 masters (the parameter

@@ -1,4 +1,4 @@
-"""Lists of any format on which an ``Update`` steps: its samples, and the calls that it ships."""
+"""Lists of any format for an ``Update``: samples, and calls that ``bench/static.py`` builds."""
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ def update_lists(
     packed: bool = False,
     changes: bool = False,
 ) -> UpdateLists:
-    """Return lists of one group for a third step. The state has the values of the parameters.
+    """Return lists of one group for a third step, whose state is computed from the parameters.
 
     Args:
         update: ``Update`` that steps on the lists.
@@ -42,7 +42,7 @@ def update_lists(
         changes: whether changes are noted.
     """
     lists: dict[str, Any] = {"params": params, "grads": grads, "copies": copies or params}
-    for name, kind in zip(update.states, update.kinds, strict=True):
+    for name, kind in zip(update.states, update.value_kinds, strict=True):
         has = update.has(name, rule)
         lists[name] = [_state(p, kind, state) for p in params] if has else params
     if packed:
@@ -116,19 +116,19 @@ def _sample(update: Any, rule: Hyperparameters, words: str) -> ListSample:
 
 
 def _words(update: Any, rule: Hyperparameters) -> str:
-    """Return the names of the fields by which a rule has optional states, joined for a name."""
+    """Return the rule's fields that ask for optional states, joined by spaces."""
     return " ".join(flag for flag in update.optional.values() if getattr(rule, flag))
 
 
 def shipped_updates(
     update: Any, rules: Sequence[Hyperparameters], registers: int = 64
 ) -> Iterator[Shipped]:
-    """Yield calls by each rule for all levels, and by the first one in all formats.
+    """Yield calls by each rule at all levels, and by the first rule in all formats.
 
     Args:
         update: ``Update`` of the calls.
         rules: hyperparameters of the calls.
-        registers: largest number of registers of a thread with FP32 state.
+        registers: limit of a thread's registers with FP32 state.
     """
     shipped = functools.partial(_shipped, update, registers)
     for rule, level, aligned in itertools.product(rules, LEVELS, (True, False)):
@@ -166,19 +166,22 @@ def _shipped(
     param, grad, copy = level
     copies = None if copy is None else make(copy)
     lists = update_lists(update, rule, make(param), make(grad), copies, state, packed, changes)
-    in_codes = FORMATS[state].in_blocks
-    is_small = state != "fp32" and not in_codes
-    words = in_codes and state, packed and not in_codes and "packed", _words(update, rule) or False
+    has_codes = FORMATS[state].in_blocks
+    is_small = state != "fp32" and not has_codes
+    words = (
+        has_codes and state,
+        packed and not has_codes and "packed",
+        _words(update, rule) or False,
+    )
     more = not aligned and "unaligned", is_small and state, changes and "changes"
-    dtypes = [dtype for dtype in level if dtype is not None or not (packed or in_codes)]
-    in_blocks = in_codes or changes
-    if in_blocks:
+    dtypes = [dtype for dtype in level if dtype is not None or not (packed or has_codes)]
+    if has_codes or changes:
         registers = MAX_REGISTERS[aligned]
     elif len(update.states) > 1 and ((copy and grad is WIDE) or is_small):
         registers = 80 if is_small else 72
     # a byte for each block: the exponents of a tile are exchanged through shared memory
-    shared: int | None = 8 if in_codes else 0
-    if changes or (in_codes and not aligned):
+    shared: int | None = 8 if has_codes else 0
+    if changes or (has_codes and not aligned):
         shared = None
     name = build_name(update.name, *dtypes, *words, *more)
     return Shipped(name, update.launch, (lists, None, None), registers, max_shared=shared)

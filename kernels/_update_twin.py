@@ -1,4 +1,4 @@
-"""Load and store of an update in torch, with the bits of ``_update_kernel``."""
+"""Masters of an update, loaded and stored in torch with the bits of ``_update_kernel``."""
 
 import torch
 from torch import Tensor
@@ -24,12 +24,21 @@ def put_master(
     p: Tensor,
     overflow: Tensor,
 ) -> Tensor:
-    """Plan to write the stepped-on values and their copy; return what the model will hold."""
+    """Plan to write stepped-on values and their copy; return the model's new values.
+
+    Args:
+        results: planned writes, to which these are added.
+        param: stepped-on tensor of the call.
+        remainder: 16 more bits of ``param``; None or ``param`` itself: there are none.
+        copy: half copy of ``param``; ``param`` itself: there is none.
+        p: new values, FP32 or FP64.
+        overflow: flag to set if a finite value becomes inf in half.
+    """
     if remainder is not None and remainder is not param:
         half, rest = split_master(in_order_of_memory(p, like=param), param.dtype)
         results.put(remainder[: param.numel()], rest)
-        # The first put is for the flag alone. The second one wins, because it is written later: in
-        # ``half``, ties of bfloat16 are rounded away from 0.
+        # The first write only sets the flag. The second one stays, because it is later: it writes
+        # ``half``, whose ties of bfloat16 are rounded away from 0.
         results.put_copy(param, p, overflow)
         results.put(param, in_memory_of(param, half))
         return in_memory_of(param, half)

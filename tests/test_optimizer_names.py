@@ -58,7 +58,8 @@ def test_no_page_has_to_be_edited_for_another_format_of_state() -> None:
         rf"""(?:[=!]=|\bin|\bcase) \W*["'](?:{names})["']|is (?:not )?torch\.uint8"""
     )
     assert asked.search('if state == "8bit"') and asked.search("x.dtype is not torch.uint8")
-    found = {page: asked.findall((ROOT / page).read_text()) for page in PAGES if page[-2:] == "py"}
+    sources = [page for page in PAGES if page.endswith(".py")]
+    found = {page: asked.findall((ROOT / page).read_text()) for page in sources}
     assert {page: lines for page, lines in found.items() if lines} == {}
 
 

@@ -425,9 +425,9 @@ def check_field_names(fields: Iterable[str], others: Iterable[str] = ()) -> None
 
 
 def _nearest(name: str, fields: Sequence[str], others: Iterable[str]) -> list[str]:
-    """Return the most similar right name, or no name.
+    """Return the most similar right name, if any.
 
-    Right names with a slip go first, then fields whose words ``name`` has.
+    Names with a slip win, then fields whose words are all in ``name``.
     """
     slips = difflib.get_close_matches(name, [*fields, *others], 1, cutoff=_SLIP)
     if slips:

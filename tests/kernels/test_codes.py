@@ -1,4 +1,4 @@
-"""One-byte moments: what they lose, and the bits of the kernel."""
+"""Moments of one byte: their errors, and the bits of kernel and twin."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def exponent_of(x: Tensor) -> Tensor:
 
 
 def spread(kind: int, blocks: int, seed: int = 0) -> Tensor:
-    """Values whose magnitudes go 2^40 down from the block's largest, and zeros."""
+    """Return values with magnitudes down to 2^-40 of the block's largest, and zeros."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.randint(-30, 30, (blocks, 1), generator=generator).float().exp2()
     down = torch.rand((blocks, BLOCK), generator=generator) * -40
@@ -63,7 +63,7 @@ def test_a_code_is_off_by_less_than_a_unit(kind: int, rounds: str) -> None:
 
 @pytest.mark.parametrize("value", [1e-45, 1e-38, 1e-30])
 def test_an_unsigned_code_is_never_zero(value: float) -> None:
-    """An update divides by its root. In a block of tiny ones, and next to a large one."""
+    """An update divides by its root. Tiny values stand alone in a block, or next to a large one."""
     for largest in (value, 1.0, 1e38):
         x = torch.full((BLOCK,), value)
         x[5], x[6] = largest, 0.0
@@ -75,8 +75,8 @@ def test_an_unsigned_code_is_never_zero(value: float) -> None:
 
 @each_kind
 def test_codes_are_unbiased(kind: int) -> None:
-    """By value, over 4096 hashes: an error is within a unit, its deviation at most half of one; six
-    deviations of the mean. Unsigned values below a unit become one.
+    """The mean of each value over 4096 hashes is off by six deviations at most. An error is within
+    a unit, so its deviation is at most half a unit. Unsigned values below a unit become one unit.
     """
     times, values = 4096, spread(kind, 1, 3)
     largest = values.abs().argmax()

@@ -35,7 +35,7 @@ each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 class Operation:
     """``muon`` with the names of an ``Update``."""
 
-    name, states, kinds = "muon", ("momentum_buffers",), (SIGNED,)
+    name, states, value_kinds = "muon", ("momentum_buffers",), (SIGNED,)
     optional, counts_steps = dict[str, str](), False
 
     def has(self, name: str, rule: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Masters in two halves: what they lose, and the bits of the kernel."""
+"""Packed masters: their errors, and the bits of kernel and twin."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ EDGES = [-0x8000, -0x7FFF, -0x4000, -1, 0, 1, 0x3FFC, 0x3FFF, 0x4000, 0x7FFF]  #
 
 
 def patterns(dtype: torch.dtype) -> Tensor:
-    """All values of a half dtype."""
+    """Return all values of a half dtype."""
     return torch.arange(-0x8000, 0x8000, dtype=torch.int16).view(dtype)
 
 
 def upper_and_lower_bits() -> Tensor:
-    """FP32 values of all 65536 upper halves, with lower halves at the edges and at random."""
+    """Return FP32 values of all 65536 upper halves, with edges and random bits as lower halves."""
     generator = torch.Generator().manual_seed(0)
     lower = torch.cat(
         [
@@ -86,8 +86,8 @@ def test_a_written_bfloat16_value_keeps_the_remainder(r: int) -> None:
 
 @pytest.mark.parametrize("r", [r for r in EDGES if abs(r) <= 0x4000])
 def test_a_written_float16_value_keeps_the_remainder(r: int) -> None:
-    """Of those that ``split_master`` leaves, half an ulp at most. Half the ulp of a power of two
-    reaches its neighbour below. An FP32 ulp is four units, so that some remainders are rounded.
+    """Remainders are half an ulp at most, like those of ``split_master``. Half the ulp of a power
+    of two reaches its neighbour below. An FP32 ulp is four units, so some remainders are rounded.
     """
     upper = patterns(HALF)
     x, wide = join_master(upper, torch.full(upper.shape, r, dtype=torch.int16)), upper.float()
@@ -105,7 +105,7 @@ def test_a_written_float16_value_keeps_the_remainder(r: int) -> None:
 
 @pytest.mark.parametrize("form", ["packed", "packed bfloat16"])
 def test_masters_are_the_twins(triton_device: torch.device, form: str) -> None:
-    """A step makes a master of any FP32 value; another keeps that of any half and any remainder."""
+    """A step moves one master to any FP32 value, and keeps another of any half and remainder."""
     x, rule = upper_and_lower_bits()[:: 13 * 8 + 1], SGDRule(1.0, 0.0, 0.0, 0.0, False, False)
     kernel = Updates(ROWS["sgd"], triton_device, form, [rule], [x.shape, x.shape], grad=WIDE)
     (zeros, halves, _), remainders = kernel.lists["params"], kernel.lists["remainders"]

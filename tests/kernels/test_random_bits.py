@@ -11,8 +11,8 @@ from tritonamp.kernels._random_bits import random_bits_twin, rounded_twin
 
 
 def test_random_bits_are_even() -> None:
-    """Of elements and of tensors in turn, both moments': each bit, each pair of bits, and 16 bins;
-    6 deviations.
+    """Each bit, each pair of bits, and 16 bins, within 6 deviations: along elements and along
+    tensors, for both moments.
     """
     n, step = 1 << 14, torch.tensor(3.0)
     of_tensors = [random_bits_twin(torch.empty(16), step, k) for k in range(n // 16)]
@@ -35,8 +35,8 @@ def test_random_bits_are_even() -> None:
 
 @pytest.mark.parametrize("first", [1, 1000, 2**24 - 600])
 def test_bits_of_successive_steps_spread_evenly(first: int) -> None:
-    """By the golden ratio: of n steps, n p come below any p, and 2 + log2(n) more or fewer at most
-    (independent ones: a multiple of sqrt(n p)).
+    """Of n steps, n p fall below any p, with 2 + log2(n) more or fewer at most, because each step
+    adds the golden ratio. Independent bits would differ by a multiple of sqrt(n p).
     """
     steps = [float(first + k) for k in range(512)]
     rows = [random_bits_twin(torch.empty(64), torch.tensor(s), 1) for s in steps]
@@ -67,8 +67,8 @@ def test_noise_of_a_second_moment(dropped: int, noise: float) -> None:
 
 
 def test_stochastic_rounding_to_bfloat16() -> None:
-    """To one of the two neighbours, in the mean to the value; NaN and inf stay, what bfloat16 holds
-    stays.
+    """A value becomes one of its two neighbours, and itself in the mean. NaN, inf and bfloat16
+    values stay.
     """
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
     many = x.expand(4096, -1).flatten()

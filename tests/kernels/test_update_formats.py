@@ -1,4 +1,4 @@
-"""What each format of parameters and states loses of a step in FP32."""
+"""The errors of each format of parameters and states against a step in FP32."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_kernel_and_twin_are_alike(triton_device: torch.device, row: Row, form: 
 
 @each_row
 def test_half_and_fp32_parameters_in_one_call(device: torch.device, backend: str, row: Row) -> None:
-    """Two tables, half ones between FP32 ones: each as in a list of its own kind."""
+    """They alternate in two tables, and each steps as in a list of its own kind."""
     shapes = [(130 + i,) for i in range(46)]
     both = [Updates(row, device, form, shapes=shapes) for form in ("8bit", "8bit fp32")]
     for param in both[1].lists["params"]:

@@ -100,7 +100,7 @@ def test_memory_with_gaps(device: torch.device, backend: str, row: Row, form: st
         lists["copies"][0] = lists["copies"][0].t().contiguous().t()
     param = lists["params"][0]
     columns = torch.cat([param, param], 1)[:, :7]
-    for own in lists.values():  # copies and states that there are not are the parameter
+    for own in lists.values():  # a missing copy or state is the parameter
         own[0] = columns if own[0] is param else own[0]
     if run.form.state is WIDE:
         lists[first][1] = lists[first][1].t().contiguous().t()

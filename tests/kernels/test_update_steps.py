@@ -190,7 +190,7 @@ def test_hyperparameters_may_be_tensors(
 def test_an_optional_state_may_be_switched(
     device: torch.device, backend: str, name: str, form: str
 ) -> None:
-    """With the same memory; tables change with what a list repeats."""
+    """With the same memory. Tables change, because other lists repeat the parameters."""
     row = ROWS[name]
     with_state, without = Updates(row, device, form, row.rules[1:2]), row.rules[0]
     without = without._replace(**dict.fromkeys(row.update.optional.values(), 0))

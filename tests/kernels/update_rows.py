@@ -65,7 +65,7 @@ class Row(NamedTuple):
 
 
 ADAM = AdamRule(0.1, 0.9, 0.99, 0.03125, 0.25, True, False, False)
-# all kinds of an Adam step, of which the sixth is AMSGrad's with an L2 term
+# all kinds of an Adam step; number 14 is AMSGrad with an L2 term, and maximizes
 ADAMS = [
     ADAM._replace(weight_decay=d, maximize=c, decoupled_weight_decay=not a, amsgrad=b)
     for a, b, c, d in itertools.product(*[(False, True)] * 3, (0.25, 0.0))

@@ -84,7 +84,7 @@ class Updates:
         update, direction = self.row.update, -1.0 if getattr(rule, "maximize", False) else 1.0
         new = self._params(values())
         new["grads"] = [g.to(self.device, grad) for g in values(direction)]
-        for name, kind in zip(update.states, update.kinds, strict=True):
+        for name, kind in zip(update.states, update.value_kinds, strict=True):
             # squares are above those of all means
             given = values(kind=kind, above=1.21 if name == "square_avgs" else 0.0)
             has_state = update.has(name, rule)
@@ -144,12 +144,12 @@ class Updates:
     def value(self, name: str, place: int) -> Tensor:
         """Return the values of a state, FP32 or FP64, in new memory."""
         param, state = self.lists["params"][place], self.lists[name][place]
-        kind = self.row.update.kinds[self.row.update.states.index(name)]
+        kind = self.row.update.value_kinds[self.row.update.states.index(name)]
         dtype = torch.promote_types(param.dtype, WIDE)
         return format_of(state.dtype, True).read(state, param, kind, dtype).clone()
 
     def states(self) -> Iterator[tuple[str, int]]:
-        """Yield the name and the place of each state that there is."""
+        """Yield the name and the place of each existing state."""
         for name in self.row.update.states:
             for i, group in enumerate(self.groups):
                 if self.row.update.has(name, self.rules[group]):
@@ -163,7 +163,7 @@ class Updates:
         places: Sequence[int] | None = None,
         **numbers: Any,
     ) -> "Updates":
-        """Take a step; ``places``: on these tensors alone; numbers: of ``TensorLists``."""
+        """Take a step; given ``places``, on these tensors alone. Numbers go to ``TensorLists``."""
         scalars = [
             torch.tensor(x, device=self.device) if isinstance(x, float) else x
             for x in (grad_scale, found_inf)

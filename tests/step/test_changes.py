@@ -16,7 +16,7 @@ from runs import OPTIMIZERS, Training, started, started_on_cpu
 from torch import Tensor, nn
 
 import tritonamp
-from tritonamp.step import changes
+from tritonamp.step import parameter_bits
 
 OWN = ["Adagrad", "RAdam", "Adadelta"]
 """Optimizers without a rule."""
@@ -563,7 +563,7 @@ def test_more_elements_than_int32_counts(
 ) -> None:
     run = runs_on_cpu()
     written(run)
-    monkeypatch.setattr(changes, "LARGEST", 149)
+    monkeypatch.setattr(parameter_bits, "LARGEST", 149)
     with pytest.raises(ValueError, match=r"up to 149 elements, .* got 150 in first\.weight"):
         run.amp.changes()
     found = run.amp.changes(dense_above=1.0)

@@ -2,47 +2,19 @@
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from tritonamp.fp32_values import Fp32Values
-from tritonamp.kernels._change_bits import changes_shape, other_bits, packed_bits, unpacked_bits
+from tritonamp.kernels._change_bits import other_bits
 from tritonamp.kernels._facts import addresses, versions
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._memory_order import memory_strides
 from tritonamp.kernels._shards import any_sharded, to_local
 from tritonamp.kernels._transfer import transfer
 from tritonamp.policy import HALF_DTYPES
-
-LARGEST = 2**31 - 1
-"""Largest number of elements whose positions fit int32."""
-
-Changed = tuple[Tensor | None, Tensor]
-"""Positions and values of the changed elements; or None and the whole tensor."""
-
-
-class _Bits(NamedTuple):
-    """The bits of one parameter.
-
-    Attributes:
-        rows: uint8 of ``changes_shape``. Row 0 has the elements that have changed since the reader
-            cleared it, row 1 those that the last step has changed.
-        order: strides that give the order of the elements.
-        kind: dtype, device and shape of the parameter, complex ones as real ones.
-    """
-
-    rows: Tensor
-    order: tuple[int, ...]
-    kind: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, param: Tensor) -> "_Bits":
-        """Return bits that are all set: a group that has not stepped has left nothing as it was."""
-        kind, shape = _kind(param), changes_shape(_stored(param).numel())
-        rows = torch.full(shape, 255, dtype=torch.uint8, device=param.device)
-        return cls(rows, memory_strides(_stored(param)), kind)
+from tritonamp.step.parameter_bits import Changed, ParameterBits, kind_of, stored
 
 
 class Changes:
@@ -71,7 +43,7 @@ class Changes:
     def __init__(self, fp32_values: Fp32Values) -> None:
         self._stepped: list[Tensor] = []  # in the order of the groups, as the two lists below
         self._params: list[Tensor] = []
-        self._bits: list[_Bits] = []
+        self._bits: list[ParameterBits] = []
         self._number: dict[Tensor, int] = {}  # of a parameter in these lists
         self._seen = array("Q")  # versions and addresses when the bits were right
         self._strides: list[Any] = []  # of the tensors that the last fused step worked on
@@ -92,7 +64,7 @@ class Changes:
         known = dict(zip(self._params, self._bits, strict=True))
         self._stepped, self._params = list(stepped), list(params)
         self._number = {param: i for i, param in enumerate(params)}
-        self._bits = [known[p] if p in known else _Bits.of(p) for p in params]
+        self._bits = [known[p] if p in known else ParameterBits.of(p) for p in params]
         self._strides = [None] * len(params)
         self.note_step()
         if not known:
@@ -106,9 +78,9 @@ class Changes:
 
     def _mark_whole(self, i: int) -> None:
         """Count parameter i as changed as a whole, with its present dtype, device and shape."""
-        bits, kind = self._bits[i], _kind(self._params[i])
+        bits, kind = self._bits[i], kind_of(self._params[i])
         fits = bits.kind[1:] == kind[1:]
-        self._bits[i] = bits._replace(kind=kind) if fits else _Bits.of(self._params[i])
+        self._bits[i] = bits._replace(kind=kind) if fits else ParameterBits.of(self._params[i])
         self._bits[i].rows[0] = 255
 
     # writes by other code
@@ -146,11 +118,11 @@ class Changes:
         """
         i, n, seen = self._number.get(param), len(self._params), self._seen
         # after an earlier write that was not seen the whole tensor counts
-        if i is None or (seen[i], seen[n + i]) != at or self._bits[i].kind != _kind(param):
+        if i is None or (seen[i], seen[n + i]) != at or self._bits[i].kind != kind_of(param):
             return
-        bits, now = self._bits[i], _stored(param)
-        before = _stored(before).to(now.device, now.dtype)
-        bits.rows[0] |= _packed(other_bits(before, now), bits.order)
+        bits, now = self._bits[i], stored(param)
+        before = stored(before).to(now.device, now.dtype)
+        bits.rows[0] |= bits.packed(other_bits(before, now))
         seen[i::n] = self._facts()[i::n]
 
     # steps
@@ -165,15 +137,8 @@ class Changes:
         for i, tensor in zip(numbers, params, strict=True):
             if tensor.stride() != self._strides[i]:
                 self._strides[i] = tensor.stride()
-                self._reorder(i, memory_strides(_stored(tensor)))
+                self._bits[i] = self._bits[i].in_order(memory_strides(stored(tensor)))
         return [self._bits[i].rows for i in numbers]
-
-    def _reorder(self, i: int, order: tuple[int, ...]) -> None:
-        bits = self._bits[i]
-        if bits.order != order:
-            for k, row in enumerate(bits.rows):
-                row.copy_(_packed(_unpacked(bits, k), order))
-            self._bits[i] = bits._replace(order=order)
 
     def leave_out(self, numbers: Sequence[int], found_inf: Tensor | None) -> None:
         """Clear row 1 of parameters that have no gradient in a fused step, unless it is a skip.
@@ -194,14 +159,14 @@ class Changes:
     def copy_before(self) -> None:
         """Copy the parameters that the optimizer's own step is about to write to itself."""
         pairs = enumerate(zip(self._stepped, self._params, strict=True))
-        self._before = {i: _stored(p).clone() for i, (master, p) in pairs if master is p}
+        self._before = {i: stored(p).clone() for i, (master, p) in pairs if master is p}
 
     def compare(self) -> None:
         """Note which elements the optimizer's own step has changed, before copies are written."""
         rows = zip(self._stepped, self._params, self._bits, strict=True)
         for i, (master, param, bits) in enumerate(rows):
-            before = self._before.get(i, _stored(param))
-            row = _packed(other_bits(before, _stored(master).to(before.dtype)), bits.order)
+            before = self._before.get(i, stored(param))
+            row = bits.packed(other_bits(before, stored(master).to(before.dtype)))
             bits.rows[0] |= row
             bits.rows[1] = row
         self._before = {}
@@ -212,8 +177,8 @@ class Changes:
         Half parameters with a master are compared when their copies are written.
         """
         for i, before in self._before.items():
-            changed = other_bits(before, _stored(self._params[i]))
-            self._bits[i].rows[0] |= _packed(changed, self._bits[i].order)
+            bits, now = self._bits[i], stored(self._params[i])
+            bits.rows[0] |= bits.packed(other_bits(before, now))
         self._before = {}
 
     # results
@@ -230,7 +195,7 @@ class Changes:
         for group in groups:
             of_group = [bits[master] for master in group["params"] if master in bits]
             half = [each for each in of_group if each.kind[0] in HALF_DTYPES]
-            changed = sum(int(_unpacked(each, 1).sum()) for each in half)
+            changed = sum(int(each.unpacked(1).sum()) for each in half)
             size = sum(each.kind[-1].numel() for each in half)
             shares.append(1 - changed / size if size else 0.0)
         return shares
@@ -246,19 +211,8 @@ class Changes:
             ValueError: a parameter has more elements than int32 counts, and ``dense_above`` is
                 None.
         """
-        found = {}
-        for param, bits in zip(self._params, self._bits, strict=True):
-            if param not in names:
-                continue
-            n = to_local(param).numel()
-            if n > LARGEST and dense_above is None:
-                raise ValueError(
-                    f"amp.changes(): expected parameters of up to {LARGEST} elements, whose "
-                    f"positions fit int32, got {n} in {names[param]}: with "
-                    "dense_above=0.5 such a parameter comes as a whole if any element has changed"
-                )
-            found[param] = _changed(param, bits, dense_above)
-        return found
+        rows = zip(self._params, self._bits, strict=True)
+        return {p: bits.changed(p, names[p], dense_above) for p, bits in rows if p in names}
 
     def clear(self) -> None:
         """Count all elements as unchanged."""
@@ -268,38 +222,3 @@ class Changes:
     def memory(self) -> list[Tensor]:
         """Return the bits, which leave the device while training is asleep."""
         return [bits.rows for bits in self._bits]
-
-
-def _stored(param: Tensor) -> Tensor:
-    """Return this rank's values of a parameter, complex ones as real ones."""
-    value = to_local(param.detach())
-    return torch.view_as_real(value) if value.is_complex() else value
-
-
-def _kind(param: Tensor) -> tuple[Any, ...]:
-    value = _stored(param)
-    return value.dtype, value.device, value.shape
-
-
-def _packed(changed: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return bools of any shape as bits, in the order of some strides."""
-    flat = torch.empty_strided(changed.shape, order, dtype=torch.bool, device=changed.device)
-    return packed_bits(flat.copy_(changed).as_strided((changed.numel(),), (1,)))
-
-
-def _unpacked(bits: _Bits, row: int) -> Tensor:
-    """Return the bits of one row as bools of the parameter's shape."""
-    shape = bits.kind[-1]
-    return unpacked_bits(bits.rows[row], shape.numel()).as_strided(shape, bits.order)
-
-
-def _changed(param: Tensor, bits: _Bits, dense_above: float | None) -> Changed:
-    """Return positions and values of one parameter's changed elements, or the whole parameter."""
-    value, mask = to_local(param.detach()), _unpacked(bits, 0)
-    mask = (mask.any(-1) if value.is_complex() else mask).flatten()
-    if dense_above is not None:
-        count, n = int(mask.sum()), value.numel()
-        if count > dense_above * n or (count and n > LARGEST):
-            return None, value.clone()
-    positions = mask.nonzero().squeeze(1)
-    return positions.to(torch.int32), value.flatten()[positions]

@@ -68,7 +68,7 @@ class FusedRule:
     @functools.cached_property
     def value_kinds(self) -> dict[str, int]:
         """Key of each moment to the kind of its values, SIGNED or UNSIGNED."""
-        kinds = zip(self.update.states, self.update.kinds, strict=True)
+        kinds = zip(self.update.states, self.update.value_kinds, strict=True)
         return {self.state_keys[name]: kind for name, kind in kinds}
 
     @functools.cached_property

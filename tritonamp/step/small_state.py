@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from tritonamp.kernels._memory_order import BLOCK, memory_strides
 from tritonamp.kernels._optimizers import in_words, keeping
 from tritonamp.kernels._shards import is_sharded
-from tritonamp.kernels._state_formats import DTYPES, FORMATS, format_of, is_in_blocks
+from tritonamp.kernels._state_formats import FORMATS, STATE_DTYPES, format_of, is_in_blocks
 from tritonamp.policy import HALF_DTYPES, STATES
 from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.packed_masters import (
@@ -71,8 +71,8 @@ def coded(moment: Tensor | None, param: Tensor, kind: int, state: str) -> Tensor
     Args:
         moment: moment of ``param``; None: zeros.
         param: parameter whose order of memory the codes have.
-        kind: kind of the moment, SIGNED or UNSIGNED.
-        state: format in blocks.
+        kind: kind of the moment's values, SIGNED or UNSIGNED.
+        state: name of a format in blocks.
     """
     values = torch.zeros_like(param, dtype=torch.float32) if moment is None else moment.float()
     return FORMATS[state].write(values, param, kind, None)
@@ -84,7 +84,7 @@ def decoded(codes: Tensor, param: Tensor, kind: int, strides: tuple[int, ...]) -
     Args:
         codes: codes of the moment.
         param: the parameter.
-        kind: kind of the moment.
+        kind: kind of the moment's values.
         strides: ``memory_strides`` of ``param`` when the codes were made.
     """
     like = torch.empty_strided(param.shape, strides, device="meta")
@@ -94,15 +94,20 @@ def decoded(codes: Tensor, param: Tensor, kind: int, strides: tuple[int, ...]) -
 def in_codes(moment: Tensor, param: Tensor) -> bool:
     """Tell whether a moment of ``param`` is in codes, or was before torch has cast it."""
     # no parameter has the shape of its codes
-    sizes = [f.size(param.numel()) for f in FORMATS.values() if f.in_blocks]
+    sizes = _code_sizes(param).values()
     cast = moment.shape != param.shape and moment.ndim == 1 and len(moment) in sizes
     return is_in_blocks(moment.dtype) or cast
+
+
+def _code_sizes(param: Tensor) -> dict[torch.dtype, int]:
+    """Return the length of a moment of ``param`` in codes, by the dtype of the codes."""
+    return {f.dtype: f.size(param.numel()) for f in FORMATS.values() if f.in_blocks}
 
 
 def code_problems(state: Mapping[str, Any], rule: FusedRule, param: Tensor) -> Iterator[str]:
     """Yield why moments in codes, or strides of packed state, cannot be those of ``param``."""
     yield from order_problems(state, param)
-    n = param.numel()
+    sizes = _code_sizes(param)
     for key in rule.value_kinds:
         codes = state.get(key)
         if not isinstance(codes, Tensor) or not in_codes(codes, param):
@@ -110,12 +115,11 @@ def code_problems(state: Mapping[str, Any], rule: FusedRule, param: Tensor) -> I
         if codes.ndim != 1:
             yield f"{key} of shape {tuple(codes.shape)}, where codes have one dimension"
             continue
-        sizes = {f.dtype: f.size(n) for f in FORMATS.values() if f.in_blocks}
         if sizes.get(codes.dtype) != codes.numel():
             takes = in_words([f"{size} {dtype}" for dtype, size in sizes.items()], "or")
             yield (
-                f"{key} of {codes.numel()} {codes.dtype}, where {n} elements, in blocks of "
-                f"{BLOCK}, take {takes}"
+                f"{key} of {codes.numel()} {codes.dtype}, where {param.numel()} elements, in "
+                f"blocks of {BLOCK}, take {takes}"
             )
 
 
@@ -146,7 +150,7 @@ def in_fp32(state: Mapping[str, Any], rule: FusedRule, param: Tensor) -> dict[st
         moment = wide.get(key)
         if isinstance(moment, Tensor) and is_in_blocks(moment.dtype):
             wide[key] = decoded(moment, param, rule.value_kinds[key], strides)
-        elif isinstance(moment, Tensor) and moment.dtype in DTYPES:
+        elif isinstance(moment, Tensor) and moment.dtype in STATE_DTYPES:
             wide[key] = moment.float()
     return wide
 

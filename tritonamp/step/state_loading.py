@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.class_swap import is_installed
-from tritonamp.kernels._state_formats import DTYPES, is_in_blocks
+from tritonamp.kernels._state_formats import STATE_DTYPES, is_in_blocks
 from tritonamp.nested import map_leaves
 from tritonamp.policy import HALF_DTYPES, STATES
 from tritonamp.step.fused_rule import FusedRule
@@ -88,8 +88,8 @@ def _is_cast_by_torch(value: Tensor, param: Tensor) -> bool:
     torch casts the state of every floating parameter: codes and remainders become floats, and FP32
     or bfloat16 state of half parameters is rounded.
     """
-    is_wide = value.dtype in DTYPES and param.dtype in HALF_DTYPES
-    return is_wide or is_in_blocks(value.dtype) or value.dtype is torch.int16
+    is_rounded = value.dtype in STATE_DTYPES and param.dtype in HALF_DTYPES
+    return is_rounded or is_in_blocks(value.dtype) or value.dtype is torch.int16
 
 
 def _written_outside(value: Any) -> Any:
