@@ -438,6 +438,8 @@ def test_bytes_per_parameter(level: str, fields: dict[str, Any], expected: float
     policy = resolve(level, **fields)
     assert policy.bytes_per_parameter() == expected
     assert resolve(level).bytes_per_parameter("fp32") == resolve(level).bytes_per_parameter()
+    with pytest.raises(ValueError, match="state: expected one of 'fp32', 'bf16', '8bit', got 'FP'"):
+        policy.bytes_per_parameter("FP")
 
 
 def test_formats_of_state() -> None:

@@ -182,7 +182,14 @@ class Policy:
 
         Args:
             state: format of state; None: this policy's.
+
+        Raises:
+            ValueError: there is no such format.
         """
+        if state not in (None, *STATES):
+            raise ValueError(
+                f"state: expected one of {', '.join(map(repr, STATES))}, got {state!r}"
+            )
         state, is_half = state or self.state, self.cast_model or self.half_parameters
         parameter = 2 if is_half else 4
         grad = 4 if self.grad_dtype is not None else parameter
