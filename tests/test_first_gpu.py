@@ -184,8 +184,9 @@ def test_a_part_without_time_gets_ctrl_c(
 
 
 STOPPED = """
-import importlib, os, subprocess, sys, time
+import importlib, os, signal, subprocess, sys, time
 from pathlib import Path
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
 first_gpu = importlib.import_module("first_gpu")
 at_once = AT_ONCE
 
