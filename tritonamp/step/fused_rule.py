@@ -1,6 +1,7 @@
 """The rule by which one kind of optimizer steps in one pass on the device."""
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,16 +80,26 @@ class FusedRule:
 
     def hyperparameters(self, group: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters of one group."""
-        rule: Any = self.update.rule
-        if "beta1" in rule._fields:
-            beta1, beta2 = group["betas"]
-            group = {**group, "beta1": beta1, "beta2": beta2}
         # groups may be many, so that a call for each field would be felt at every step
-        values = map(group.__getitem__, rule._fields)
-        found: Hyperparameters = rule._make(
-            [v if type(v) in _NUMBERS else scalar(v) for v in values]
-        )
+        values = self._read(group)
+        if self._betas is not None:
+            at = self._betas
+            values = *values[:at], *values[at], *values[at + 1 :]
+        if not _NUMBERS.issuperset(map(type, values)):
+            values = tuple(map(scalar, values))
+        found: Hyperparameters = self.update.rule._make(values)
         return found
+
+    @functools.cached_property
+    def _read(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+        # "betas", a pair, is read once
+        return operator.itemgetter(*dict.fromkeys(map(_key, self.update.rule._fields)))
+
+    @functools.cached_property
+    def _betas(self) -> int | None:
+        """Place of the pair "betas" among what ``_read`` returns."""
+        fields = self.update.rule._fields
+        return fields.index("beta1") if "beta1" in fields else None
 
     def has(self, name: str, group: Mapping[str, Any]) -> bool:
         """Tell whether the group's parameters have the state ``name``, a key of ``state_keys``."""
