@@ -220,6 +220,35 @@ def test_codes_are_refused_by_other_steps(handles: Any, fields: dict[str, Any]) 
     other.load_state_dict(run.optimizer.state_dict())
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("number", [0, 1], ids=["matrix of Muon", "vector of AdamW"])
+def test_codes_load_into_muon(handles: Any, number: int, enabled: bool) -> None:
+    """As FP32 state, because Muon keeps no codes."""
+    kinds = tritonamp.optim.SGD, tritonamp.optim.AdamW
+    rest: list[dict[str, Any]] = [{"momentum": 0.9}, {}]
+    params = [nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(200))]
+    given = kinds[number]([params[number]], lr=0.1, state="8bit", **rest[number])
+    params[number].square().sum().backward()
+    given.step()
+    model = nn.Module()
+    model.matrix, model.vector = params
+    muon = tritonamp.optim.Muon(params[:1], lr=0.1, adamw_params=params[1:])
+    if enabled:
+        handles(model, muon, level="O2", dtype=BF16)
+    saved = muon.state_dict()
+    wide = given.state_dict()["state"][0]
+    saved["state"] = {number: copy.deepcopy(given.state_dict(packed=True)["state"][0])}
+    # a count and strides are AdamW's and the codes'
+    due = {key: wide[key] for key in wide if key not in ("step", "strides")}
+    muon.load_state_dict(saved)
+    loaded = muon.state_dict()["state"][number]
+    assert due and all(torch.equal(loaded[key], value) for key, value in due.items())
+    for p in params:
+        p.grad = torch.ones_like(p)
+    muon.step()
+    assert all(bool(p.isfinite().all()) for p in params)
+
+
 def test_a_tie_keeps_its_lower_bits(handles: Any) -> None:
     """A packed master halfway between two bfloat16 numbers has the one that is farther from 0."""
     run = HalfAlone(BF16).train([0])

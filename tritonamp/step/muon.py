@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.kernels._codes import SIGNED
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._muon_lists import MuonLists, MuonRule
 from tritonamp.kernels._shards import is_sharded
@@ -19,8 +20,8 @@ from tritonamp.step.rule_table import ADAM, step_of
 class FusedMuonRule(FusedRule):
     """The rule of ``torch.optim.Muon``."""
 
-    # not data of an ``Update``, because a step has three phases; without state in codes
-    value_kinds: ClassVar[dict[str, int]] = {}
+    # not data of an ``Update``, because a step has three phases
+    value_kinds: ClassVar[dict[str, int]] = {"momentum_buffer": SIGNED}
     optional: ClassVar[tuple[str, ...]] = ()
     counts_steps: ClassVar[bool] = False
     needs_fp32: ClassVar[tuple[str, ...]] = ()
@@ -68,6 +69,7 @@ class FusedMuonAndAdamRule(FusedMuonRule):
     AdamW steps on groups that have betas, Muon on the others.
     """
 
+    value_kinds: ClassVar[dict[str, int]] = FusedMuonRule.value_kinds | ADAM.value_kinds
     counts_steps: ClassVar[bool] = True
     # all names, because a group has the states of one kind
     optional: ClassVar[tuple[str, ...]] = "momentum_buffers", *ADAM.state_keys
