@@ -156,3 +156,23 @@ def test_one_of_two_optimizers_cannot(field: str, value: str, kind: str) -> None
             s["exp_avg"].dtype for s in adamw.state.values()
         }
         assert {"8bit": torch.uint8, "bf16": torch.bfloat16, "packed": torch.float16}[value] in kept
+
+
+@pytest.mark.parametrize(("field", "value"), [("state", "8bit"), ("masters", "packed")])
+def test_a_differentiable_optimizer(field: str, value: str) -> None:
+    fields: dict[str, Any] = {field: value}
+    model = net()
+    told = "leave differentiable out, or, for tensors that are no leaves and need it, leave "
+    with pytest.raises(ValueError, match=told + f"{field} out"):
+        tritonamp.optim.AdamW(model.parameters(), lr=0.1, differentiable=True, **fields)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, differentiable=True)
+    with pytest.raises(ValueError, match=told + f"{field} out"):
+        tritonamp.enable(model, optimizer, level="O2", **fields)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with tritonamp.enable(model, optimizer, level="O2", **fields) as amp:
+        assert_trains(model, optimizer, amp)
+    start = torch.ones(2, requires_grad=True)
+    param = start.clone()
+    param.grad = start.detach().clone()
+    tritonamp.optim.AdamW([param], lr=0.1, differentiable=True).step()
+    assert torch.autograd.grad(param.sum(), start)[0].any()

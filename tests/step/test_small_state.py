@@ -690,7 +690,8 @@ def built(**fields: Any) -> Any:
         *[
             (
                 f"{name}='{value}': expected an optimizer with a fused step, got RMSprop with "
-                f"differentiable=True, which takes torch's step: leave {name} or differentiable",
+                f"differentiable=True, which takes torch's step: leave differentiable out, or, "
+                f"for tensors that are no leaves and need it, leave {name} out",
                 partial(torch.optim.RMSprop, differentiable=True),
                 {name: value},
             )

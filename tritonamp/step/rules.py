@@ -60,7 +60,8 @@ def check_differentiable(
             raise ValueError(
                 f"{name}={value!r}: expected an optimizer with a fused step, got "
                 f"{type(optimizer).__name__} with differentiable=True, which takes torch's step: "
-                f"leave {name} or differentiable out"
+                "leave differentiable out, or, for tensors that are no leaves and need it, leave "
+                f"{name} out"
             )
 
 
