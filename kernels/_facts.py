@@ -1,6 +1,6 @@
 """Facts of many tensors at once, by which a step is compared with earlier steps.
 
-The Python functions are the specification. Once ``use_native`` has built ``_facts.cpp``, C++
+The Python functions are the specification. Once ``use_native`` has built ``_native.cpp``, C++
 answers for lists of plain tensors in a thirtieth of the time.
 """
 
@@ -39,7 +39,7 @@ def use_native() -> None:
     """Switch to the C++ module if it can be built; the first build takes seconds."""
     global _native
     if not PLAIN_STEPS:
-        _native = build("_facts").module or _InPython
+        _native = build().module or _InPython
 
 
 def identities(tensors: Sequence[Tensor]) -> bytes:

@@ -23,6 +23,8 @@ logger = logging.getLogger("tritonamp")
 PLAIN_STEPS = os.environ.get("TRITONAMP_PLAIN_STEPS") == "1"
 """Whether steps keep no plan and use no C++. Such steps are the reference for the faster ones."""
 
+_NAME = "_tritonamp"
+
 
 class Attempt(NamedTuple):
     """A built module, or the reason why there is none.
@@ -37,13 +39,13 @@ class Attempt(NamedTuple):
 
 
 @functools.cache
-def build(name: str) -> Attempt:
-    """Build the module of ``name``.cpp, or find it where Triton keeps its kernels.
+def build() -> Attempt:
+    """Build the module of ``_native.cpp``, or find it where Triton keeps its kernels.
 
     A build takes seconds, once for each version of torch, of Python, and of the source.
     """
     try:
-        module = _loaded(f"{name}_native", _built(Path(__file__).with_name(f"{name}.cpp")))
+        module = _loaded(_built())
         sample = torch.empty(0)
         # private (torch 2.11 to 2.15): the address of the TensorImpl of a tensor's object
         if module.prepare(sample, sample._cdata, nn.Parameter):
@@ -53,12 +55,13 @@ def build(name: str) -> Attempt:
     except Exception as error:
         said = getattr(error, "stderr", None) or error  # the compiler's output
         problem = f"{type(error).__name__}: {str(said)[:500]}"
-    logger.info("%s.cpp is not used, and steps take the host longer: %s", name, problem)
+    logger.info("_native.cpp is not used, and steps take the host longer: %s", problem)
     return Attempt(None, problem)
 
 
-def _built(source: Path) -> str:
+def _built() -> str:
     """Return the path of the shared library."""
+    folder = Path(__file__).parent
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise RuntimeError("there is no C++ compiler (g++, clang++, or CXX in the environment)")
@@ -68,14 +71,15 @@ def _built(source: Path) -> str:
         *("-std=c++20", "-O1", "-shared", "-fPIC", "-w"),
         f"-I{torch_folder / 'include'}",
         f"-I{sysconfig.get_paths()['include']}",
-        str(source),
+        str(folder / "_native.cpp"),
         f"-L{torch_folder / 'lib'}",
         *("-ltorch_python", "-ltorch_cpu", "-lc10"),
     ]
     # The library depends on all of these: one built for another torch must not be loaded.
-    key = "\n".join([source.read_text(), torch.__version__, sys.version, *command])
+    sources = [path.read_text() for path in (folder / "_native.cpp", *sorted(folder.glob("*.h")))]
+    key = "\n".join([*sources, torch.__version__, sys.version, *command])
     cache = triton.runtime.cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    library = source.stem + "_native" + sysconfig.get_config_var("EXT_SUFFIX")
+    library = _NAME + sysconfig.get_config_var("EXT_SUFFIX")
     found: str | None = cache.get_file(library)
     if found is not None:
         return found
@@ -86,8 +90,8 @@ def _built(source: Path) -> str:
         return str(cache.put(path.read_bytes(), library, binary=True))
 
 
-def _loaded(name: str, path: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, path)
+def _loaded(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(_NAME, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {path}")
     module = importlib.util.module_from_spec(spec)

@@ -19,7 +19,7 @@ NUMBERS = "identities", "addresses", "versions"
 @pytest.fixture
 def cpp(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module built from C++, which the functions of ``_facts`` then ask."""
-    module = _native.build("_facts").module
+    module = _native.build().module
     if module is None:
         pytest.skip("there is no C++ compiler")
     monkeypatch.setattr(_facts, "_native", module)
@@ -187,7 +187,7 @@ def test_python_answers_where_it_cannot_be_built(
     with caplog.at_level("INFO", "tritonamp"):
         _facts.use_native()
     assert _facts._native is _facts._InPython
-    assert "_facts.cpp is not used" in caplog.text and why in caplog.text
+    assert "_native.cpp is not used" in caplog.text and why in caplog.text
     assert _facts.versions([torch.zeros(2)]) == bytes(8)
 
 
@@ -206,8 +206,8 @@ def test_another_object_layout_is_refused(
 ) -> None:
     """The pointer to a tensor's TensorImpl must be found where torch says that it is."""
     stub = SimpleNamespace(prepare=lambda *args: False)
-    monkeypatch.setattr(_native, "_built", lambda source: "")
-    monkeypatch.setattr(_native, "_loaded", lambda name, path: stub)
+    monkeypatch.setattr(_native, "_built", lambda: "")
+    monkeypatch.setattr(_native, "_loaded", lambda path: stub)
     with caplog.at_level("INFO", "tritonamp"):
         _facts.use_native()
     assert _facts._native is _facts._InPython and "is not as expected" in caplog.text

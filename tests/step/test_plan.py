@@ -446,9 +446,9 @@ def test_torchs_profiler_sees_each_step(device: torch.device, again: list[bool])
 
 
 def test_cpp_answers_where_kernels_run(device: torch.device) -> None:
-    if _native.build("_facts").module is None or _native.PLAIN_STEPS:
+    if _native.build().module is None or _native.PLAIN_STEPS:
         pytest.skip("no C++ here")
     run = Planned(device, "AdamW")
     run.next_step()
     run.amp.disable()
-    assert _facts._native is _native.build("_facts").module
+    assert _facts._native is _native.build().module

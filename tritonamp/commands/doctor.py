@@ -143,7 +143,7 @@ def _versions() -> list[tuple[str, str]]:
 def _cpp_for_steps() -> str:
     if not any(map(hardware.runs_triton, _devices())):
         return "not needed: no kernels run here"
-    problem = _native.build("_facts").problem
+    problem = _native.build().problem
     return f"none, so that each step takes the host longer: {problem}" if problem else "built"
 
 

@@ -195,8 +195,8 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "_facts_native", "", -1, methods};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_tritonamp", "", -1, methods};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__facts_native() { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__tritonamp() { return PyModule_Create(&module); }
