@@ -165,9 +165,10 @@ class TensorLists:
     def __contains__(self, name: str) -> bool:
         return name in self._lists
 
-    def get(self, name: str) -> Sequence[Tensor] | None:
-        """Return a list, or None if there is none of this name."""
-        return self._lists.get(name)
+    def named(self, names: Sequence[str]) -> list[Sequence[Tensor | None]]:
+        """Return the named lists; a list of None for each name that has none."""
+        missing = [None] * len(self)
+        return [self._lists.get(name, missing) for name in names]
 
     def __getitem__(self, name: str) -> Sequence[Tensor]:
         return self._lists[name]

@@ -50,6 +50,7 @@ class FusedStep:
         self._optimizer = optimizer
         self._backend = backend
         self._format = state
+        self._has_codes = FORMATS[state].in_blocks
         self._shape = StateShape(rule, state, offload)
         self._packs = packs
         self._stored_form = stored_form
@@ -133,8 +134,7 @@ class FusedStep:
         if self._changes is not None:
             found["changes"] = self._changes.rows(tensors.numbers, tensors["params"])
         # state without codes has no order of its own
-        has_codes = FORMATS[self._format].in_blocks
-        orders = [state.get(ORDER) for state in states] if has_codes else ()
+        orders = [state.get(ORDER) for state in states] if self._has_codes else ()
         return tensors.with_lists(repeat, ("steps",), found, orders=orders)
 
     @property
