@@ -1,5 +1,6 @@
 """Lists of tensors for kernels that process any number of tensors in one launch."""
 
+import itertools
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,13 @@ class Memory:
         self._plans: list[Plan] = []  # most recently used first
         self._kept: dict[tuple[str, torch.device, tuple[int, ...]], Tensor] = {}
         self._sent: dict[tuple[str, torch.device, tuple[int, ...]], list[Any]] = {}
+        self._parts: dict[Hashable, Memory] = {}
+
+    def part(self, name: Hashable) -> "Memory":
+        """Return the memory of steps on a part of the lists, which is forgotten with this one."""
+        if name not in self._parts:
+            self._parts[name] = Memory()
+        return self._parts[name]
 
     @property
     def has_plans(self) -> bool:
@@ -60,7 +68,8 @@ class Memory:
     def forget_plans(self) -> list[Tensor]:
         """Forget the plans, which hold addresses, and return the persistent tensors."""
         self._plans.clear()
-        return list(self._kept.values())
+        of_parts = (part.forget_plans() for part in self._parts.values())
+        return [*self._kept.values(), *itertools.chain.from_iterable(of_parts)]
 
     def kept(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device

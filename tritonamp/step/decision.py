@@ -14,7 +14,7 @@ from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.kernels.outliers import Limit, outliers
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.scaler import GradScaler
-from tritonamp.step.gradients import Gradients
+from tritonamp.step.gradients import Gradients, by_copies, sparse_values
 from tritonamp.step.master_weights import MasterWeights
 
 Stats = tuple[Tensor, Tensor]
@@ -303,7 +303,7 @@ class Decision:
     def _dense_stats(self, weights: MasterWeights, gradients: Gradients) -> Stats:
         """Return statistics of dense gradients, of which several ranks may hold the same."""
         stats = []
-        for lists, copies in weights.by_copies(gradients):
+        for lists, copies in by_copies(gradients.lists, weights.stepped.copies):
             amax, square_sum = grad_stats(lists, self.scale.device, self._backend)
             # The ranks add up their sums of squares. A gradient that several of them hold counts
             # once, so each of them gives its share.
@@ -325,5 +325,5 @@ class Decision:
         amax, square_sum = self._dense_stats(weights, gradients)
         if not gradients.any_sparse:
             return amax, square_sum
-        sparse = grad_stats(weights.sparse_gradients(), device, self._backend)
+        sparse = grad_stats(sparse_values(weights.parameters()), device, self._backend)
         return torch.maximum(amax, sparse[0]), torch.cat([square_sum, sparse[1]])
