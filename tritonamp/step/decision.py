@@ -21,15 +21,11 @@ from tritonamp.kernels._decision import (
 from tritonamp.kernels._squares import NO_SQUARES, OF_ANY_MEAN, squares_of
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.decide import DECIDE, decide
-from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.kernels.outliers import Limit, outliers
 from tritonamp.scaler import GradScaler
-from tritonamp.step.gradients import Gradients, by_copies, sparse_values
+from tritonamp.step.gradients import Gradients, Stats
 from tritonamp.step.master_weights import MasterWeights
-
-Stats = tuple[Tensor, Tensor]
-"""Results of ``grad_stats``: largest magnitude of each parameter's gradient, sums of squares."""
-
+from tritonamp.step.steady_step import SteadyStep
 
 class Phase(Enum):
     """Phase of a decision.
@@ -185,7 +181,7 @@ class Decision:
         rule = self.scaler.rule
         # The gradients carry one scale at a time. Their statistics are taken now, since the
         # decision comes after the other loss has added gradients with another scale.
-        stats = self._stats_of(weights, None)
+        stats = self._stats_of(weights)
         flag = self.loss_nonfinite
         evidence = Evidence(*stats, flag, flag, self.loss)
         # Neither scale nor record moves: the loss is decided once, when all its gradients are
@@ -207,7 +203,7 @@ class Decision:
         max_norm: float | None = None,
         undoable: bool = False,
         outlying: Limit | None = None,
-        known: Mapping[MasterWeights, Gradients] | None = None,
+        known: Mapping[MasterWeights, Gradients | SteadyStep] | None = None,
     ) -> None:
         """Judge the gradients of all waiting optimizers, and move the scale.
 
@@ -218,7 +214,8 @@ class Decision:
             undoable: keep copies, so that ``undo`` may follow. Eager torch in one process always
                 keeps copies.
             outlying: window of the scaler with the limit for outliers; None: no step is an outlier.
-            known: gradients by optimizer, where the caller has them already.
+            known: gradients by optimizer, where the caller has them already; or its last step, where
+                this one is like it.
         """
         self.max_norm = max_norm
         stats = [self._stats_of(weights, (known or {}).get(weights)) for weights in self.waiting]
@@ -348,33 +345,16 @@ class Decision:
         amax, square_sum = zip(*stats, strict=True) if stats else ((), ())
         return torch.cat([empty, *amax]), torch.cat([empty, *square_sum])
 
-    def _dense_stats(self, weights: MasterWeights, gradients: Gradients) -> Stats:
-        """Return statistics of dense gradients, of which several ranks may hold the same."""
-        stats = []
-        for lists, copies in by_copies(gradients.lists, weights.stepped.copies):
-            amax, square_sum = grad_stats(lists, self.scale.device, self._backend)
-            # The ranks add up their sums of squares. A gradient that several of them hold counts
-            # once, so each of them gives its share.
-            stats.append((amax, square_sum if copies == 1 else square_sum / copies))
-        if len(stats) == 1:
-            return stats[0]
-        amaxes, square_sums = zip(*stats, strict=True)
-        return torch.stack(amaxes).amax(0), torch.cat(square_sums)
-
-    def _stats_of(self, weights: MasterWeights, gradients: Gradients | None) -> Stats:
+    def _stats_of(
+        self, weights: MasterWeights, known: Gradients | SteadyStep | None = None
+    ) -> Stats:
         """Return statistics of one optimizer's gradients that carry, or carried, this scale."""
-        device = self.scale.device
         if weights.decision is not self:
             # The gradients were unscaled early, or cleared. The present ones are of another loss.
+            device = self.scale.device
             nothing = torch.zeros(len(weights.parameters()), device=device)
             return self._judged.get(weights, (nothing, torch.zeros(0, device=device)))
-        if gradients is None:
-            gradients = weights.gradients()
-        amax, square_sum = self._dense_stats(weights, gradients)
-        if not gradients.any_sparse:
-            return amax, square_sum
-        sparse = grad_stats(sparse_values(weights.parameters()), device, self._backend)
-        return torch.maximum(amax, sparse[0]), torch.cat([square_sum, sparse[1]])
+        return weights.statistics(self, known, self._backend)
 
 
 def _is_number(loss: Tensor, device: torch.device) -> bool:

@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from tritonamp.policy import Policy
 from tritonamp.scaler import GradScaler
 from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.fused import FusedStep
+from tritonamp.step.gradients import Gradients
 from tritonamp.step.hooks import owner_of_hooks, run_with_hooks
 from tritonamp.step.idle import IdleSteps
 from tritonamp.step.master_weights import MasterWeights
@@ -30,6 +31,21 @@ from tritonamp.step.plain_backwards import PlainBackwards
 from tritonamp.step.rules import rule_of
 from tritonamp.step.small_state import state_format
 from tritonamp.step.steady_step import SteadyStep
+
+
+class Judged(NamedTuple):
+    """The gradients of one optimizer, and the decision on them.
+
+    Attributes:
+        gradients: gradients that the step uses.
+        grad_scale: factor that unscales and clips the gradients, 0-d; None: they are unscaled
+            already.
+        found_inf: 0-d flag; the optimizer skips if it is not 0.
+    """
+
+    gradients: Gradients
+    grad_scale: Tensor | None
+    found_inf: Tensor
 
 
 class Stepper:
@@ -277,7 +293,7 @@ class Stepper:
         self, w: MasterWeights, decisions: Sequence[Decision], fused: FusedStep
     ) -> None:
         """Step in one pass from the tensors one by one, and record the step."""
-        judged = self.pending.judge(w, decisions)
+        judged = self._judge(w, decisions)
         if judged.gradients.any_sparse:
             fused.rule.refuse_sparse()
         holders = None if judged.grad_scale is None else w.grad_holders()
@@ -287,13 +303,40 @@ class Stepper:
         elif holders is not None and updates is not None:
             w.record(SteadyStep.of(updates, fused.rule, w.optimizer, holders, w.parameters()))
 
+    def _judge(
+        self, w: MasterWeights, decisions: Sequence[Decision], undoable: bool = False
+    ) -> Judged:
+        """Decide on one optimizer's gradients, and on those of optimizers that share its losses.
+
+        Args:
+            w: master weights of the optimizer.
+            decisions: decisions that the optimizer waits for.
+            undoable: keep copies, so that ``undo`` may follow.
+        """
+        # Before anything reads the lists: masters take over values that a checkpoint or the
+        # user has written to half parameters, and groups that were changed by hand give the
+        # optimizer other lists.
+        w.refresh()
+        gradients = w.gradients()
+        # The same value for statistics and step: its tensors are asked for their facts once.
+        for decision in decisions:
+            self.pending.decide(decision, undoable=undoable, known={w: gradients})
+        if len(decisions) > 1 and w.decision is not None:
+            # the gradients of the other losses are true ones, set aside: add these
+            w.decision.unscale(w)
+            gradients = w.gradients()
+        # True gradients were unscaled with the factors of their own decisions. Another factor would
+        # scale them twice.
+        grad_scale = None if w.has_true_gradients else decisions[0].grad_scale
+        return Judged(gradients, grad_scale, found_inf_of(decisions))
+
     def _step_by_itself(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Run the own step of an optimizer that cannot skip on the device, at one host read.
 
         The user's hooks run at a skip, too, as for optimizers that skip on the device.
         """
         # Several ranks would have to decide again together, and the others may not have failed.
-        judged = self.pending.judge(w, decisions, undoable=not self._ranks.several)
+        judged = self._judge(w, decisions, undoable=not self._ranks.several)
         if bool(judged.found_inf):
             optimizer = owner_of_hooks(w.optimizer)
             run_with_hooks(lambda _: self._finish_step(w, decisions), optimizer)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonamp.diagnosis.records import Attached
 from tritonamp.kernels._decision import AMAX, COUNTS, LOSS, RECORD, Record
 from tritonamp.kernels._transfer import upload
 from tritonamp.kernels.device import is_capturing, refuse_capture
 from tritonamp.readback import Readback, Reading
+from tritonamp.step.outcome import Outcome
 
 _KEPT = AMAX + 1  # numbers in front that a checkpoint holds: counts, norm, largest magnitude
 
@@ -98,11 +98,11 @@ class DeviceRecord:
 
     # on the way to the host
 
-    def start_reading(self, attached: Attached, again: bool = False) -> None:
+    def start_reading(self, outcome: Outcome, again: bool = False) -> None:
         """Start copying the record to the host. With ``again``, replace the last copy."""
         assert self._readback is not None and self._numbers is not None
         start = self._readback.restart if again else self._readback.start
-        start(self._numbers, attached)
+        start(self._numbers, outcome)
 
     def cancel_last_reading(self) -> None:
         """Drop the copy that was started last."""
