@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tritonamp.diagnosis.records import StepRecord
 from tritonamp.diagnosis.skips import Cause, Explanation
-from tritonamp.kernels.decide import CLEAN, NORM
+from tritonamp.kernels._decision import CLEAN, NORM
 
 MOST = 1000  # steps
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tritonamp.diagnosis.batches import data_in
 from tritonamp.diagnosis.causes import find_cause
-from tritonamp.diagnosis.device_record import COUNTS as COUNTS
 from tritonamp.diagnosis.device_record import DeviceRecord
 from tritonamp.diagnosis.divergence import Fp32Run, Growth, WeightSizes, growth_of
 from tritonamp.diagnosis.fault_counts import is_power_of_two
@@ -19,8 +18,20 @@ from tritonamp.diagnosis.history import History
 from tritonamp.diagnosis.records import Attached, StepRecord
 from tritonamp.diagnosis.replay import Snapshot
 from tritonamp.diagnosis.skips import Explanation, Skip, Steps, Writer
-from tritonamp.kernels import decide
-from tritonamp.kernels.decide import Record, ScaleRule
+from tritonamp.kernels._decision import (
+    AMAX,
+    CLEAN,
+    COUNTS,
+    LIMITS,
+    LOSS,
+    NORM,
+    RECORD,
+    SCALE,
+    SKIPPED,
+    SKIPPED_SCALE,
+    Record,
+)
+from tritonamp.kernels._loss_scale import ScaleRule
 from tritonamp.kernels.device import is_distributed, rank
 from tritonamp.readback import Reading
 
@@ -78,20 +89,15 @@ class StepLog:
         return self._device_record.place(params, device, ranks)
 
     def decided(
-        self,
-        rule: ScaleRule,
-        batches: Sequence[Snapshot],
-        loss: Tensor | None = None,
-        untouched: bool = False,
+        self, rule: ScaleRule, batches: Sequence[Snapshot], untouched: bool = False
     ) -> None:
         """Process the results that have arrived, and start copying those of a new decision.
 
-        ``untouched`` is that of ``Attached``; ``loss`` is 0-d on the device, or None if not known.
+        ``untouched`` is that of ``Attached``.
         """
         self._rule = rule
         counts = self._device_record.counts
         assert counts is not None  # ``record`` came first
-        self._device_record.note_loss(loss)
         if self.after_decision is not None:
             self.after_decision(counts)
         if self._device_record.is_captured:
@@ -118,21 +124,19 @@ class StepLog:
 
     def _process(self, reading: Reading) -> None:
         values, attached = reading
-        loss = values[-1] if math.isfinite(values[-1]) else None
+        loss = values[LOSS] if math.isfinite(values[LOSS]) else None
         taken, skipped = self.history.update_counts(values[: len(COUNTS)])
         step = self.history.step
         if skipped:
             self.history.begin_skip(step, attached.untouched)
-            found = self._explain(values[:-1], attached, loss, exact=not taken)
+            found = self._explain(values, attached, loss, exact=not taken)
             self.last = found
             self.batches = attached.batches
-            self.history.add_skip(found, values[decide.SCALE])
+            self.history.add_skip(found, values[SCALE])
             if self._log_skips:
                 self._say(found)
         elif taken:
-            self.history.add_step(
-                StepRecord(step, None, values[decide.SCALE], values[decide.NORM], loss=loss)
-            )
+            self.history.add_step(StepRecord(step, None, values[SCALE], values[NORM], loss=loss))
 
     def _say(self, found: Explanation) -> None:
         # skips 1, 2, 4, 8...: a run that skips all the time must not fill the log
@@ -149,21 +153,21 @@ class StepLog:
         """Explain a skip from the numbers of the device, without the loss. See ``Skip``."""
         rule, step = attached.rule, int(sum(values[: len(COUNTS)]))
         skip = Skip(
-            outcome=int(values[decide.SKIPPED]),
+            outcome=int(values[SKIPPED]),
             step=step,
             exact=exact,
             skipped=_skipped(values),
             since=self.history.since or step,
-            scale=values[decide.SKIPPED_SCALE],
+            scale=values[SKIPPED_SCALE],
             lowest=rule.min_scale,
             fixed=rule.min_scale == rule.max_scale,
             amax=self._device_record.by_name(values),
-            before=values[decide.AMAX],
+            before=values[AMAX],
             limit=self._limit,
             by_rank=self._device_record.by_rank(values),
             wrote=self.history.wrote,
             loss=loss,
-            outlier=tuple(values[decide.LOSS : decide.RECORD]),
+            outlier=tuple(values[LIMITS:RECORD]),
         )
         return self._find_cause(skip, attached.batches)
 
@@ -188,9 +192,9 @@ class StepLog:
         self.collect(wait=True)
         values = self._device_record.values()
         unseen = _skipped(values) > self.history.skipped
-        if values[decide.SKIPPED] and self._rule is not None and (unseen or self.last is None):
+        if values[SKIPPED] and self._rule is not None and (unseen or self.last is None):
             # left by a CUDA graph, whose decisions are not copied one by one
-            exact = values[decide.CLEAN] == self.history.taken
+            exact = values[CLEAN] == self.history.taken
             return self._explain(values, Attached(self._rule, ()), None, exact)
         return self.last
 
@@ -230,7 +234,7 @@ class StepLog:
     def any_taken(self) -> Tensor | None:
         """Whether any step was taken, 0-d bool on the device; None: there was no decision."""
         counts = self._device_record.counts
-        return None if counts is None else counts[decide.CLEAN] > 0
+        return None if counts is None else counts[CLEAN] > 0
 
     def counts(self) -> dict[str, int]:
         """Return the number of decisions by outcome of ``COUNTS``. Reads the device."""
@@ -251,7 +255,7 @@ class StepLog:
     def last_good(self) -> tuple[float, float]:
         """Return norm and largest magnitude of the last good step's gradients. Reads the device."""
         values = self._device_record.values()
-        return values[decide.NORM], values[decide.AMAX]
+        return values[NORM], values[AMAX]
 
     def load_counts(self, counts: Mapping[str, int], last_good: Sequence[float]) -> None:
         """Continue from results of ``counts`` and ``last_good``."""
@@ -263,4 +267,4 @@ class StepLog:
 
 def _skipped(values: Sequence[float]) -> int:
     """Return the number of decisions to skip, given the numbers of a record."""
-    return int(sum(values[: len(COUNTS)]) - values[decide.CLEAN])
+    return int(sum(values[: len(COUNTS)]) - values[CLEAN])

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from tritonamp.diagnosis.replay import Snapshot
-from tritonamp.kernels.decide import ScaleRule
+from tritonamp.kernels._loss_scale import ScaleRule
 
 DIRECTIONS = "forward", "backward"
 

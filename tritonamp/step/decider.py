@@ -123,7 +123,7 @@ class Decider:
             # its fakes before the discriminator's step, and goes back through them after it.
             others = [w for w in self._weights.values() if w not in decision.waiting]
             batches = self._forwards.pop_all([w.parameters() for w in others])
-            self._log.decided(decision.scaler.rule, batches, decision.loss, untouched)
+            self._log.decided(decision.scaler.rule, batches, untouched)
         except BaseException:
             # The log has noted nothing, so only the decision is undone. Several ranks keep it: the
             # others may not have failed, and this one would decide again without them.

@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.distributed.sharding import full_tensor
 from tritonamp.kernels._dynamo import between_graphs
+from tritonamp.kernels._transfer import transfer
 from tritonamp.policy import Policy
-from tritonamp.scaler import GradScaler, scale_loss
+from tritonamp.scaler import GradScaler, widened
 from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.master_weights import MasterWeights
 
@@ -78,15 +79,12 @@ class PendingDecisions:
         self._end_zeroed(weights)
         candidates = (d for d in self._decisions if d.scaler is scaler and d.phase is Phase.OPEN)
         joined = next((d for d in candidates if set(d.waiting) & set(weights)), None)
-        # A copy, because decisions on other losses move the scaler's own scale before this decision
-        # is made. Micro-batches add up their gradients, so they have one scale.
-        scale = scaler.scale_tensor(loss.device).clone() if joined is None else joined.scale
-        scaled, nonfinite = scale_loss(loss, scale)
+        # micro-batches add up their gradients, so they have one scale
+        decision = joined or Decision(scaler, loss.device, None, [], True, self._backend)
+        wide = widened(loss)
+        scaled = wide * transfer(decision.scale, loss.device)
         if joined is None:
-            decision = Decision(scaler, scale, nonfinite, [], True, self._backend)
             self._decisions.append(decision)
-        else:
-            decision = joined
         for w in weights:
             if w not in decision.waiting:
                 decision.waiting.append(w)
@@ -97,9 +95,8 @@ class PendingDecisions:
                 w.begin_scaled(decision)
         # kept, so that a failed backward leaves the micro-batches before it as they were
         before = decision.loss_nonfinite, decision.loss
-        if joined is not None:
-            decision.loss_nonfinite = torch.maximum(decision.loss_nonfinite, nonfinite)
-        decision.add_loss(loss)
+        # Several ranks judge at once: clients average a loss over ranks, in place, before the step.
+        decision.add_loss(wide.detach(), at_once=self._ranks.several)
         decision.blocks += 1
         try:
             yield scaled
@@ -255,9 +252,7 @@ class PendingDecisions:
         if by_hand is None and self._policy.scales_loss and not self._may_lack_loss(w):
             raise RuntimeError(_no_backward(w.with_gradient()))
         device = next((p.device for p in w.parameters()), torch.device("cpu"))
-        scale = self._scaler.scale_tensor(device)
-        waiting = [w]
-        flag = torch.zeros_like(scale) if by_hand is None else by_hand
+        waiting, flag = [w], by_hand
         # No ``update`` will read and reset the flag of these losses, so this decision takes it
         # over.
         if by_hand is not None and moves_scale:
@@ -266,14 +261,8 @@ class PendingDecisions:
         # all of them step, or none.
         if self._ranks.staged or (by_hand is not None and moves_scale):
             waiting += self._others_with_gradients(w)
-        decision = Decision(
-            self._scaler,
-            scale.clone(),
-            flag,
-            waiting,
-            moves_scale or by_hand is None,
-            self._backend,
-        )
+        moves_scale |= by_hand is None
+        decision = Decision(self._scaler, device, flag, waiting, moves_scale, self._backend)
         self._decisions.append(decision)
         for waits in waiting:
             waits.begin_scaled(decision)
