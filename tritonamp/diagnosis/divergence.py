@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 # factors over earlier values; see Growth
 _MOVED, _GREW, _EXPLODED = 2.0, 4.0, 16.0
 _LOSS_GREW, _LOSS_EXPLODED, _NORM_GREW = 10.0, 100.0, 10.0

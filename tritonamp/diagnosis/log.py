@@ -28,9 +28,7 @@ from tritonamp.kernels._decision import (
     SCALE,
     SKIPPED,
     SKIPPED_SCALE,
-    Record,
 )
-from tritonamp.kernels._loss_scale import ScaleRule
 from tritonamp.kernels.device import is_distributed, rank
 from tritonamp.step.decision_log import DecisionLog
 from tritonamp.step.outcome import Outcome

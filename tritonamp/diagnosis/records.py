@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 
-
 DIRECTIONS = "forward", "backward"
 
 

@@ -27,6 +27,7 @@ from tritonamp.step.gradients import Gradients, Stats
 from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.steady_step import SteadyStep
 
+
 class Phase(Enum):
     """Phase of a decision.
 

@@ -7,7 +7,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-
 of_plain_steps: set[Callable[..., Any]] = set()
 """Global hooks of add-ons that look for plain optimizers, and see nothing in an enabled step."""
 
