@@ -1,7 +1,6 @@
 """The lists and hyperparameters of one optimizer's step, and how they reach the device."""
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -65,16 +64,20 @@ class UpdateLists:
         rules, groups = self.numbers(device)
         return groups, rules, Operand.GRAD_SCALE, Operand.FOUND_INF, self.overflow(device)
 
-    def rows(self, names: Sequence[str]) -> Iterator[tuple[Any, Any, int]]:
-        """Yield the tensors at each place, complex ones as real ones, with rule and number.
+    def rows(self, names: Sequence[str]) -> list[tuple[tuple[Any, ...], Any, int]]:
+        """Return the tensors at each place, complex ones as real ones, with rule and number.
 
-        Missing lists yield None.
+        Missing lists give None.
         """
-        found = map(self.tensors.get, names)
-        lists = [itertools.repeat(None) if tensors is None else tensors for tensors in found]
-        for row, number in zip(zip(*lists, strict=False), self.tensors.numbers, strict=True):
-            real = _as_real(row) if row[0] is not None and row[0].is_complex() else row
-            yield real, self.rules[self.groups[number]], number
+        lists = self.tensors.named(names)
+        return [
+            (
+                _as_real(row) if row[0] is not None and row[0].is_complex() else row,
+                self.rules[self.groups[number]],
+                number,
+            )
+            for row, number in zip(zip(*lists, strict=True), self.tensors.numbers, strict=True)
+        ]
 
     def run(
         self,
@@ -103,7 +106,7 @@ class UpdateLists:
     def _is_in_main_memory(self, found_inf: Tensor | None) -> bool:
         """Tell whether all parameters and the flag that decides a skip are in main memory."""
         known = found_inf is None or in_main_memory(found_inf) is not None
-        return known and all(p.device.type == "cpu" for p in self.tensors["params"])
+        return known and {p.device.type for p in self.tensors["params"]} <= {"cpu"}
 
     def launch(
         self,
@@ -242,8 +245,8 @@ def unscaled(grad: Tensor, grad_scale: Tensor | None, maximize: bool, dtype: tor
     return -grad if maximize else grad
 
 
-def _as_real(row: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _as_real(row: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return a row with views of complex tensors; a tensor that stands in two places stays one."""
     complex_ones = {id(t): t for t in row if t is not None and t.is_complex()}
     real = {key: torch.view_as_real(tensor) for key, tensor in complex_ones.items()}
-    return [real.get(id(tensor), tensor) for tensor in row]
+    return tuple(real.get(id(tensor), tensor) for tensor in row)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._blocks import Scratch, blocks
+from tritonamp.kernels._blocks import Scratch, block_size, cut, reused
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._magnitudes import float_bits, magnitude
@@ -130,27 +130,27 @@ def _launch_of(t: Table, amax: Tensor, squares: Tensor) -> Launch:
 
 
 def grad_stats_torch(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
-    scratch, nothing = Scratch(), torch.zeros((), device=device)
+    size, scratch, nothing = block_size(), Scratch(), torch.zeros((), device=device)
     lowest, highest, norms = [nothing] * lists.size, [nothing] * lists.size, [nothing]
     for i, grad in zip(lists.numbers, lists["grads"] if len(lists) else (), strict=True):
         g = grad.detach() if grad.numel() else grad.new_zeros(1)
-        extremes = torch.aminmax(g.abs() if g.is_complex() else g)
-        lowest[i], highest[i] = (extreme.to(device) for extreme in extremes)
-        norms += [torch.linalg.vector_norm(part).to(device) for part in _widened(g, scratch)]
+        low, high = torch.aminmax(g.abs() if g.is_complex() else g)
+        lowest[i], highest[i] = low.to(device), high.to(device)
+        norms += _norms(g, device, size, scratch)
     # "nothing" comes first in each list, because stack refuses an empty list
     amax = torch.stack([nothing, *lowest, nothing, *highest]).view(2, -1).abs().amax(0)
     return amax[1:].float(), torch.stack(norms)[1:].square().float()
 
 
-def _widened(g: Tensor, scratch: Scratch) -> Iterator[Tensor]:
-    """Yield parts of ``g`` in FP32 or wider; each part reuses the memory of the one before."""
+def _norms(g: Tensor, device: torch.device, size: int, scratch: Scratch) -> list[Tensor]:
+    """Return norms of blocks of ``g``, computed in FP32 or wider, on ``device``."""
     dtype = torch.promote_types(g.dtype, torch.float32)
-    if dtype == g.dtype:
-        yield g
-        return
-    for (block,) in blocks(g):
-        plain = type(block) is Tensor and block.device.type == "cpu" and block.is_contiguous()
-        yield scratch("wide", block, dtype).copy_(block) if plain else block.to(dtype)
+    parts = None if dtype == g.dtype else cut((g,), size)
+    if parts is None:
+        return [torch.linalg.vector_norm(g.to(dtype)).to(device)]
+    # a large tensor is widened block by block, in memory that stays in the cache
+    wide = (reused(scratch, "wide", part, dtype).copy_(part) for (part,) in parts)
+    return [torch.linalg.vector_norm(part).to(device) for part in wide]
 
 
 def grad_stats(

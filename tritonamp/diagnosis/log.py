@@ -84,8 +84,9 @@ class StepLog:
             values = self._decisions.taken.popleft()
             taken, _ = self.history.update_counts(values[: len(COUNTS)])
             if taken:
-                step, loss = self.history.step, _finite(values[LOSS])
-                self.history.add_step(StepRecord(step, None, values[SCALE], values[NORM], loss=loss))
+                step, scale, norm = self.history.step, values[SCALE], values[NORM]
+                loss = _finite(values[LOSS])
+                self.history.add_step(StepRecord(step, None, scale, norm, loss=loss))
 
     def skipped(self, values: Sequence[float], outcome: Outcome) -> None:
         """Note a decision whose numbers show other skips than the one before.

@@ -215,8 +215,8 @@ class Decision:
             undoable: keep copies, so that ``undo`` may follow. Eager torch in one process always
                 keeps copies.
             outlying: window of the scaler with the limit for outliers; None: no step is an outlier.
-            known: gradients by optimizer, where the caller has them already; or its last step, where
-                this one is like it.
+            known: by optimizer, gradients that the caller has already, or the last step if this one
+                is like it.
         """
         self.max_norm = max_norm
         stats = [self._stats_of(weights, (known or {}).get(weights)) for weights in self.waiting]

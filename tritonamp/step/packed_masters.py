@@ -1,6 +1,6 @@
 """FP32 masters kept as the half parameter and 16 more bits: who can keep them, and their files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,12 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.fp32_values import Fp32Values
-from tritonamp.kernels._memory_order import (
-    in_memory_of,
-    in_order_of_memory,
-    memory_strides,
-    padded,
-)
+from tritonamp.kernels._memory_order import in_memory_of, in_order_of_memory
 from tritonamp.kernels._packed_masters import join_master
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._state_formats import FORMATS, is_in_blocks
@@ -150,47 +145,3 @@ def take_master(state: dict[str, Any], held: Tensor) -> Tensor:
 def has_codes(state: Mapping[str, Any]) -> bool:
     """Tell whether one parameter's state has moments in codes."""
     return any(isinstance(x, Tensor) and is_in_blocks(x.dtype) for x in state.values())
-
-
-def order_problems(state: Mapping[str, Any], param: Tensor) -> Iterator[str]:
-    """Yield why codes and remainders in a state cannot be those of ``param``, given their strides.
-
-    Codes and remainders have one dimension, so only their strides show a parameter of another
-    shape.
-    """
-    strides = state.get(ORDER)
-    if strides is None or not (REMAINDER in state or has_codes(state)):
-        return
-    fits = isinstance(strides, (tuple, list)) and len(strides) == param.ndim
-    if fits:
-        like = torch.empty_strided(param.shape, strides, device="meta")
-        fits = memory_strides(like) == tuple(strides)
-    if not fits:
-        yield f"{ORDER} {strides}, which no dense tensor of shape {tuple(param.shape)} has"
-
-
-def remainder_problems(state: Mapping[str, Any], param: Tensor, enabled: bool) -> Iterator[str]:
-    """Yield why the remainder in a state cannot be that of ``param``.
-
-    Args:
-        state: state of one parameter, with the key ``REMAINDER``.
-        param: the parameter.
-        enabled: whether the optimizer is enabled. Half parameters have FP32 values then, which hold
-            values of either half dtype.
-    """
-    remainder, n = state[REMAINDER], param.numel()
-    if not isinstance(remainder, Tensor) or remainder.ndim != 1:
-        yield f"{REMAINDER} that is no tensor of one dimension"
-    elif remainder.dtype is not torch.int16 or remainder.numel() != padded(n):
-        yield (
-            f"{REMAINDER} of {remainder.numel()} {remainder.dtype}, where {n} elements, in whole "
-            f"blocks, take {padded(n)} torch.int16"
-        )
-    half_dtype = state.get(HALF_DTYPE, param.dtype)
-    if half_dtype not in HALF_DTYPES:
-        yield f"{REMAINDER} without {HALF_DTYPE}, the dtype of the half values that it belongs to"
-    elif not enabled and param.dtype in HALF_DTYPES and param.dtype is not half_dtype:
-        yield (
-            f"{REMAINDER} of {half_dtype} values for a parameter of {param.dtype} (load it after "
-            "tritonamp.enable, or a state_dict() without packed=True)"
-        )
