@@ -91,23 +91,48 @@ bool same_tensor(PyObject* tensor, int64_t*& words) {
          *words++ == address_of(impl_of(tensor));
 }
 
+// An attribute of an optimizer, which load_state_dict replaces by another object.
+class Attribute {
+ public:
+  PyObject* record(PyObject* attributes, const char* name, const Kept& kept) {
+    attributes_ = attributes;
+    name_ = PyUnicode_InternFromString(name);
+    if (name_ == nullptr) throw Raised{};
+    kept.identity(name_);
+    Py_DECREF(name_);  // the list holds it now
+    value_ = PyDict_GetItem(attributes_, name_);
+    if (value_ == nullptr) throw NotPlain{};
+    kept.identity(value_);
+    return value_;
+  }
+
+  // Returns the object, or a null pointer if the attribute is another one now.
+  PyObject* same() const {
+    return PyDict_GetItem(attributes_, name_) == value_ ? value_ : nullptr;
+  }
+
+ private:
+  PyObject *attributes_ = nullptr, *name_ = nullptr, *value_ = nullptr;
+};
+
 // The groups of an optimizer: their dictionaries entry by entry, and their parameters. Keys are
 // walked in order, which is a third of the time that looking them up takes.
 class Groups {
  public:
-  void record(PyObject* groups, PyObject* keys, const Kept& kept) {
+  void record(PyObject* attributes, PyObject* keys, const Kept& kept) {
+    PyObject* groups = attribute_.record(attributes, "param_groups", kept);
     if (!PyList_CheckExact(groups)) throw NotPlain{};
-    list_ = reinterpret_cast<PyObject*>(kept.identity(groups));
     words_.push_back(PyList_GET_SIZE(groups));
     for (Py_ssize_t g = 0; g < PyList_GET_SIZE(groups); g++)
       record_group(PyList_GET_ITEM(groups, g), keys, kept);
   }
 
   bool same(bool& changed) {
+    PyObject* groups = attribute_.same();
     int64_t* words = words_.data();
-    if (*words++ != PyList_GET_SIZE(list_)) return false;
-    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(list_); g++) {
-      if (!same_group(PyList_GET_ITEM(list_, g), words, changed)) return false;
+    if (groups == nullptr || *words++ != PyList_GET_SIZE(groups)) return false;
+    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(groups); g++) {
+      if (!same_group(PyList_GET_ITEM(groups, g), words, changed)) return false;
     }
     changed |= changes_in_place_;
     return true;
@@ -167,7 +192,7 @@ class Groups {
     return true;
   }
 
-  PyObject* list_ = nullptr;
+  Attribute attribute_;
   Words words_;
   bool changes_in_place_ = false;  // a hyperparameter that is a tensor or a list
 };
@@ -176,11 +201,11 @@ class Groups {
 // walked, not looked up, because the hash of a tensor is Python code.
 class State {
  public:
-  // taking_part: the masters whose own state is recorded. state: a dictionary, or None.
-  void record(PyObject* state, const std::unordered_set<PyObject*>& taking_part, const Kept& kept) {
-    if (state == Py_None) return;
+  // taking_part: the masters whose own state is recorded.
+  void record(PyObject* attributes, const std::unordered_set<PyObject*>& taking_part,
+              const Kept& kept) {
+    PyObject* state = attribute_.record(attributes, "state", kept);
     if (!PyDict_Check(state)) throw NotPlain{};
-    dict_ = reinterpret_cast<PyObject*>(kept.identity(state));
     words_.push_back(PyDict_GET_SIZE(state));
     PyObject *master, *values;
     for (Py_ssize_t at = 0; PyDict_Next(state, &at, &master, &values);) {
@@ -196,11 +221,11 @@ class State {
   }
 
   bool same() {
-    if (dict_ == nullptr) return true;
+    PyObject* state = attribute_.same();
     int64_t* words = words_.data();
-    if (*words++ != PyDict_GET_SIZE(dict_)) return false;
+    if (state == nullptr || *words++ != PyDict_GET_SIZE(state)) return false;
     PyObject *master, *values;
-    for (Py_ssize_t at = 0; PyDict_Next(dict_, &at, &master, &values);) {
+    for (Py_ssize_t at = 0; PyDict_Next(state, &at, &master, &values);) {
       if (*words++ != word_of(master) || *words++ != word_of(values)) return false;
       const int64_t size = *words++;
       if (size < 0) continue;
@@ -236,7 +261,7 @@ class State {
 
   static constexpr int64_t kTensor = 0;  // where other values have the address of their type
 
-  PyObject* dict_ = nullptr;
+  Attribute attribute_;
   Words words_;
 };
 

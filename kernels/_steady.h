@@ -159,10 +159,12 @@ struct Steady {
   Tensors tensors;
   bool changed = false;  // hyperparameters, since `same` has last answered
 
-  // All arguments but the first three are tuples. Rows are parameters, in the order of the groups.
-  void record(PyObject* param_groups, PyObject* keys, PyObject* optimizer_state, PyObject* holders,
-              PyObject* params, PyObject* fixed, PyObject* slots, const Kept& kept) {
-    groups.record(param_groups, keys, kept);
+  // attributes: of the optimizer. The others are tuples. Rows are parameters, in the order of the
+  // groups.
+  void record(PyObject* attributes, PyObject* keys, PyObject* holders, PyObject* params,
+              PyObject* fixed, PyObject* slots, const Kept& kept) {
+    kept.identity(attributes);
+    groups.record(attributes, keys, kept);
     const auto rows = static_cast<Py_ssize_t>(groups.masters.size());
     if (PyTuple_GET_SIZE(holders) != rows || PyTuple_GET_SIZE(params) != rows ||
         PyTuple_GET_SIZE(slots) != rows) {
@@ -178,7 +180,7 @@ struct Steady {
       tensors.record_versioned(param, true, takes_part, kept);
       if (master != param) tensors.record_versioned(master, false, takes_part, kept);
     }
-    state.record(optimizer_state, taking_part, kept);
+    state.record(attributes, taking_part, kept);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fixed); i++)
       tensors.record(PyTuple_GET_ITEM(fixed, i), kept);
   }
@@ -214,15 +216,16 @@ PyObject* answer_steady(PyObject* capsule, Ask ask) {
 
 // Returns the value in a capsule, and the list of objects that live as long; None: not plain.
 PyObject* steady_record(PyObject*, PyObject* args) {
-  PyObject *groups, *keys, *state, *holders, *params, *fixed, *slots;
-  if (!PyArg_ParseTuple(args, "OOOO!O!O!O!", &groups, &keys, &state, &PyTuple_Type, &holders,
-                        &PyTuple_Type, &params, &PyTuple_Type, &fixed, &PyTuple_Type, &slots))
+  PyObject *attributes, *keys, *holders, *params, *fixed, *slots;
+  if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!", &PyDict_Type, &attributes, &PyTuple_Type, &keys,
+                        &PyTuple_Type, &holders, &PyTuple_Type, &params, &PyTuple_Type, &fixed,
+                        &PyTuple_Type, &slots))
     return nullptr;
   PyObject* list = PyList_New(0);
   if (list == nullptr) return nullptr;
   auto steady = std::make_unique<Steady>();
   try {
-    steady->record(groups, keys, state, holders, params, fixed, slots, Kept{list});
+    steady->record(attributes, keys, holders, params, fixed, slots, Kept{list});
     PyObject* capsule = PyCapsule_New(steady.get(), kCapsule, [](PyObject* it) {
       delete static_cast<Steady*>(PyCapsule_GetPointer(it, kCapsule));
     });

@@ -1,10 +1,11 @@
 """The steady value: what the last step of one optimizer touched, as that step left it."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from tritonamp.kernels import _facts
 
@@ -33,9 +34,8 @@ class Steady:
     def record(
         cls,
         *,
-        groups: list[dict[str, Any]],
+        optimizer: Optimizer,
         keys: Sequence[str],
-        state: Mapping[Tensor, Mapping[str, Any]] | None,
         holders: Sequence[Tensor],
         params: Sequence[Tensor],
         fixed: Iterable[Sequence[Tensor]],
@@ -46,9 +46,8 @@ class Steady:
         A row is a parameter of the groups, in their order. A row without a gradient takes no part.
 
         Args:
-            groups: ``param_groups`` of the optimizer, the list itself.
+            optimizer: the optimizer, whose ``param_groups`` and ``state`` are recorded.
             keys: keys of the hyperparameters that the step reads.
-            state: ``state`` of the optimizer, the dictionary itself; None: the step reads none.
             holders: tensor of each row whose ``.grad`` the step reads.
             params: parameter of the model of each row.
             fixed: further lists of tensors that the step reads or writes.
@@ -61,9 +60,8 @@ class Steady:
         """
         native = _facts._native
         found = native.steady_record(
-            groups,
-            keys,
-            state,
+            vars(optimizer),
+            tuple(keys),
             tuple(holders),
             tuple(params),
             tuple(itertools.chain.from_iterable(fixed)),
