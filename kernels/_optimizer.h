@@ -1,95 +1,10 @@
-// What a step reads of an optimizer: its groups and its state, recorded as rows of numbers that
-// the next step walks. Walking runs no Python code and allocates nothing.
+// What a step reads of an optimizer: its groups and its state.
 #pragma once
-#include "_tensors.h"
+#include "_recorded.h"
 
 #include <unordered_set>
 
 namespace {
-
-using Words = std::vector<int64_t>;
-
-struct NotPlain {};  // thrown where something cannot be compared: there is no steady value
-struct Raised {};    // thrown where Python's error is set
-
-int64_t word_of(const void* pointer) { return reinterpret_cast<int64_t>(pointer); }
-
-// Objects that are compared by identity, and therefore have to stay alive.
-struct Kept {
-  PyObject* list;
-
-  int64_t identity(PyObject* object) const {
-    if (PyList_Append(list, object) < 0) throw Raised{};
-    return word_of(object);
-  }
-};
-
-// Values of groups and of state. Floats, ints, and tuples are recorded as numbers: an equal one in
-// another object is the same. Others are recorded by identity.
-
-// Returns false if the value holds an object that could change in place.
-bool record_value(PyObject* value, Words& words, const Kept& kept) {
-  words.push_back(kept.identity(reinterpret_cast<PyObject*>(Py_TYPE(value))));
-  if (PyFloat_Check(value)) {
-    const double number = PyFloat_AS_DOUBLE(value);
-    words.emplace_back();
-    std::memcpy(&words.back(), &number, sizeof number);
-    return true;
-  }
-  if (PyLong_CheckExact(value)) {
-    int overflow = 0;
-    words.push_back(PyLong_AsLongLongAndOverflow(value, &overflow));
-    if (overflow) throw NotPlain{};
-    return true;
-  }
-  if (PyTuple_CheckExact(value)) {
-    bool fixed = true;
-    words.push_back(PyTuple_GET_SIZE(value));
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); i++)
-      fixed &= record_value(PyTuple_GET_ITEM(value, i), words, kept);
-    return fixed;
-  }
-  words.push_back(kept.identity(value));
-  return value == Py_None || PyBool_Check(value) || PyUnicode_CheckExact(value);
-}
-
-// A float that became another one is the same if `another_float` is given, which becomes true. The
-// new float is then the recorded one.
-bool same_value(PyObject* value, int64_t*& words, bool* another_float) {
-  if (*words++ != word_of(Py_TYPE(value))) return false;
-  if (PyFloat_Check(value)) {
-    const double number = PyFloat_AS_DOUBLE(value);
-    int64_t& recorded = *words++;
-    if (std::memcmp(&recorded, &number, sizeof number) == 0) return true;
-    if (another_float == nullptr) return false;
-    std::memcpy(&recorded, &number, sizeof number);
-    return *another_float = true;
-  }
-  if (PyLong_CheckExact(value)) {
-    int overflow = 0;
-    return *words++ == PyLong_AsLongLongAndOverflow(value, &overflow) && !overflow;
-  }
-  if (PyTuple_CheckExact(value)) {
-    if (*words++ != PyTuple_GET_SIZE(value)) return false;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); i++) {
-      if (!same_value(PyTuple_GET_ITEM(value, i), words, another_float)) return false;
-    }
-    return true;
-  }
-  return *words++ == word_of(value);
-}
-
-// Tensors with the address of their elements.
-
-void record_tensor(PyObject* tensor, Words& words) {
-  if (!is_plain(tensor) || !describe(impl_of(tensor), words)) throw NotPlain{};
-  words.push_back(address_of(impl_of(tensor)));
-}
-
-bool same_tensor(PyObject* tensor, int64_t*& words) {
-  return is_plain(tensor) && is_like(impl_of(tensor), words) &&
-         *words++ == address_of(impl_of(tensor));
-}
 
 // An attribute of an optimizer, which load_state_dict replaces by another object.
 class Attribute {
@@ -223,13 +138,14 @@ class State {
   bool same() {
     PyObject* state = attribute_.same();
     int64_t* words = words_.data();
+    const Hints::Parts* hints = hints_.first();
     if (state == nullptr || *words++ != PyDict_GET_SIZE(state)) return false;
     PyObject *master, *values;
     for (Py_ssize_t at = 0; PyDict_Next(state, &at, &master, &values);) {
       if (*words++ != word_of(master) || *words++ != word_of(values)) return false;
       const int64_t size = *words++;
       if (size < 0) continue;
-      if (size != PyDict_GET_SIZE(values) || !same_values(values, words)) return false;
+      if (size != PyDict_GET_SIZE(values) || !same_values(values, words, hints)) return false;
     }
     return true;
   }
@@ -241,19 +157,19 @@ class State {
       words_.push_back(kept.identity(key));
       if (is_plain(value)) {
         words_.push_back(kTensor);
-        record_tensor(value, words_);
+        record_tensor(value, words_, hints_);
       } else if (!record_value(value, words_, kept)) {
         throw NotPlain{};
       }
     }
   }
 
-  static bool same_values(PyObject* values, int64_t*& words) {
+  static bool same_values(PyObject* values, int64_t*& words, const Hints::Parts*& hints) {
     PyObject *key, *value;
     for (Py_ssize_t at = 0; PyDict_Next(values, &at, &key, &value);) {
       if (*words++ != word_of(key)) return false;
       const bool is_tensor = *words == kTensor;
-      if (is_tensor ? !same_tensor(value, ++words) : !same_value(value, words, nullptr))
+      if (is_tensor ? !same_tensor(value, ++words, hints) : !same_value(value, words, nullptr))
         return false;
     }
     return true;
@@ -263,6 +179,7 @@ class State {
 
   Attribute attribute_;
   Words words_;
+  Hints hints_;
 };
 
 }  // namespace

@@ -16,6 +16,7 @@ class Gradients {
       Row row{PyTuple_GET_ITEM(holders, i)};
       kept.identity(row.holder);
       if (!is_plain(row.holder)) throw NotPlain{};
+      hints_.add(row.holder, impl_of(row.holder));
       const at::Tensor& grad = impl_of(row.holder)->grad();
       if (at::TensorImpl* impl = impl_of_grad(grad)) {
         if (!is_plain_grad(impl) || !describe(impl, words_)) throw NotPlain{};
@@ -31,8 +32,10 @@ class Gradients {
   // -1 if a gradient is unlike. Then no slot has changed.
   long moved() {
     int64_t* words = words_.data();
+    const Hints::Parts* hints = hints_.first();
     long moved = 0;
     for (Row& row : rows_) {
+      Hints::fetch(hints);
       if (!is_plain(row.holder)) return -1;
       at::TensorImpl* impl = impl_of_grad(impl_of(row.holder)->grad());
       if ((impl != nullptr) != row.exists) return -1;
@@ -91,6 +94,7 @@ class Gradients {
 
   std::vector<Row> rows_;
   Words words_;
+  Hints hints_;
 };
 
 // The other tensors of a step. Versions of parameters and masters say whether other code has
@@ -99,7 +103,7 @@ class Tensors {
  public:
   void record(PyObject* tensor, const Kept& kept) {
     words_.push_back(kept.identity(tensor));
-    record_tensor(tensor, words_);
+    record_tensor(tensor, words_, hints_);
     count_++;
   }
 
@@ -111,9 +115,10 @@ class Tensors {
 
   bool same() {
     int64_t* words = words_.data();
+    const Hints::Parts* hints = hints_.first();
     for (size_t i = 0; i < count_; i++) {
       PyObject* tensor = reinterpret_cast<PyObject*>(*words++);
-      if (!same_tensor(tensor, words)) return false;
+      if (!same_tensor(tensor, words, hints)) return false;
     }
     for (const Version& known : versions_) {
       if (version_of(known.tensor) != known.version) return false;
@@ -149,6 +154,7 @@ class Tensors {
 
   size_t count_ = 0;
   Words words_;
+  Hints hints_;
   std::vector<Version> versions_;
 };
 

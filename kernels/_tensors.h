@@ -48,19 +48,20 @@ int64_t address_of(at::TensorImpl* impl) {
 }
 
 // Device, dtype, number of dimensions and contiguity, in one number.
-int64_t kind_of(const at::TensorImpl* impl, bool contiguous) {
+inline int64_t kind_of(const at::TensorImpl* impl, size_t dim, bool contiguous) {
   return static_cast<int64_t>(impl->dtype().toScalarType()) << 32 |
-         static_cast<int64_t>(impl->device().index() + 1) << 16 |
-         static_cast<int64_t>(impl->dim()) << 1 | static_cast<int64_t>(contiguous);
+         static_cast<int64_t>(impl->device().index() + 1) << 16 | static_cast<int64_t>(dim) << 1 |
+         static_cast<int64_t>(contiguous);
 }
 
 // Appends everything about a tensor's layout. Returns false if the tensor is not dense.
 bool describe(const at::TensorImpl* impl, std::vector<int64_t>& words) {
   if (impl->layout() != at::kStrided || !impl->has_storage()) return false;
+  const auto sizes = impl->sizes();
   const bool contiguous = impl->is_contiguous();
   words.push_back(static_cast<int64_t>(impl->key_set().raw_repr()));  // device, negation bit
-  words.push_back(kind_of(impl, contiguous));
-  for (const int64_t size : impl->sizes()) words.push_back(size);
+  words.push_back(kind_of(impl, sizes.size(), contiguous));
+  for (const int64_t size : sizes) words.push_back(size);
   // Contiguous strides follow from the sizes, and are left out because most tensors have them.
   if (!contiguous) {
     for (const int64_t stride : impl->strides()) words.push_back(stride);
@@ -68,19 +69,23 @@ bool describe(const at::TensorImpl* impl, std::vector<int64_t>& words) {
   return true;
 }
 
-// Tells whether `describe` would append these words, and moves past them if so.
-bool is_like(const at::TensorImpl* impl, int64_t*& words) {
-  // The keys first: they say that nothing below runs Python code.
+// Tells whether `describe` would append the words at `at`, and moves `at` past them if so.
+inline bool is_like(const at::TensorImpl* impl, int64_t*& at) {
+  int64_t* words = at;
+  // The keys first, because nothing below runs Python code if they are those of a plain tensor.
   if (*words++ != static_cast<int64_t>(impl->key_set().raw_repr())) return false;
+  const auto sizes = impl->sizes();
   const bool contiguous = impl->is_contiguous();
-  if (*words++ != kind_of(impl, contiguous)) return false;
-  for (const int64_t size : impl->sizes()) {
+  if (*words++ != kind_of(impl, sizes.size(), contiguous)) return false;
+  for (const int64_t size : sizes) {
     if (*words++ != size) return false;
   }
-  if (contiguous) return true;
-  for (const int64_t stride : impl->strides()) {
-    if (*words++ != stride) return false;
+  if (!contiguous) {
+    for (const int64_t stride : impl->strides()) {
+      if (*words++ != stride) return false;
+    }
   }
+  at = words;
   return true;
 }
 
