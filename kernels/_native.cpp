@@ -2,32 +2,14 @@
 // a list and returns None if it holds anything but plain tensors and parameters: then Python
 // answers.
 #define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "_steady.h"
 
-#include <ATen/core/TensorBase.h>
-#include <cstdint>
-#include <cstring>
-#include <exception>
 #include <string>
-#include <vector>
 
 // declared here, because torch/csrc/autograd/python_variable.h takes twenty seconds to compile
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 
 namespace {
-
-PyTypeObject* tensor_type = nullptr;
-PyTypeObject* parameter_type = nullptr;
-Py_ssize_t offset = 0;  // of the pointer to the TensorImpl, in a tensor's object
-
-at::TensorImpl* impl_of(PyObject* tensor) {
-  return *reinterpret_cast<at::TensorImpl**>(reinterpret_cast<char*>(tensor) + offset);
-}
-
-// Exact types: a subclass may answer differently than the tensor that it holds, so Python asks it.
-bool is_plain(PyObject* tensor) {
-  return Py_TYPE(tensor) == tensor_type || Py_TYPE(tensor) == parameter_type;
-}
 
 // Calls take(tensor, i) for each tensor of a list. Returns false at anything else.
 template <class Take>
@@ -72,7 +54,7 @@ PyObject* identities(PyObject*, PyObject* list) {
 
 PyObject* addresses(PyObject*, PyObject* list) {
   return numbers(list, [](PyObject* tensor) {
-    return reinterpret_cast<uint64_t>(impl_of(tensor)->mutable_data());
+    return static_cast<uint64_t>(address_of(impl_of(tensor)));
   });
 }
 
@@ -80,24 +62,6 @@ PyObject* versions(PyObject*, PyObject* list) {
   return numbers(list, [](PyObject* tensor) {
     return static_cast<uint64_t>(impl_of(tensor)->version_counter().current_version());
   });
-}
-
-// Appends everything about a tensor's layout. Returns false if the tensor is not dense.
-bool describe(const at::TensorImpl* impl, std::vector<int64_t>& kind) {
-  if (impl->layout() != at::kStrided) return false;
-  const auto sizes = impl->sizes();
-  const bool contiguous = impl->is_contiguous();
-  kind.push_back(static_cast<int64_t>(impl->key_set().raw_repr()));  // kind of device, negation bit
-  kind.push_back(
-      static_cast<int64_t>(impl->dtype().toScalarType()) << 32 |
-      static_cast<int64_t>(impl->device().index() + 1) << 16 |
-      static_cast<int64_t>(sizes.size()) << 1 | static_cast<int64_t>(contiguous));
-  for (const int64_t size : sizes) kind.push_back(size);
-  // Contiguous strides follow from the sizes, and are left out because most tensors have them.
-  if (!contiguous) {
-    for (const int64_t stride : impl->strides()) kind.push_back(stride);
-  }
-  return true;
 }
 
 // facts([lists]): the layout and the addresses of the elements, 64 bits each, as in _facts.py.
@@ -115,7 +79,7 @@ PyObject* facts(PyObject*, PyObject* lists) {
         PyObject* tensor = PyList_GET_ITEM(list, i);
         if (!is_plain(tensor)) Py_RETURN_NONE;
         at::TensorImpl* impl = impl_of(tensor);
-        pointers.push_back(reinterpret_cast<int64_t>(impl->mutable_data()));
+        pointers.push_back(address_of(impl));
         // A tensor of the first list has been described there.
         if (k > 0 && tensor == PyList_GET_ITEM(first, i))
           kind.push_back(-1);
@@ -166,32 +130,17 @@ PyObject* count_write(PyObject*, PyObject* list) {
   });
 }
 
-// prepare(a plain tensor, the address of its TensorImpl, type of parameters): True if the pointer
-// to the TensorImpl was found exactly once in the tensor's object.
-PyObject* prepare(PyObject*, PyObject* args) {
-  PyObject *tensor = nullptr, *parameter = nullptr;
-  unsigned long long address = 0;
-  if (!PyArg_ParseTuple(args, "OKO", &tensor, &address, &parameter)) return nullptr;
-  int found = 0;
-  for (Py_ssize_t at = sizeof(PyObject); at + 8 <= Py_TYPE(tensor)->tp_basicsize; at += 8) {
-    uint64_t word = 0;
-    std::memcpy(&word, reinterpret_cast<char*>(tensor) + at, sizeof word);
-    if (word == address) {
-      offset = at;
-      found++;
-    }
-  }
-  tensor_type = Py_TYPE(tensor);
-  parameter_type = reinterpret_cast<PyTypeObject*>(parameter);
-  return PyBool_FromLong(found == 1);
-}
-
 PyMethodDef methods[] = {
     {"identities", identities, METH_O, ""}, {"addresses", addresses, METH_O, ""},
     {"versions", versions, METH_O, ""},     {"facts", facts, METH_O, ""},
     {"dense", dense, METH_O, ""},           {"grads", grads, METH_O, ""},
     {"count_write", count_write, METH_O, ""},
     {"prepare", prepare, METH_VARARGS, ""},
+    {"steady_record", steady_record, METH_VARARGS, ""},
+    {"steady_same", steady_same, METH_O, ""},
+    {"steady_same_gradients", steady_same_gradients, METH_O, ""},
+    {"steady_untouched", steady_untouched, METH_O, ""},
+    {"steady_wrote", steady_wrote, METH_O, ""},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -17,16 +17,6 @@ NUMBERS = "identities", "addresses", "versions"
 
 
 @pytest.fixture
-def cpp(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module built from C++, which the functions of ``_facts`` then ask."""
-    module = _native.build().module
-    if module is None:
-        pytest.skip("there is no C++ compiler")
-    monkeypatch.setattr(_facts, "_native", module)
-    return module
-
-
-@pytest.fixture
 def python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_facts, "_native", _facts._InPython)
 
