@@ -89,6 +89,20 @@ class Plan:
                 part.send_pointers(name, numbers_of(pointers))
         self._pointers = facts.pointers
 
+    def slots(self, name: str) -> dict[int, int]:
+        """Return the address in main memory of each pointer of a list, by place of the tensor.
+
+        Tensors without elements have none. ``send_written`` sends what was written there.
+        """
+        return dict(slot for part in self._parts[name] for slot in part.slots(name))
+
+    def send_written(self, name: str) -> None:
+        """Send the pointers of one list after other code has written them to the slots."""
+        for part in self._parts[name]:
+            part.send_row(name)
+        # not known here: the next lists that are compared send all pointers
+        self._pointers = b""
+
     def prepared(self, name: Hashable, prepare: Callable[[], T]) -> T:
         """Return the result of ``prepare``, which is called once for each name."""
         if name not in self._launches:
