@@ -3,7 +3,6 @@
 #include "_optimizer.h"
 #include "_step_tensors.h"
 
-#include <exception>
 #include <memory>
 
 namespace {
@@ -57,20 +56,23 @@ struct Steady {
 
 const char* const kCapsule = "tritonamp.steady";
 
-// Runs code that may throw as torch does. An exception becomes an error of Python.
 template <class Ask>
-PyObject* answer_steady(PyObject* capsule, Ask ask) {
+PyObject* ask_steady(PyObject* capsule, Ask ask) {
   auto* steady = static_cast<Steady*>(PyCapsule_GetPointer(capsule, kCapsule));
   if (steady == nullptr) return nullptr;
-  try {
-    return ask(*steady);
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
+  return answer([&]() -> PyObject* { return ask(*steady); });
 }
 
-// Returns the value in a capsule, and the list of objects that live as long; None: not plain.
+// Returns a capsule with the value, or a null pointer with Python's error.
+PyObject* in_capsule(std::unique_ptr<Steady> steady) {
+  PyObject* capsule = PyCapsule_New(steady.get(), kCapsule, [](PyObject* it) {
+    delete static_cast<Steady*>(PyCapsule_GetPointer(it, kCapsule));
+  });
+  if (capsule != nullptr) steady.release();  // the capsule owns it now
+  return capsule;
+}
+
+// Returns the value in a capsule, and the list of objects that must live as long; None: not plain.
 PyObject* steady_record(PyObject*, PyObject* args) {
   PyObject *attributes, *keys, *holders, *params, *fixed, *slots;
   if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!", &PyDict_Type, &attributes, &PyTuple_Type, &keys,
@@ -79,41 +81,36 @@ PyObject* steady_record(PyObject*, PyObject* args) {
     return nullptr;
   PyObject* list = PyList_New(0);
   if (list == nullptr) return nullptr;
-  auto steady = std::make_unique<Steady>();
-  try {
-    steady->record(attributes, keys, holders, params, fixed, slots, Kept{list});
-    PyObject* capsule = PyCapsule_New(steady.get(), kCapsule, [](PyObject* it) {
-      delete static_cast<Steady*>(PyCapsule_GetPointer(it, kCapsule));
-    });
-    if (capsule == nullptr) throw Raised{};
-    steady.release();
-    return Py_BuildValue("NN", capsule, list);
-  } catch (const NotPlain&) {
-    Py_DECREF(list);
-    Py_RETURN_NONE;
-  } catch (const Raised&) {
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  Py_DECREF(list);
-  return nullptr;
+  PyObject* found = answer([&]() -> PyObject* {
+    try {
+      auto steady = std::make_unique<Steady>();
+      steady->record(attributes, keys, holders, params, fixed, slots, Kept{list});
+      PyObject* capsule = in_capsule(std::move(steady));
+      return capsule == nullptr ? nullptr : Py_BuildValue("NO", capsule, list);
+    } catch (const NotPlain&) {
+      Py_RETURN_NONE;
+    } catch (const Raised&) {
+      return nullptr;
+    }
+  });
+  Py_DECREF(list);  // the result holds it now
+  return found;
 }
 
 PyObject* steady_same(PyObject*, PyObject* capsule) {
-  return answer_steady(capsule, [](Steady& s) { return PyLong_FromLong(s.same()); });
+  return ask_steady(capsule, [](Steady& s) { return PyLong_FromLong(s.same()); });
 }
 
 PyObject* steady_same_gradients(PyObject*, PyObject* capsule) {
-  return answer_steady(capsule, [](Steady& s) { return PyLong_FromLong(s.gradients.moved()); });
+  return ask_steady(capsule, [](Steady& s) { return PyLong_FromLong(s.gradients.moved()); });
 }
 
 PyObject* steady_untouched(PyObject*, PyObject* capsule) {
-  return answer_steady(
-      capsule, [](Steady& s) { return PyBool_FromLong(s.tensors.params_untouched()); });
+  return ask_steady(capsule, [](Steady& s) { return PyBool_FromLong(s.tensors.untouched()); });
 }
 
 PyObject* steady_wrote(PyObject*, PyObject* capsule) {
-  return answer_steady(capsule, [](Steady& s) {
+  return ask_steady(capsule, [](Steady& s) {
     s.tensors.wrote();
     return Py_NewRef(Py_None);
   });

@@ -123,7 +123,8 @@ class Tensors {
     return true;
   }
 
-  bool params_untouched() const {
+  // Tells whether the versions of the model's parameters are the recorded ones.
+  bool untouched() const {
     for (const Version& known : versions_) {
       if (known.is_param && version_of(known.tensor) != known.version) return false;
     }
