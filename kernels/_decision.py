@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._loss_scale import ScaleState
+from tritonamp.kernels.device import tl, triton
 
 CLEAN, OVERFLOW, FAULT, OUTLIER, VETO, HUGE = range(6)
 """Outcomes of a decision: clean, a scale overflow, a forward fault, an outlier, a veto, or finite
@@ -124,9 +125,88 @@ class Undo:
         self._copies.clear()
 
 
+@triton.jit
+def keep_for_undo(
+    before_ptr, numbers_ptr, size, scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr,
+    MOVE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the numbers of the record, then those of the scale, to the memory of an ``Undo``."""
+    j = tl.arange(0, BLOCK)
+    for at in range(0, size, BLOCK):
+        numbers = tl.load(numbers_ptr + at + j, mask=at + j < size)
+        tl.store(before_ptr + at + j, numbers, mask=at + j < size)
+    if MOVE:
+        before_ptr += size
+        tl.store(before_ptr, tl.load(scale_ptr).to(tl.float64))
+        tl.store(before_ptr + 1, tl.load(growth_ptr).to(tl.float64))
+        tl.store(before_ptr + 2, tl.load(hysteresis_ptr).to(tl.float64))
+        tl.store(before_ptr + 3, tl.load(ceiling_ptr).to(tl.float64))
+
+
 def nonfinite_flag(loss: Tensor) -> Tensor:
     """Return 1 if any element of ``loss`` is inf or NaN, else 0: 0-d float32 on its device."""
     # Not 0 of inf and NaN alone: fewer launches than isfinite. Not in place, which would save one
     # more: DTensor refuses that for a loss of which each rank has a summand.
     nonfinite = (loss - loss) != 0
     return (nonfinite.any() if nonfinite.dim() else nonfinite).float()
+
+
+def note(
+    record: Record,
+    amax: Tensor,
+    of_clean: Tensor,
+    found_inf: Tensor,
+    flag: Tensor,
+    used_scale: Tensor,
+    loss: Tensor | None,
+) -> None:
+    """Note a decision in its record, as the kernel of ``decide`` does.
+
+    Args:
+        record: record to update.
+        amax: magnitudes of all gradients, scaled.
+        of_clean: values of NORM, AMAX and SQUARES after a clean decision.
+        found_inf: first number of the verdict.
+        flag: last number of the verdict.
+        used_scale: loss scale that the backward used.
+        loss: loss of the decision, or None.
+    """
+    fault = flag != 0
+    outcome = FAULT * fault + OVERFLOW * ((found_inf != 0) & ~fault)
+    for value, slot in ((EXCEEDING, HUGE), (OUTLYING, OUTLIER), (VETOED, VETO)):
+        outcome = torch.where(flag == value, slot, outcome)
+    numbers, places = record
+    # in place, so that a CUDA graph that captured these tensors continues to count
+    numbers[:NORM] += torch.arange(NORM, device=outcome.device) == outcome
+    numbers[NORM:SCALE] = torch.where(outcome == CLEAN, of_clean, numbers[NORM:SCALE])
+    numbers[SCALE].copy_(used_scale)
+    numbers[LOSS] = torch.nan if loss is None else loss
+    found = torch.cat([amax, amax.new_zeros(1)])[places]  # place -1: the zero
+    last = torch.stack([outcome.float(), used_scale]).double()
+    for part, values in ((numbers[SKIPPED:LOSS], last), (numbers[RECORD:], found.double())):
+        part.copy_(torch.where(outcome != CLEAN, values, part))
+
+
+@triton.jit
+def unscaled_amax(amax_ptr, n, inv_scale, BLOCK: tl.constexpr):
+    """Return in parts whether an unscaled magnitude is inf or NaN, and the largest other one."""
+    j = tl.arange(0, BLOCK)
+    # 1/scale can leave FP32, as can a finite scaled gradient times it: look at the unscaled value
+    bad = tl.zeros([BLOCK], tl.int32)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for at in range(0, n, BLOCK):
+        unscaled = tl.load(amax_ptr + at + j, mask=at + j < n, other=0.0) * inv_scale
+        # NaN fails the comparison, too; integers, because a reduction of flags takes no booleans
+        bad |= (unscaled < float("inf")).to(tl.int32) ^ 1
+        largest = tl.maximum(largest, tl.where(unscaled < float("inf"), unscaled, 0.0))
+    return bad, largest
+
+
+@triton.jit
+def total_norm(square_ptr, parts, inv_scale, BLOCK: tl.constexpr):
+    """Return the norm of all unscaled gradients; FP64 holds the sum of any FP32 squares."""
+    j = tl.arange(0, BLOCK)
+    squares = tl.zeros([BLOCK], tl.float64)
+    for at in range(0, parts, BLOCK):
+        squares += tl.load(square_ptr + at + j, mask=at + j < parts, other=0.0).to(tl.float64)
+    return tl.sqrt(tl.sum(squares, 0)).to(tl.float32) * inv_scale

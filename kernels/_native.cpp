@@ -23,33 +23,22 @@ bool each(PyObject* list, Take take) {
   return true;
 }
 
-// Runs code that may throw as torch does. An exception becomes an error of Python.
 template <class Ask>
-PyObject* answer(PyObject* list, Ask ask) {
+PyObject* answer_for(PyObject* list, Ask ask) {
   if (!PyList_CheckExact(list)) Py_RETURN_NONE;
-  try {
-    return ask();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
+  return answer(ask);
 }
 
 // Returns bytes with a 64-bit number for each tensor.
 template <class Number>
 PyObject* numbers(PyObject* list, Number number) {
-  return answer(list, [&]() -> PyObject* {
+  return answer_for(list, [&]() -> PyObject* {
     std::string found(PyList_GET_SIZE(list) * sizeof(uint64_t), '\0');
     auto* out = reinterpret_cast<uint64_t*>(found.data());
     if (!each(list, [&](PyObject* tensor, Py_ssize_t i) { out[i] = number(tensor); }))
       Py_RETURN_NONE;
     return PyBytes_FromStringAndSize(found.data(), found.size());
   });
-}
-
-// The callers keep the objects alive while they compare, so an address identifies one.
-PyObject* identities(PyObject*, PyObject* list) {
-  return numbers(list, [](PyObject* tensor) { return reinterpret_cast<uint64_t>(tensor); });
 }
 
 PyObject* addresses(PyObject*, PyObject* list) {
@@ -66,7 +55,7 @@ PyObject* versions(PyObject*, PyObject* list) {
 
 // facts([lists]): the layout and the addresses of the elements, 64 bits each, as in _facts.py.
 PyObject* facts(PyObject*, PyObject* lists) {
-  return answer(lists, [&]() -> PyObject* {
+  return answer_for(lists, [&]() -> PyObject* {
     static std::vector<int64_t> kind, pointers;  // reused by the next call; the GIL protects them
     kind.clear();
     pointers.clear();
@@ -95,7 +84,7 @@ PyObject* facts(PyObject*, PyObject* lists) {
 
 // Returns True if all tensors are dense.
 PyObject* dense(PyObject*, PyObject* list) {
-  return answer(list, [&]() -> PyObject* {
+  return answer_for(list, [&]() -> PyObject* {
     bool strided = true;
     const bool plain = each(list, [&](PyObject* tensor, Py_ssize_t) {
       strided = strided && impl_of(tensor)->layout() == at::kStrided;
@@ -106,7 +95,7 @@ PyObject* dense(PyObject*, PyObject* list) {
 }
 
 PyObject* grads(PyObject*, PyObject* list) {
-  return answer(list, [&]() -> PyObject* {
+  return answer_for(list, [&]() -> PyObject* {
     // An unset slot of a list that PyList_New returned is null, so the list can be dropped
     // half-way.
     PyObject* found = PyList_New(PyList_GET_SIZE(list));
@@ -122,7 +111,7 @@ PyObject* grads(PyObject*, PyObject* list) {
 }
 
 PyObject* count_write(PyObject*, PyObject* list) {
-  return answer(list, [&]() -> PyObject* {
+  return answer_for(list, [&]() -> PyObject* {
     // Checked before the first write, because Python would count the writes again.
     if (!each(list, [](PyObject*, Py_ssize_t) {})) Py_RETURN_NONE;
     each(list, [](PyObject* tensor, Py_ssize_t) { impl_of(tensor)->bump_version(); });
@@ -131,9 +120,11 @@ PyObject* count_write(PyObject*, PyObject* list) {
 }
 
 PyMethodDef methods[] = {
-    {"identities", identities, METH_O, ""}, {"addresses", addresses, METH_O, ""},
-    {"versions", versions, METH_O, ""},     {"facts", facts, METH_O, ""},
-    {"dense", dense, METH_O, ""},           {"grads", grads, METH_O, ""},
+    {"addresses", addresses, METH_O, ""},
+    {"versions", versions, METH_O, ""},
+    {"facts", facts, METH_O, ""},
+    {"dense", dense, METH_O, ""},
+    {"grads", grads, METH_O, ""},
     {"count_write", count_write, METH_O, ""},
     {"prepare", prepare, METH_VARARGS, ""},
     {"steady_record", steady_record, METH_VARARGS, ""},

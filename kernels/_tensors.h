@@ -5,9 +5,21 @@
 #include <ATen/core/TensorBase.h>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <vector>
 
 namespace {
+
+// Runs code that may throw as torch does. An exception becomes an error of Python.
+template <class Ask>
+PyObject* answer(Ask ask) {
+  try {
+    return ask();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
 
 PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
