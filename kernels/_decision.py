@@ -42,6 +42,9 @@ EXCEEDING = 2.5  # squares of the step's gradients leave FP32
 VETOED = 3.0  # the caller wants a skip
 
 
+_APART = 4  # distance of two numbers of a verdict
+
+
 class Evidence(NamedTuple):
     """Evidence of a decision: results of grad_stats, two flags, and the loss.
 
@@ -141,6 +144,14 @@ def keep_for_undo(
         tl.store(before_ptr + 1, tl.load(growth_ptr).to(tl.float64))
         tl.store(before_ptr + 2, tl.load(hysteresis_ptr).to(tl.float64))
         tl.store(before_ptr + 3, tl.load(ceiling_ptr).to(tl.float64))
+
+
+def new_verdict(device: torch.device) -> Tensor:
+    """Return memory for the verdict of ``decide``, float32 of shape (4,) and stride (4,).
+
+    Each number is at a multiple of 16 bytes, because launches that read it are found faster then.
+    """
+    return torch.empty_strided((4,), (_APART,), dtype=torch.float32, device=device)
 
 
 def nonfinite_flag(loss: Tensor) -> Tensor:

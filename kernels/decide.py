@@ -17,6 +17,7 @@ from tritonamp.kernels._decision import (
     Record,
     Undo,
     keep_for_undo,
+    new_verdict,
     nonfinite_flag,
     note,
     total_norm,
@@ -100,9 +101,9 @@ def decide_kernel(
     fault = tl.where(no_other & (squares > LARGEST_SQUARE), EXCEEDING, fault)
     found_inf = (nonfinite | (fault != 0.0) | (earlier != 0.0)).to(tl.float32)
     tl.store(verdict_ptr, found_inf)
-    tl.store(verdict_ptr + 1, norm)
-    tl.store(verdict_ptr + 2, factor)
-    tl.store(verdict_ptr + 3, fault)
+    tl.store(verdict_ptr + 4, norm)
+    tl.store(verdict_ptr + 8, factor)
+    tl.store(verdict_ptr + 12, fault)
     # after the verdict, which belongs to the scale that the backward used
     if MOVE:
         next_scale(
@@ -156,7 +157,7 @@ def decide_triton(
     constants = *given, RECORD if record else 0, undo is not None
     # the dtype of the loss, because a launch keeps the kernel that it has found
     kind = lengths, max_norm, rule, squares, constants, None if loss is None else loss.dtype
-    known = (used_scale if tensor is None else tensor for tensor in evidence)
+    known = [used_scale if tensor is None else tensor for tensor in evidence]
     _launch_of(*kind)(*known, used_scale, verdict, *moved, numbers, places, before)
     if undo is not None:
         undo.is_filled = True
@@ -244,7 +245,7 @@ def decide(
         rule: rule of the loss scale's movement.
         squares: squares of the optimizers that step, by which the record's bound moves.
         record: memory of decisions, updated in place, or None.
-        verdict: float32 of shape (4,), which receives found_inf (not 0: skip), the norm of the
+        verdict: result of ``new_verdict``, which receives found_inf (not 0: skip), the norm of the
             unscaled gradients, the factor from a scaled gradient to the one to step with (1/scale
             times the clip coefficient), and the flag of the loss or EXCEEDING.
         backend: "auto", "triton" or "eager".
@@ -264,7 +265,7 @@ def _decision(tensors: list[Tensor], overflow: bool) -> tuple[Any, ...]:
     tracker = zero.new_ones((), dtype=torch.int32)
     state = ScaleState(zero + 1024.0, tracker, tracker.clone(), zero + 4096.0)
     rule, squares = ScaleRule(2.0, 0.5, 2, 1, 2.0**-24, 2.0**24), Squares(0.75, 0.25)
-    verdict, undo = amax.new_zeros(4), Undo(record, state)
+    verdict, undo = new_verdict(amax.device), Undo(record, state)
     return evidence, zero + 1024.0, 0.5, state, rule, squares, record, verdict, undo
 
 

@@ -298,7 +298,7 @@ def judge(
     stats = (
         torch.as_tensor(values, dtype=torch.float32, device=device) for values in (amax, square_sum)
     )
-    verdict = torch.full((4,), -7.0, device=device)
+    verdict = new_verdict(torch.device(device)).fill_(-7.0)
     evidence = Evidence(*stats, nonfinite, earlier, loss)
     decide(evidence, used_scale, max_norm, state, rule, squares, record, verdict, backend, undo)
     found_inf, norm, factor, flag = verdict.tolist()
@@ -484,7 +484,7 @@ def test_the_scale_that_the_backward_used_may_be_the_one_that_moves(
     device: torch.device, backend: str
 ) -> None:
     """The gradients are unscaled by what it was."""
-    state, verdict = scale_state(device, 8.0, 1, 1), torch.zeros(4, device=device)
+    state, verdict = scale_state(device, 8.0, 1, 1), new_verdict(device)
     stats, zero = torch.ones(1, device=device), torch.zeros((), device=device)
     numbers = torch.zeros(RECORD, dtype=torch.float64, device=device)
     record = Record(numbers, torch.zeros(0, dtype=torch.int64, device=device))

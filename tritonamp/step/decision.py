@@ -16,6 +16,7 @@ from tritonamp.kernels._decision import (
     Evidence,
     Record,
     Undo,
+    new_verdict,
     nonfinite_flag,
 )
 from tritonamp.kernels._squares import NO_SQUARES, OF_ANY_MEAN, squares_of
@@ -95,7 +96,7 @@ class Decision:
         self.zeroed: set[MasterWeights] = set()
         self.max_norm: float | None = None
         # ``decide`` writes all four numbers at once. Zeros would cost each loss a launch.
-        self._verdict = self.scale.new_empty(4)
+        self._verdict = new_verdict(self.scale.device)
         self.found_inf, self.norm, self.grad_scale, self._flag = self._verdict.unbind()
         self._found_earlier: Tensor | None = None
         # Valid until the next ``grad_stats`` of the same optimizer, which writes to the same
@@ -178,7 +179,7 @@ class Decision:
         if self.is_decided:
             self.unscale(weights)
             return
-        verdict = torch.zeros_like(self._verdict)
+        verdict = new_verdict(self.scale.device)
         rule = self.scaler.rule
         # The gradients carry one scale at a time. Their statistics are taken now, since the
         # decision comes after the other loss has added gradients with another scale.
