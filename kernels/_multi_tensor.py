@@ -1,5 +1,6 @@
 """Lists of tensors for kernels that process any number of tensors in one launch."""
 
+import itertools
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -35,6 +36,13 @@ class Memory:
         self._plans: list[Plan] = []  # most recently used first
         self._kept: dict[tuple[str, torch.device, tuple[int, ...]], Tensor] = {}
         self._sent: dict[tuple[str, torch.device, tuple[int, ...]], list[Any]] = {}
+        self._parts: dict[Hashable, Memory] = {}
+
+    def part(self, name: Hashable) -> "Memory":
+        """Return the memory of steps on a part of the lists, which is forgotten with this one."""
+        if name not in self._parts:
+            self._parts[name] = Memory()
+        return self._parts[name]
 
     def find_plan(self, facts: Facts) -> Plan | None:
         """Return the plan of an earlier step whose lists had the same kind, or None."""
@@ -60,7 +68,8 @@ class Memory:
         """Forget plans, which hold addresses, and kinds; return the persistent tensors."""
         self.kinds.clear()
         self._plans.clear()
-        return list(self._kept.values())
+        of_parts = (part.forget_plans() for part in self._parts.values())
+        return [*self._kept.values(), *itertools.chain.from_iterable(of_parts)]
 
     def kept(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device

@@ -17,7 +17,7 @@ from torch import nn
 import tritonamp
 from tritonamp.diagnosis.causes import Cause
 from tritonamp.diagnosis.log import StepLog
-from tritonamp.kernels.decide import RECORD
+from tritonamp.kernels._decision import RECORD
 
 INF, NAN = float("inf"), float("nan")
 

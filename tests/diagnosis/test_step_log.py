@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tritonamp.diagnosis.log import COUNTS, StepLog
+from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.metrics import metrics
 from tritonamp.diagnosis.skips import Writer
-from tritonamp.kernels.decide import (
+from tritonamp.kernels._decision import (
     AMAX,
     CLEAN,
+    COUNTS,
     FAULT,
     NORM,
     OVERFLOW,
@@ -22,8 +23,8 @@ from tritonamp.kernels.decide import (
     SCALE,
     SKIPPED,
     SKIPPED_SCALE,
-    ScaleRule,
 )
+from tritonamp.kernels._loss_scale import ScaleRule
 
 RULE = ScaleRule(2.0, 0.5, 2000, 1, 2.0**-24, 2.0**24)
 

@@ -71,7 +71,7 @@ def again(plans: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     launch = UpdateLists.launch
 
     def spied(self: UpdateLists, plan: Plan, *args: Any) -> None:
-        noted.append(bool(plan._launches))
+        noted.append(bool(plan.launches))
         launch(self, plan, *args)
 
     monkeypatch.setattr(UpdateLists, "launch", spied)

@@ -142,7 +142,7 @@ def test_memory_leaves_the_device(cuda: torch.device, weights: bool) -> None:
         moving += [*params, *run.model.buffers()]
     expected = on_device(moving)
     del moving
-    memories = [w._memory for w in run.amp._parts.weights.values()]
+    memories = [w.memory for w in run.amp._parts.weights.values()]
     before = storage_bytes("cuda")
     moved = run.amp.sleep(weights=weights)
     assert expected <= moved <= expected + SMALL

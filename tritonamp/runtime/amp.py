@@ -319,7 +319,7 @@ class Amp:
                 "amp.veto(): expected a call between amp.backward(loss) and optimizer.step(), got "
                 "one before any backward or after the step"
             )
-        self._parts.stepper.decider.veto(flag)
+        self._parts.pending.veto(flag)
 
     def _fed_optimizers(self, caller: str) -> list[Optimizer]:
         pending = self._parts.pending.fed_optimizers()
@@ -593,7 +593,7 @@ class Amp:
         self._check_fed(None)
         parts = self._parts
         self._ranges = LiveRanges(parts.models, every, parts.backend.requested)
-        parts.log.after_decision = self._ranges.after_decision
+        parts.decisions.after_decision = self._ranges.after_decision
         return self._ranges
 
     def ranges(self) -> list[RangeRecord]:
@@ -687,16 +687,16 @@ class Amp:
         scalers = {loss_id: scaler.state_dict() for loss_id, scaler in self._scalers.items()}
         faults = {
             **self._parts.response.counts.to_dict(),
-            "last_good": list(self._parts.log.last_good()),
+            "last_good": list(self._parts.decisions.last_good()),
         }
         return ResumeState(
             scalers=scalers,
-            counts=self._parts.log.counts(),
+            counts=self._parts.decisions.counts(),
             loss_scale=self.policy.loss_scale,
             healed=self._parts.healing.names,
             faults=faults,
             schedulers=self._parts.schedulers.state(),
-            outliers=self._parts.stepper.decider.outlier_windows.state(self._scalers),
+            outliers=self._parts.pending.outlier_windows.state(self._scalers),
             state=self.policy.state,
         ).to_dict()
 
@@ -720,7 +720,7 @@ class Amp:
                 self._scalers[loss_id].load_state_dict(scaler_state)
         self._parts.log.load_counts(state.counts, state.faults.get("last_good", (0.0, 0.0)))
         self._parts.response.counts = FaultCounts.of(state.faults)
-        self._parts.stepper.decider.outlier_windows.load_state(state.outliers, self._scalers)
+        self._parts.pending.outlier_windows.load_state(state.outliers, self._scalers)
         self._parts.schedulers.load_state(state.schedulers)
         for weights in self._parts.weights.values():
             if weights.changes is not None:

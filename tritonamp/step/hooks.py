@@ -7,7 +7,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from tritonamp.diagnosis.scaled_gradients import before_step
+of_plain_steps: set[Callable[..., Any]] = set()
+"""Global hooks of add-ons that look for plain optimizers, and see nothing in an enabled step."""
 
 
 def run_with_hooks(step: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
@@ -19,11 +20,10 @@ def run_with_hooks(step: Callable[[Optimizer], None], optimizer: Optimizer) -> N
     """
     # torch's wrapper costs a twentieth of a step, so a step without hooks goes without it. The
     # wrapper and the places where torch keeps hooks are private or undocumented, and the same from
-    # torch 2.11 to 2.15. ``before_step`` is a hook of ours that looks for plain optimizers: it has
-    # nothing to see in an enabled step.
+    # torch 2.11 to 2.15.
     seen = (
         torch._C._autograd._profiler_enabled(),
-        any(hook is not before_step for hook in _global_optimizer_pre_hooks.values()),
+        any(hook not in of_plain_steps for hook in _global_optimizer_pre_hooks.values()),
         _global_optimizer_post_hooks,
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,

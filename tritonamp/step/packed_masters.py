@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._memory_order import in_memory_of, in_order_of_memory
 from tritonamp.kernels._packed_masters import join_master
 from tritonamp.kernels._shards import is_sharded
@@ -99,9 +100,24 @@ def joined(held: Tensor, remainder: Tensor, strides: tuple[int, ...], dtype: tor
     return torch.where(half.float() == held, in_memory_of(half, flat), held.float())
 
 
-def has_master(state: Mapping[str, Any]) -> bool:
-    """Tell whether one parameter's loaded state has an FP32 master, packed or not."""
-    return REMAINDER in state or "master_param" in state
+@torch.no_grad()
+def load_master(state: dict[str, Any], param: Tensor, fp32_values: Fp32Values) -> None:
+    """Move the FP32 master in one parameter's loaded state, packed or not, into the FP32 value.
+
+    Args:
+        state: state of the parameter; the keys of a master are removed.
+        param: parameter of the model, loaded before.
+        fp32_values: FP32 values of the models' half tensors.
+    """
+    if REMAINDER not in state and "master_param" not in state:
+        return
+    held = fp32_values.get(param) if param in fp32_values else param
+    held.copy_(take_master(state, held))
+    # Packing rounds ties of bfloat16 away from 0, a step rounds them to even: the half parameter
+    # follows its master, as after a step.
+    if held is not param:
+        param.copy_(held)
+        fp32_values.mark_rounded(fp32_values.indices([param]))
 
 
 @torch.no_grad()
