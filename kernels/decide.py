@@ -144,7 +144,7 @@ def decide_triton(
     squares: Squares,
     record: Record | None,
     verdict: Tensor,
-    undo: Undo | None,
+    undo: Undo | None = None,
 ) -> None:
     # pointers have to point somewhere, also without an argument
     moved = state or (used_scale,) * 4
@@ -189,7 +189,7 @@ def decide_torch(
     squares: Squares,
     record: Record | None,
     verdict: Tensor,
-    undo: Undo | None,
+    undo: Undo | None = None,
 ) -> None:
     amax, square_sum, loss_nonfinite, found_earlier, loss = evidence
     if undo is not None:
@@ -291,5 +291,5 @@ def shipped() -> Iterator[Shipped]:
     yield Shipped("decide", decide_triton, everything)
     (amax, square_sum, *_), scale, _, _, rule, _, _, verdict, _ = everything
     evidence = Evidence(amax, square_sum, scale, scale)
-    bare = evidence, scale, None, None, rule, NO_SQUARES, None, verdict, None
+    bare = evidence, scale, None, None, rule, NO_SQUARES, None, verdict
     yield Shipped("decide only", decide_triton, bare)
