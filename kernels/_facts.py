@@ -30,6 +30,7 @@ class _InPython:
         return None
 
     identities = addresses = versions = facts = dense = grads = count_write = ask
+    run_under = None  # casts/context.py has its own way
 
 
 _native: Any = _InPython

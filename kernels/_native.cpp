@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "_block.h"
+
 // declared here, because torch/csrc/autograd/python_variable.h takes twenty seconds to compile
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 
@@ -192,6 +194,8 @@ PyMethodDef methods[] = {
     {"dense", dense, METH_O, ""},           {"grads", grads, METH_O, ""},
     {"count_write", count_write, METH_O, ""},
     {"prepare", prepare, METH_VARARGS, ""},
+    {"run_under", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_under)), METH_FASTCALL,
+     ""},
     {nullptr, nullptr, 0, nullptr},
 };
 

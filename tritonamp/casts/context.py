@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from tritonamp.casts import active, dispatch
 from tritonamp.casts.compiled_backward import begins, compilations, leave_autocast
 from tritonamp.casts.tree import from_half, to_half
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels import _facts
 from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.policy import Policy
 
@@ -51,6 +52,8 @@ class Entry(NamedTuple):
     """The state that a forward puts its thread into: a policy, and torch's autocast."""
 
     number: int  # of the policy, by ``active.number_of``; NO_RULES: autocast does not change
+    policy: active.ActivePolicy | None  # of that number
+    device: torch.device
     device_type: str
     dtype: torch.dtype
     cache: bool  # whether autocast caches casts of weights
@@ -61,7 +64,8 @@ def _entry_of(context: "EnabledContext") -> Entry:
     """Return the entry for the forwards of a context's model."""
     policy, device_type, owner = context.policy, context.device_type, weakref.ref(context)
     if not torch.amp.is_autocast_available(device_type):
-        return Entry(active.NO_RULES, "cpu", policy.dtype, False, owner)
+        cpu = torch.device("cpu")
+        return Entry(active.NO_RULES, None, cpu, "cpu", policy.dtype, False, owner)
     # on CPU the op table also keeps half matmuls and convolutions from torch's slow kernels
     half_on_cpu = policy.cast_model and device_type == "cpu"
     number = active.NO_RULES
@@ -70,7 +74,8 @@ def _entry_of(context: "EnabledContext") -> Entry:
     # autocast's cache is of use where weights are FP32; where it is off, a checkpointed segment
     # can be told from one of torch's own autocast, also where others than torch recompute it
     cache = device_type == "cuda" and not policy.cast_model
-    return Entry(number, device_type, policy.dtype, cache, owner)
+    followed, device = active.process.policies[number], torch.device(device_type)
+    return Entry(number, followed, device, device_type, policy.dtype, cache, owner)
 
 
 class EnabledContext:
@@ -210,8 +215,14 @@ def run_under(
     """Return ``function(*args, **kwargs)``, run under a policy and its autocast.
 
     This does what ``EnabledContext.entered`` does, without the cost of a generator. Any exception
-    leaves this thread as it was before, even a Ctrl-C during the changes themselves.
+    leaves this thread as it was before, even a Ctrl-C during the changes themselves. Where C++ can
+    do all of it, no Ctrl-C comes in between.
     """
+    stack, in_native = active.thread.stack, _facts._native.run_under
+    if in_native is not None and _changes_autocast_only(entry.policy, stack):
+        active.process.entered += 1
+        _, policy, device, _, dtype, cache, _ = entry
+        return in_native(stack, (policy, None), device, dtype, cache, function, args, kwargs)
     before = _begin(entry.device_type)
     try:
         _enter(entry)
@@ -221,6 +232,21 @@ def run_under(
         _restore(*before)
         raise
     return result
+
+
+@active.inlined_by_dynamo
+def _changes_autocast_only(policy: active.ActivePolicy | None, stack: Sequence[Any]) -> bool:
+    """Return whether ``_enter`` and ``_restore`` would only change the stack and autocast.
+
+    They would also mark another policy, register the op table, or observe compilations.
+    """
+    return (
+        policy is not None
+        and policy is active.process.latest
+        and (not stack or (stack[-1][0] is policy and stack[-1][1] is None))
+        and len(dispatch.registration.libraries) > 0
+        and (begins in compilations.observers or "torch._dynamo" not in sys.modules)
+    )
 
 
 @active.inlined_by_dynamo
@@ -261,8 +287,7 @@ def _begin(device_type: str) -> tuple[int, str, bool, torch.dtype, bool, int]:
 @active.inlined_by_dynamo
 def _enter(entry: Entry) -> None:
     """Make this thread follow a policy, and turn on its autocast."""
-    number, device_type, dtype, cache, context = entry
-    followed = active.process.policies[number]
+    _, followed, _, device_type, dtype, cache, context = entry
     active.push_policy(followed)
     if followed is None:
         return
