@@ -81,19 +81,23 @@ class ThreadState {
   const int nesting;
 };
 
-// run_under(stack, entry of the stack, device, dtype, cache, function, args, kwargs): the result of
-// function(*args, **kwargs). The last argument is a dict, the one before it a tuple.
+// run_under(stack, (item for the stack, device, dtype, whether autocast caches), function, args,
+// kwargs): the result of function(*args, **kwargs).
 PyObject* run_under(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count != 8 || !PyList_CheckExact(given[0]) || !THPDevice_Check(given[2]) ||
-      !THPDtype_Check(given[3]) || !PyTuple_CheckExact(given[6]) || !PyDict_CheckExact(given[7])) {
-    PyErr_SetString(PyExc_TypeError, "run_under: unexpected arguments");
+  PyObject *item, *device, *dtype, *cache;
+  if (count != 5 || !PyList_CheckExact(given[0]) || !PyTuple_CheckExact(given[3]) ||
+      !PyDict_CheckExact(given[4])) {
+    PyErr_SetString(PyExc_TypeError, "run_under: expected a list, two tuples and a dict");
     return nullptr;
   }
+  if (!PyArg_ParseTuple(given[1], "OO!O!O", &item, &THPDeviceType, &device, &THPDtypeType, &dtype,
+                        &cache))
+    return nullptr;
   try {
-    ThreadState state(given[0], reinterpret_cast<THPDevice*>(given[2])->device.type());
-    const auto dtype = reinterpret_cast<THPDtype*>(given[3])->scalar_type;
-    if (!state.follow(given[1], dtype, given[4] == Py_True)) return nullptr;
-    return PyObject_Call(given[5], given[6], PyDict_GET_SIZE(given[7]) ? given[7] : nullptr);
+    ThreadState state(given[0], reinterpret_cast<THPDevice*>(device)->device.type());
+    const auto type = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
+    if (!state.follow(item, type, cache == Py_True)) return nullptr;
+    return PyObject_Call(given[2], given[3], PyDict_GET_SIZE(given[4]) ? given[4] : nullptr);
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;

@@ -29,7 +29,7 @@ class _InPython:
     def ask(tensors: Any) -> Any:
         return None
 
-    identities = addresses = versions = facts = dense = grads = count_write = ask
+    identities = addresses = versions = facts = dense = grads = count_write = leaf_versions = ask
     run_under = None  # casts/context.py has its own way
 
 
@@ -57,6 +57,16 @@ def addresses(tensors: Sequence[Tensor]) -> bytes:
 def versions(tensors: Sequence[Tensor]) -> bytes:
     """Return torch's count of writes to each tensor, 64 bits each."""
     return _native.versions(tensors) or _packed(map(_version, tensors))
+
+
+def leaf_versions(values: tuple[Any, ...]) -> tuple[list[int], bool] | None:
+    """Return torch's counts of writes, and whether any tensor is on a GPU; None: look one by one.
+
+    It answers where this thread records gradients, without autocast, transforms, dispatch modes or
+    tracing, and all values are plain tensors that are part of no graph.
+    """
+    found: tuple[list[int], bool] | None = _native.leaf_versions(values)
+    return found
 
 
 def numbers(answer: bytes) -> Sequence[int]:
