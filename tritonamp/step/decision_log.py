@@ -139,4 +139,3 @@ class DecisionLog:
         by_outcome = [float(counts.get(name, 0)) for name in COUNTS]
         self.device_record.load([*by_outcome, *last_good])
         self._skips = by_outcome[CLEAN + 1 :]
-
