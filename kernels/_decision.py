@@ -218,7 +218,7 @@ def note(
     outcome = FAULT * fault + OVERFLOW * ((found_inf != 0) & ~fault)
     for value, slot in ((EXCEEDING, HUGE), (OUTLYING, OUTLIER), (VETOED, VETO)):
         outcome = torch.where(flag == value, slot, outcome)
-    numbers, places = record
+    numbers, places = record.numbers, record.places
     # in place, so that a CUDA graph that captured these tensors continues to count
     numbers[:NORM] += torch.arange(NORM, device=outcome.device) == outcome
     numbers[NORM:SCALE] = torch.where(outcome == CLEAN, of_clean, numbers[NORM:SCALE])

@@ -247,8 +247,8 @@ class Decision:
         # A stage of a pipeline does not know the optimizers of other stages. All take the bound
         # that holds for any mean of squares, so that they decide alike.
         bound = OF_ANY_MEAN if ranks.staged else squares_of([w.optimizer for w in self.waiting])
-        how = max_norm, state, self.rule, bound, record, self._verdict, self._backend, self._undo
-        decide(evidence, self.scale, *how)
+        how = max_norm, state, self.rule, bound, record, self._verdict, self._undo
+        DECIDE.run(self._backend, not eager, evidence, self.scale, *how)
         amax = evidence.amax
         if apart:
             self.scaler.note_amax(amax)
