@@ -288,7 +288,8 @@ class MasterWeights:
         steady = self._steady
         if steady is None or len(decisions) != 1 or self.decision is not decisions[0]:
             return None
-        return None if self._true or is_capturing(decisions[0].scale.device) else steady
+        device = decisions[0].scale.device
+        return None if self._true or device != steady.device or is_capturing(device) else steady
 
     def record(self, step: SteadyStep | None) -> None:
         """Keep a step that was built, which the next one may repeat."""
