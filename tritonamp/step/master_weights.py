@@ -86,7 +86,7 @@ class MasterWeights:
         self._lends = self.packs or policy.offload is not None
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
         self.stepped = SteppedParams([], [])
-        self._halves: list[int] = []  # the half parameters' numbers in the FP32 values
+        self._halves: Sequence[int] = ()  # the half parameters' numbers in the FP32 values
         self._versions_after_step = b""  # of the parameters, for the log
         self._steady: SteadyStep | None = None  # the last step, if another one may repeat it
         self._true = TrueGradients(policy.grad_dtype)
