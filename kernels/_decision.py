@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._loss_scale import ScaleState
-from tritonamp.kernels.device import tl, triton
+from tritonamp.kernels.device import is_capturing, tl, triton
 
 CLEAN, OVERFLOW, FAULT, OUTLIER, VETO, HUGE = range(6)
 """Outcomes of a decision: clean, a scale overflow, a forward fault, an outlier, a veto, or finite
@@ -74,10 +74,12 @@ class Record(NamedTuple):
             the last skipped decision by name.
         places: int64 of shape (names,): index of each name's gradient in the decision, or -1 for
             none.
+        spare: memory of earlier ``Undo``.
     """
 
     numbers: Tensor
     places: Tensor
+    spare: list[Tensor]
 
 
 class Undo:
@@ -99,7 +101,12 @@ class Undo:
         self, record: Record, state: ScaleState | None, others: Iterable[Tensor] = ()
     ) -> None:
         numbers = record.numbers
-        self.memory = numbers.new_empty(numbers.numel() + len(ScaleState._fields))
+        # a CUDA graph writes to the memory of its own decisions in each replay
+        self._spare = [] if is_capturing(numbers.device) else record.spare
+        if self._spare:
+            self.memory = self._spare.pop()
+        else:
+            self.memory = numbers.new_empty(numbers.numel() + len(ScaleState._fields))
         self.is_filled = False
         self._moved = [numbers, *(state or ())]
         self._copies = [(tensor, tensor.clone()) for tensor in others]
@@ -124,8 +131,13 @@ class Undo:
         # addresses. The copies are older than ``memory``, so they come last.
         for tensor, value in [*filled, *self._copies]:
             tensor.copy_(value if unless is None else torch.where(unless != 0, tensor, value))
-        self.is_filled = False
         self._copies.clear()
+        self.drop()
+
+    def drop(self) -> None:
+        """Give the memory to later decisions, because this one is not taken back any more."""
+        self.is_filled = False
+        self._spare.append(self.memory)
 
 
 @triton.jit
@@ -146,12 +158,32 @@ def keep_for_undo(
         tl.store(before_ptr + 3, tl.load(ceiling_ptr).to(tl.float64))
 
 
-def new_verdict(device: torch.device) -> Tensor:
-    """Return memory for the verdict of ``decide``, float32 of shape (4,) and stride (4,).
+class Verdict(NamedTuple):
+    """The results of ``decide``.
 
-    Each number is at a multiple of 16 bytes, because launches that read it are found faster then.
+    Attributes:
+        numbers: the other four, float32 of shape (4,) and stride (4,).
+        found_inf: 0-d, not 0 if the optimizers skip.
+        norm: 2-norm of the unscaled gradients, 0-d.
+        grad_scale: factor from a scaled gradient to the one to step with, 0-d: 1/scale times the
+            clip coefficient.
+        flag: ``Evidence.loss_nonfinite`` or EXCEEDING, 0-d.
     """
-    return torch.empty_strided((4,), (_APART,), dtype=torch.float32, device=device)
+
+    numbers: Tensor
+    found_inf: Tensor
+    norm: Tensor
+    grad_scale: Tensor
+    flag: Tensor
+
+
+def new_verdicts(count: int, device: torch.device) -> list[Verdict]:
+    """Return memory for ``count`` verdicts in one piece, which costs about as much as for one."""
+    # Each number is at a multiple of 16 bytes, because launches that read it are found faster then.
+    block = torch.empty((count, 4, _APART), dtype=torch.float32, device=device)[..., 0]
+    numbers = block.unbind()
+    each = block.as_strided((4 * count,), (_APART,)).unbind()
+    return [Verdict(row, *each[4 * k : 4 * k + 4]) for k, row in enumerate(numbers)]
 
 
 def nonfinite_flag(loss: Tensor) -> Tensor:
@@ -186,7 +218,7 @@ def note(
     outcome = FAULT * fault + OVERFLOW * ((found_inf != 0) & ~fault)
     for value, slot in ((EXCEEDING, HUGE), (OUTLYING, OUTLIER), (VETOED, VETO)):
         outcome = torch.where(flag == value, slot, outcome)
-    numbers, places = record
+    numbers, places = record.numbers, record.places
     # in place, so that a CUDA graph that captured these tensors continues to count
     numbers[:NORM] += torch.arange(NORM, device=outcome.device) == outcome
     numbers[NORM:SCALE] = torch.where(outcome == CLEAN, of_clean, numbers[NORM:SCALE])

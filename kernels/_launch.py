@@ -1,7 +1,7 @@
 """Launch of a kernel: find the compiled kernel or compile it, then start it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -24,6 +24,28 @@ class Operand(IntEnum):
 
     GRAD_SCALE = 0
     FOUND_INF = 1
+
+
+def run_again(launches: Sequence["Launch"], device: torch.device, *given: Tensor) -> None:
+    """Run the kernels of several launches on one device, one after the other.
+
+    Args:
+        launches: launches with fixed tensors.
+        device: their device.
+        given: tensors for the slots of each launch, by ``Operand``.
+    """
+    pointers, index = 0, -1 if device.index is None else device.index
+    for tensor in given:
+        pointers |= tensor.data_ptr()
+    is_usual = not (INTERPRETED or pointers & 15 or torch._C._len_torch_dispatch_stack())
+    if is_usual and torch.cuda.current_device() == index:
+        # a current stream may change between calls, as under torch.cuda.stream, so it is never kept
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        for launch in launches:
+            launch.again(stream, *given)
+    else:
+        for launch in launches:
+            launch(*given)
 
 
 class KernelError(RuntimeError):
@@ -137,6 +159,23 @@ class Launch:
         # a current stream may change between calls, as under torch.cuda.stream, so it is never kept
         stream = torch._C._cuda_getCurrentRawStream(device)
         run(*tensors, *self._rest, stream=stream)
+
+    def again(self, stream: int, *given: Tensor) -> None:
+        """Run the kernel that the last calls on this device have run.
+
+        The caller knows that its device is current, that nothing traces, and that the addresses of
+        ``given`` are multiples of 16 bytes.
+
+        Args:
+            stream: current stream of the device.
+            given: tensors for the slots, by ``Operand``.
+        """
+        tensors = self.all_tensors(given)
+        kernels, run = self._runs.get(tensors[0].get_device(), _NOT_COMPILED)
+        if kernels is _compiled:
+            run(*tensors, *self._rest, stream=stream)
+        else:
+            self(*given)
 
     def prepare(self, *given: Tensor) -> None:
         """Compile the kernel for a call with these tensors without running it.

@@ -88,8 +88,8 @@ bool same_tuple(PyObject* tuple, int64_t*& words, bool* another_float) {
 }
 
 // Where the parts of tensors were, in the order in which a walk takes them. Forward and backward
-// have emptied the caches, so a walk fetches the parts of later tensors in advance, which halves its
-// time. These are hints: a fetch of an address that is out of date is harmless.
+// have emptied the caches, so a walk fetches the parts of later tensors in advance, which halves
+// its time. A fetch of an address that is out of date does no harm.
 class Hints {
  public:
   void add(PyObject* object, const at::TensorImpl* impl) {

@@ -68,7 +68,7 @@ inline int64_t kind_of(const at::TensorImpl* impl, size_t dim, bool contiguous) 
 
 // Appends everything about a tensor's layout. Returns false if the tensor is not dense.
 bool describe(const at::TensorImpl* impl, std::vector<int64_t>& words) {
-  if (impl->layout() != at::kStrided || !impl->has_storage()) return false;
+  if (!impl->has_storage()) return false;
   const auto sizes = impl->sizes();
   const bool contiguous = impl->is_contiguous();
   words.push_back(static_cast<int64_t>(impl->key_set().raw_repr()));  // device, negation bit

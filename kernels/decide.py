@@ -17,7 +17,7 @@ from tritonamp.kernels._decision import (
     Record,
     Undo,
     keep_for_undo,
-    new_verdict,
+    new_verdicts,
     nonfinite_flag,
     note,
     total_norm,
@@ -144,11 +144,11 @@ def decide_triton(
     squares: Squares,
     record: Record | None,
     verdict: Tensor,
-    undo: Undo | None,
+    undo: Undo | None = None,
 ) -> None:
     # pointers have to point somewhere, also without an argument
     moved = state or (used_scale,) * 4
-    numbers, places = record or (evidence.amax,) * 2
+    numbers, places = (evidence.amax,) * 2 if record is None else record[:2]
     before = numbers if undo is None else undo.memory
     # numel() instead of len(), which is written in Python for tensors, and slow
     lengths = evidence.amax.numel(), evidence.square_sum.numel(), places.numel() if record else 0
@@ -189,7 +189,7 @@ def decide_torch(
     squares: Squares,
     record: Record | None,
     verdict: Tensor,
-    undo: Undo | None,
+    undo: Undo | None = None,
 ) -> None:
     amax, square_sum, loss_nonfinite, found_earlier, loss = evidence
     if undo is not None:
@@ -245,7 +245,7 @@ def decide(
         rule: rule of the loss scale's movement.
         squares: squares of the optimizers that step, by which the record's bound moves.
         record: memory of decisions, updated in place, or None.
-        verdict: result of ``new_verdict``, which receives found_inf (not 0: skip), the norm of the
+        verdict: result of ``new_verdicts``, which receives found_inf (not 0: skip), the norm of the
             unscaled gradients, the factor from a scaled gradient to the one to step with (1/scale
             times the clip coefficient), and the flag of the loss or EXCEEDING.
         backend: "auto", "triton" or "eager".
@@ -261,11 +261,11 @@ def _decision(tensors: list[Tensor], overflow: bool) -> tuple[Any, ...]:
     zero, names = amax.new_zeros(()), 8
     evidence = Evidence(amax, amax.square(), None, None, zero + 3.0)
     numbers = amax.new_zeros(RECORD + names, dtype=torch.float64)
-    record = Record(numbers, torch.arange(names, device=amax.device))
+    record = Record(numbers, torch.arange(names, device=amax.device), [])
     tracker = zero.new_ones((), dtype=torch.int32)
     state = ScaleState(zero + 1024.0, tracker, tracker.clone(), zero + 4096.0)
     rule, squares = ScaleRule(2.0, 0.5, 2, 1, 2.0**-24, 2.0**24), Squares(0.75, 0.25)
-    verdict, undo = new_verdict(amax.device), Undo(record, state)
+    verdict, undo = new_verdicts(1, amax.device)[0].numbers, Undo(record, state)
     return evidence, zero + 1024.0, 0.5, state, rule, squares, record, verdict, undo
 
 
@@ -291,5 +291,5 @@ def shipped() -> Iterator[Shipped]:
     yield Shipped("decide", decide_triton, everything)
     (amax, square_sum, *_), scale, _, _, rule, _, _, verdict, _ = everything
     evidence = Evidence(amax, square_sum, scale, scale)
-    bare = evidence, scale, None, None, rule, NO_SQUARES, None, verdict, None
+    bare = evidence, scale, None, None, rule, NO_SQUARES, None, verdict
     yield Shipped("decide only", decide_triton, bare)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from tritonamp.kernels._decision import OUTLYING, Evidence, new_verdict, nonfinite_flag
+from tritonamp.kernels._decision import OUTLYING, Evidence, new_verdicts, nonfinite_flag
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._loss_scale import ScaleRule, ScaleState
@@ -369,12 +369,12 @@ class GradScaler(torch.amp.GradScaler):
         elif world_size() > 1:  # no rank may act on a flag of its own
             flag = torch.zeros_like(flag)
         self._loss_nonfinite.copy_(flag)
-        verdict = new_verdict(self._scale.device)
+        verdict = new_verdicts(1, self._scale.device)[0]
         evidence = Evidence(amax, square_sum, flag, flag)
-        how = None, None, self.rule, squares_of([optimizer]), None, verdict
+        how = None, None, self.rule, squares_of([optimizer]), None, verdict.numbers
         decide(evidence, self._scale, *how)
         self.note_amax(amax)
-        found_inf, _, grad_scale, flag = verdict.unbind()
+        _, found_inf, _, grad_scale, flag = verdict
         self.note_flag(flag)
         if not allow_fp16:
             with torch.no_grad():
@@ -519,8 +519,8 @@ class GradScaler(torch.amp.GradScaler):
             loss_nonfinite = torch.where(loss_nonfinite >= OUTLYING, loss_nonfinite, 0.0)
         amax = nothing if largest is None else largest.reshape(1)
         evidence = Evidence(amax, nothing, loss_nonfinite, found_inf)
-        unscaled, verdict = torch.ones_like(found_inf), new_verdict(found_inf.device)
-        decide(evidence, unscaled, None, self.scale_state, rule, NO_SQUARES, None, verdict)
+        unscaled, (verdict, *_) = torch.ones_like(found_inf), new_verdicts(1, found_inf.device)
+        decide(evidence, unscaled, None, self.scale_state, rule, NO_SQUARES, None, verdict.numbers)
         # other ranks see the gradients of this loss, and not the loss: their scale knows no floor
         if floor is not None and world_size() == 1:
             scale.copy_(torch.maximum(scale, floor))

@@ -9,7 +9,7 @@ from torch import nn
 from tritonamp.kernels._steady import Steady
 
 KEYS = "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreign", "absent"
-SHAPES = (4, 8), (2, 3, 4, 5), (6, 8), (3, 8)
+SHAPES = (4, 8), (6, 8), (2, 3, 4, 5), (3, 8)
 UNUSED = 3  # the row without a gradient
 UNLIKE, SAME, FLOATS, MOVED = -1, 0, 1, 2  # answers of ``Steady.same``
 
@@ -17,16 +17,16 @@ UNLIKE, SAME, FLOATS, MOVED = -1, 0, 1, 2  # answers of ``Steady.same``
 class Step:
     """What a step of AdamW touches: two groups, half parameters with FP32 masters.
 
-    Row 1 is not contiguous, row 2 is its own master, row 3 has no gradient.
+    Row 1 is its own master, row 2 is not contiguous, row 3 has no gradient.
     """
 
     def __init__(self) -> None:
         self.params = [nn.Parameter(torch.randn(shape).half()) for shape in SHAPES]
+        self.params[1] = nn.Parameter(torch.randn(SHAPES[1]))
         last = torch.channels_last
-        self.params[1] = nn.Parameter(torch.randn(SHAPES[1]).half().to(memory_format=last))
-        self.params[2] = nn.Parameter(torch.randn(SHAPES[2]))
+        self.params[2] = nn.Parameter(torch.randn(SHAPES[2]).half().to(memory_format=last))
         self.masters = [nn.Parameter(p.detach().float().clone()) for p in self.params]
-        self.masters[2] = self.params[2]
+        self.masters[1] = self.params[1]
         groups = [{"params": self.masters[:2]}, {"params": self.masters[2:], "lr": 0.5}]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99))
         for master in self.masters:

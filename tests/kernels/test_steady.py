@@ -59,17 +59,17 @@ GRADIENTS: dict[str, tuple[Change, int]] = {
     "no longer none": (first_grad, UNLIKE),
     "size": (grad(0, lambda g: g.view(8, 4)), UNLIKE),
     "fewer elements": (grad(0, lambda g: g[:2]), UNLIKE),
-    "dimensions": (grad(0, lambda g: g.view(4, 8, 1)), UNLIKE),
+    "more dimensions": (grad(0, lambda g: g.view(4, 8, 1)), UNLIKE),
     "strides": (grad(0, lambda g: torch.empty_strided((4, 8), (1, 4), dtype=g.dtype)), UNLIKE),
-    "contiguous strides": (grad(1, Tensor.contiguous), UNLIKE),
+    "contiguous strides": (grad(2, Tensor.contiguous), UNLIKE),
     "strides, never contiguous": (
-        grad(1, lambda g: torch.empty_strided(g.shape, (60, 1, 3, 12), dtype=g.dtype)),
+        grad(2, lambda g: torch.empty_strided(g.shape, (60, 1, 3, 12), dtype=g.dtype)),
         UNLIKE,
     ),
     "dtype": (grad(0, Tensor.bfloat16), UNLIKE),
     "negated": (new_grad(0, torch._neg_view), UNLIKE),
     "alignment": (new_grad(0, unaligned), UNLIKE),
-    "sparse": (new_grad(2, Tensor.to_sparse), UNLIKE),
+    "sparse": (new_grad(1, Tensor.to_sparse), UNLIKE),
     "subclass": (new_grad(0, lambda g: g.as_subclass(Wrapped)), UNLIKE),
 }
 
@@ -84,6 +84,15 @@ def test_gradients(name: str) -> None:
         assert steady.same() == SAME, "the new addresses are known"
     elif expected == UNLIKE:
         assert steady.same_gradients() == steady.same() == UNLIKE
+
+
+def test_fewer_dimensions_of_the_last_gradient() -> None:
+    """No size of another gradient follows."""
+    step = Step()
+    step.params[2].grad = None
+    steady = step.steady()
+    grad(1, lambda g: g[:, 0].contiguous())(step)
+    assert steady.same() == UNLIKE
 
 
 def test_slots_hold_the_addresses_of_moved_gradients() -> None:
@@ -150,7 +159,7 @@ TENSORS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
 ROWS: dict[str, Callable[[Step], Tensor]] = {
     "parameter": lambda step: step.params[0],
     "master": lambda step: step.masters[0],
-    "its own master": lambda step: step.params[2],
+    "its own master": lambda step: step.params[1],
     "parameter without gradient": lambda step: step.params[UNUSED],
     "master without gradient": lambda step: step.masters[UNUSED],
     "state": lambda step: step.values["exp_avg"],
@@ -215,7 +224,7 @@ def test_writes_to_other_tensors_do_not_matter(row: str) -> None:
 
 def test_wrote_counts_a_write_to_each_tensor_that_takes_part() -> None:
     step = Step()
-    tensors = [*step.params[:UNUSED], *step.masters[:2]]
+    tensors = [*step.params[:UNUSED], step.masters[0], step.masters[2]]
     others = [step.params[UNUSED], step.masters[UNUSED], *step.fixed, *step.values.values()]
     steady = step.steady()
     before = _facts.versions(tensors)

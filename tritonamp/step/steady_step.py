@@ -6,10 +6,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.kernels._launch import run_again
 from tritonamp.kernels._native import PLAIN_STEPS
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._steady import Steady
-from tritonamp.kernels._update_lists import UpdateLists, operands_of, send_rules
+from tritonamp.kernels._update_lists import UpdateLists, send_rules
 from tritonamp.kernels.device import is_capturing
 from tritonamp.kernels.grad_stats import Prepared, prepared_stats
 from tritonamp.step.fused_rule import FusedRule
@@ -38,6 +39,9 @@ class SteadyStep:
         groups: groups of the optimizer.
         plans: plans of the statistics and of the step.
         stats: launches of the statistics.
+
+    Attributes:
+        device: device of the launches.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class SteadyStep:
         self._groups = groups
         self._plans = plans
         self._stats = stats
-        self._device = plans[1].devices[0]
+        self.device = plans[1].devices[0]
 
     @classmethod
     def of(
@@ -113,7 +117,7 @@ class SteadyStep:
 
     def stats(self) -> tuple[Tensor, Tensor]:
         """Return the statistics of the gradients, as ``grad_stats`` does."""
-        return self._stats.run()[0]
+        return self._stats.run_again(self.device)
 
     def is_like(self) -> bool:
         """Tell whether this step touches what the last one did, so that ``run`` may follow."""
@@ -124,19 +128,17 @@ class SteadyStep:
             self._send_gradients()
         if changed & _HYPERPARAMETERS:
             rules = [self._rule.hyperparameters(group) for group in self._groups]
-            send_rules(self._memory, rules, self._device)
+            send_rules(self._memory, rules, self.device)
         return True
 
-    def run(self, grad_scale: Tensor | None, found_inf: Tensor) -> None:
+    def run(self, grad_scale: Tensor, found_inf: Tensor) -> None:
         """Update parameters, state and half copies, or skip on the device.
 
         Args:
-            grad_scale: factor on the gradients, 0-d; None: 1.
+            grad_scale: factor on the gradients, 0-d float32.
             found_inf: 0-d float32 flag; the device skips if it is not 0.
         """
-        operands = operands_of(self._memory, self._device, grad_scale, found_inf)
-        for launch in self._launches:
-            launch(*operands)
+        run_again(self._launches, self.device, grad_scale, found_inf)
         self._touched.wrote()
 
     @property

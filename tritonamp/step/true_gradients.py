@@ -23,7 +23,7 @@ class TrueGradients:
         self._aside: dict[Tensor, Tensor] = {}  # by master
 
     def __bool__(self) -> bool:
-        return len(self._shown) > 0 or len(self._aside) > 0
+        return bool(self._shown.own or self._aside)
 
     @property
     def is_aside(self) -> bool:
@@ -45,9 +45,7 @@ class TrueGradients:
         else:
             master.grad = grad
 
-    def show(
-        self, sources: Mapping[Tensor, Tensor], held: Iterable[tuple[Tensor, Tensor]]
-    ) -> None:
+    def show(self, sources: Mapping[Tensor, Tensor], held: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Show the gradients of masters on their half parameters, and on lent tensors.
 
         A half parameter and its master share one tensor, so a change to one is a change to the
