@@ -121,6 +121,7 @@ class SteadyStep:
         if changed & _HYPERPARAMETERS:
             rules = [self._rule.hyperparameters(group) for group in self._groups]
             send_rules(self._memory, rules, self._device)
+            self._touched.sent_hyperparameters()
         return True
 
     def run(self, grad_scale: Tensor | None, found_inf: Tensor) -> None:
@@ -143,3 +144,4 @@ class SteadyStep:
     def _send_gradients(self) -> None:
         for plan in self._plans:
             plan.send_written("grads")
+        self._touched.sent_gradients()
