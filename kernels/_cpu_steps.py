@@ -198,7 +198,8 @@ def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
         lr, momentum, dampening, weight_decay, nesterov, maximize = rule
         compute = torch.promote_types(row[0].dtype, torch.float32)
         for param, grad, momentum_buffer, copy in updates.blocks(row):
-            p, buffer = updates.load(compute, param, momentum_buffer)
+            states = [momentum_buffer] if momentum != 0 else []
+            p, *moments = updates.load(compute, param, *states)
             grad = updates.gradient(grad, compute, maximize)
             memory = updates.scratch("direction", grad, compute)
             # weight decay
@@ -206,7 +207,7 @@ def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
                 # into scratch memory, because the gradient may be the user's own tensor
                 grad = torch.add(grad, p, alpha=weight_decay, out=memory)
             # momentum
-            if momentum != 0:
+            for buffer in moments:
                 buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
                 grad = torch.add(grad, buffer, alpha=momentum, out=memory) if nesterov else buffer
             # update
@@ -215,8 +216,7 @@ def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
             else:
                 p.add_(grad, alpha=-float(lr))
 
-            moment = [(momentum_buffer, buffer)] if momentum != 0 else []
-            updates.store(number, copy, (param, p), *moment)
+            updates.store(number, copy, (param, p), *zip(states, moments, strict=True))
     updates.write()
 
 

@@ -29,7 +29,9 @@ class _InPython:
     def ask(*given: Any) -> Any:
         return None
 
-    addresses = versions = facts = dense = grads = count_write = steady_record = ask
+    addresses = versions = facts = dense = grads = count_write = leaf_versions = ask
+    steady_record = ask
+    run_under = None  # casts/context.py has its own way
 
 
 _native: Any = _InPython
@@ -51,6 +53,16 @@ def addresses(tensors: Sequence[Tensor]) -> bytes:
 def versions(tensors: Sequence[Tensor]) -> bytes:
     """Return torch's count of writes to each tensor, 64 bits each."""
     return _native.versions(tensors) or _packed(map(_version, tensors))
+
+
+def leaf_versions(values: tuple[Any, ...]) -> tuple[list[int], bool] | None:
+    """Return torch's counts of writes, and whether any tensor is on a GPU; None: look one by one.
+
+    It answers where this thread records gradients, without autocast, transforms, dispatch modes or
+    tracing, and all values are plain tensors that are part of no graph.
+    """
+    found: tuple[list[int], bool] | None = _native.leaf_versions(values)
+    return found
 
 
 def numbers(answer: bytes) -> Sequence[int]:

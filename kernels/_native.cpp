@@ -4,7 +4,11 @@
 #define PY_SSIZE_T_CLEAN
 #include "_steady.h"
 
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <string>
+
+#include "_block.h"
 
 // declared here, because torch/csrc/autograd/python_variable.h takes twenty seconds to compile
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
@@ -51,6 +55,35 @@ PyObject* versions(PyObject*, PyObject* list) {
   return numbers(list, [](PyObject* tensor) {
     return static_cast<uint64_t>(impl_of(tensor)->version_counter().current_version());
   });
+}
+
+// Whether this thread records gradients, without autocast, transforms, dispatch modes or tracing.
+bool is_plain_thread() {
+  const auto keys = c10::impl::tls_local_dispatch_key_set();
+  return c10::GradMode::is_enabled() && keys.included_ == c10::default_included_set &&
+         keys.excluded_ == c10::default_excluded_set;
+}
+
+// leaf_versions(tuple): the versions of tensors that are part of no graph, and whether any is on a
+// GPU. None if there is anything else, or the thread is not plain.
+PyObject* leaf_versions(PyObject*, PyObject* values) {
+  if (!PyTuple_CheckExact(values) || !is_plain_thread()) Py_RETURN_NONE;
+  const Py_ssize_t count = PyTuple_GET_SIZE(values);
+  bool on_gpu = false;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject* value = PyTuple_GET_ITEM(values, i);
+    if (!is_plain(value) || impl_of(value)->is_inference()) Py_RETURN_NONE;
+    const auto& tensor = *reinterpret_cast<at::TensorBase*>(reinterpret_cast<char*>(value) + offset);
+    // a view may be part of a graph since its base was written to
+    if (tensor.requires_grad() && (!tensor.is_leaf() || tensor.is_view())) Py_RETURN_NONE;
+    on_gpu = on_gpu || tensor.is_cuda();
+  }
+  PyObject* versions = PyList_New(count);
+  for (Py_ssize_t i = 0; versions != nullptr && i < count; i++) {
+    const auto& counter = impl_of(PyTuple_GET_ITEM(values, i))->version_counter();
+    PyList_SET_ITEM(versions, i, PyLong_FromLong(counter.current_version()));
+  }
+  return versions == nullptr ? nullptr : Py_BuildValue("NO", versions, on_gpu ? Py_True : Py_False);
 }
 
 // facts([lists]): the layout and the addresses of the elements, 64 bits each, as in _facts.py.
@@ -122,6 +155,7 @@ PyObject* count_write(PyObject*, PyObject* list) {
 PyMethodDef methods[] = {
     {"addresses", addresses, METH_O, ""},
     {"versions", versions, METH_O, ""},
+    {"leaf_versions", leaf_versions, METH_O, ""},
     {"facts", facts, METH_O, ""},
     {"dense", dense, METH_O, ""},
     {"grads", grads, METH_O, ""},
@@ -134,6 +168,8 @@ PyMethodDef methods[] = {
     {"steady_sent_hyperparameters", steady_sent_hyperparameters, METH_O, ""},
     {"steady_untouched", steady_untouched, METH_O, ""},
     {"steady_wrote", steady_wrote, METH_O, ""},
+    {"run_under", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_under)), METH_FASTCALL,
+     ""},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -127,7 +127,7 @@ class Update(Implementations):
         """Tell whether there are no remainders, changes, codes and random bits."""
         if "remainders" in tensors or "changes" in tensors:
             return False
-        dtypes = {state.dtype for states in tensors.named(self.states) for state in states}
+        dtypes = {state.dtype for name in self.states for state in tensors[name]}
         return "steps" not in tensors or dtypes.isdisjoint(RANDOM_DTYPES)
 
     # the kernel

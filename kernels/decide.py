@@ -7,26 +7,21 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._decision import (
-    CLEAN,
     EXCEEDING,
-    FAULT,
-    HUGE,
     LIMITS,
-    LOSS,
-    NORM,
-    OUTLIER,
     OUTLYING,
-    OVERFLOW,
     RECORD,
-    SCALE,
-    SKIPPED,
     SQUARES,
-    VETO,
     VETOED,
     Evidence,
     Record,
     Undo,
+    keep_for_undo,
+    new_verdicts,
     nonfinite_flag,
+    note,
+    total_norm,
+    unscaled_amax,
 )
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
@@ -44,49 +39,6 @@ from tritonamp.kernels._squares import LARGEST_SQUARE, NO_SQUARES, Squares
 from tritonamp.kernels.device import tl, triton
 
 _BLOCK = 1024
-
-
-@triton.jit
-def unscaled_amax(amax_ptr, n, inv_scale, BLOCK: tl.constexpr):
-    """Return in parts whether an unscaled magnitude is inf or NaN, and the largest other one."""
-    j = tl.arange(0, BLOCK)
-    # 1/scale can leave FP32, as can a finite scaled gradient times it: look at the unscaled value
-    bad = tl.zeros([BLOCK], tl.int32)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for at in range(0, n, BLOCK):
-        unscaled = tl.load(amax_ptr + at + j, mask=at + j < n, other=0.0) * inv_scale
-        # NaN fails the comparison, too; integers, because a reduction of flags takes no booleans
-        bad |= (unscaled < float("inf")).to(tl.int32) ^ 1
-        largest = tl.maximum(largest, tl.where(unscaled < float("inf"), unscaled, 0.0))
-    return bad, largest
-
-
-@triton.jit
-def total_norm(square_ptr, parts, inv_scale, BLOCK: tl.constexpr):
-    """Return the norm of all unscaled gradients; FP64 holds the sum of any FP32 squares."""
-    j = tl.arange(0, BLOCK)
-    squares = tl.zeros([BLOCK], tl.float64)
-    for at in range(0, parts, BLOCK):
-        squares += tl.load(square_ptr + at + j, mask=at + j < parts, other=0.0).to(tl.float64)
-    return tl.sqrt(tl.sum(squares, 0)).to(tl.float32) * inv_scale
-
-
-@triton.jit
-def _keep(
-    before_ptr, numbers_ptr, size, scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr,
-    MOVE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the numbers of the record, then those of the scale, to the memory of an Undo."""
-    j = tl.arange(0, BLOCK)
-    for at in range(0, size, BLOCK):
-        numbers = tl.load(numbers_ptr + at + j, mask=at + j < size)
-        tl.store(before_ptr + at + j, numbers, mask=at + j < size)
-    if MOVE:
-        before_ptr += size
-        tl.store(before_ptr, tl.load(scale_ptr).to(tl.float64))
-        tl.store(before_ptr + 1, tl.load(growth_ptr).to(tl.float64))
-        tl.store(before_ptr + 2, tl.load(hysteresis_ptr).to(tl.float64))
-        tl.store(before_ptr + 3, tl.load(ceiling_ptr).to(tl.float64))
 
 
 @triton.jit(do_not_specialize=("n", "parts", "names", "growth_interval", "hysteresis"))
@@ -114,7 +66,7 @@ def decide_kernel(
     # The scale and the numbers may be those that move below, so all threads load them before the
     # reductions, at which they meet.
     if UNDO:
-        _keep(
+        keep_for_undo(
             before_ptr, numbers_ptr, RECORD + names,
             scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, MOVE, BLOCK,
         )  # fmt: skip
@@ -149,9 +101,9 @@ def decide_kernel(
     fault = tl.where(no_other & (squares > LARGEST_SQUARE), EXCEEDING, fault)
     found_inf = (nonfinite | (fault != 0.0) | (earlier != 0.0)).to(tl.float32)
     tl.store(verdict_ptr, found_inf)
-    tl.store(verdict_ptr + 1, norm)
-    tl.store(verdict_ptr + 2, factor)
-    tl.store(verdict_ptr + 3, fault)
+    tl.store(verdict_ptr + 4, norm)
+    tl.store(verdict_ptr + 8, factor)
+    tl.store(verdict_ptr + 12, fault)
     # after the verdict, which belongs to the scale that the backward used
     if MOVE:
         next_scale(
@@ -192,11 +144,11 @@ def decide_triton(
     squares: Squares,
     record: Record | None,
     verdict: Tensor,
-    undo: Undo | None,
+    undo: Undo | None = None,
 ) -> None:
     # pointers have to point somewhere, also without an argument
     moved = state or (used_scale,) * 4
-    numbers, places = record or (evidence.amax,) * 2
+    numbers, places = (evidence.amax,) * 2 if record is None else record[:2]
     before = numbers if undo is None else undo.memory
     # numel() instead of len(), which is written in Python for tensors, and slow
     lengths = evidence.amax.numel(), evidence.square_sum.numel(), places.numel() if record else 0
@@ -205,7 +157,7 @@ def decide_triton(
     constants = *given, RECORD if record else 0, undo is not None
     # the dtype of the loss, because a launch keeps the kernel that it has found
     kind = lengths, max_norm, rule, squares, constants, None if loss is None else loss.dtype
-    known = (used_scale if tensor is None else tensor for tensor in evidence)
+    known = [used_scale if tensor is None else tensor for tensor in evidence]
     _launch_of(*kind)(*known, used_scale, verdict, *moved, numbers, places, before)
     if undo is not None:
         undo.is_filled = True
@@ -237,7 +189,7 @@ def decide_torch(
     squares: Squares,
     record: Record | None,
     verdict: Tensor,
-    undo: Undo | None,
+    undo: Undo | None = None,
 ) -> None:
     amax, square_sum, loss_nonfinite, found_earlier, loss = evidence
     if undo is not None:
@@ -264,35 +216,10 @@ def decide_torch(
     found_inf = (nonfinite | (flag != 0) | (found_earlier != 0)).float()
     if record is not None:
         of_clean = torch.stack([norm, largest, bound])
-        _note(record, amax, of_clean, found_inf, flag, used_scale, loss)
+        note(record, amax, of_clean, found_inf, flag, used_scale, loss)
     if state is not None:  # after all uses of used_scale, which may be state.scale itself
         move_scale(state, rule, found_inf, flag, largest)
     verdict.copy_(torch.stack([found_inf, norm, factor, flag]))
-
-
-def _note(
-    record: Record,
-    amax: Tensor,
-    of_clean: Tensor,
-    found_inf: Tensor,
-    flag: Tensor,
-    used_scale: Tensor,
-    loss: Tensor | None,
-) -> None:
-    fault = flag != 0
-    outcome = FAULT * fault + OVERFLOW * ((found_inf != 0) & ~fault)
-    for value, slot in ((EXCEEDING, HUGE), (OUTLYING, OUTLIER), (VETOED, VETO)):
-        outcome = torch.where(flag == value, slot, outcome)
-    numbers, places = record
-    # in place, so that a CUDA graph that captured these tensors continues to count
-    numbers[:NORM] += torch.arange(NORM, device=outcome.device) == outcome
-    numbers[NORM:SCALE] = torch.where(outcome == CLEAN, of_clean, numbers[NORM:SCALE])
-    numbers[SCALE].copy_(used_scale)
-    numbers[LOSS] = torch.nan if loss is None else loss
-    found = torch.cat([amax, amax.new_zeros(1)])[places]  # place -1: the zero
-    last = torch.stack([outcome.float(), used_scale]).double()
-    for part, values in ((numbers[SKIPPED:LOSS], last), (numbers[RECORD:], found.double())):
-        part.copy_(torch.where(outcome != CLEAN, values, part))
 
 
 def decide(
@@ -318,7 +245,7 @@ def decide(
         rule: rule of the loss scale's movement.
         squares: squares of the optimizers that step, by which the record's bound moves.
         record: memory of decisions, updated in place, or None.
-        verdict: float32 of shape (4,), which receives found_inf (not 0: skip), the norm of the
+        verdict: result of ``new_verdicts``, which receives found_inf (not 0: skip), the norm of the
             unscaled gradients, the factor from a scaled gradient to the one to step with (1/scale
             times the clip coefficient), and the flag of the loss or EXCEEDING.
         backend: "auto", "triton" or "eager".
@@ -334,11 +261,11 @@ def _decision(tensors: list[Tensor], overflow: bool) -> tuple[Any, ...]:
     zero, names = amax.new_zeros(()), 8
     evidence = Evidence(amax, amax.square(), None, None, zero + 3.0)
     numbers = amax.new_zeros(RECORD + names, dtype=torch.float64)
-    record = Record(numbers, torch.arange(names, device=amax.device))
+    record = Record(numbers, torch.arange(names, device=amax.device), [])
     tracker = zero.new_ones((), dtype=torch.int32)
     state = ScaleState(zero + 1024.0, tracker, tracker.clone(), zero + 4096.0)
     rule, squares = ScaleRule(2.0, 0.5, 2, 1, 2.0**-24, 2.0**24), Squares(0.75, 0.25)
-    verdict, undo = amax.new_zeros(4), Undo(record, state)
+    verdict, undo = new_verdicts(1, amax.device)[0].numbers, Undo(record, state)
     return evidence, zero + 1024.0, 0.5, state, rule, squares, record, verdict, undo
 
 
@@ -364,5 +291,5 @@ def shipped() -> Iterator[Shipped]:
     yield Shipped("decide", decide_triton, everything)
     (amax, square_sum, *_), scale, _, _, rule, _, _, verdict, _ = everything
     evidence = Evidence(amax, square_sum, scale, scale)
-    bare = evidence, scale, None, None, rule, NO_SQUARES, None, verdict, None
+    bare = evidence, scale, None, None, rule, NO_SQUARES, None, verdict
     yield Shipped("decide only", decide_triton, bare)

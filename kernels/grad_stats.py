@@ -93,13 +93,10 @@ class Prepared(NamedTuple):
         return self.results
 
 
-def prepared_stats(plan: Plan) -> Prepared:
-    """Return the launches of an earlier ``grad_stats`` on lists of this plan."""
-    return plan.prepared(_STATS, _never)
-
-
-def _never() -> Prepared:
-    raise KeyError("grad_stats has not run on lists of this plan")
+def prepared_stats(plan: Plan) -> Prepared | None:
+    """Return the launches of an earlier ``grad_stats`` on lists of this plan; None: none ran."""
+    found: Prepared | None = plan.launches.get(_STATS)
+    return found
 
 
 def _prepared(lists: TensorLists, tables: Sequence[Table]) -> Prepared:

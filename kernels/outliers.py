@@ -14,12 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._decision import LIMITS, OUTLYING, RECORD, Evidence
+from tritonamp.kernels._decision import (
+    LIMITS,
+    OUTLYING,
+    RECORD,
+    Evidence,
+    total_norm,
+    unscaled_amax,
+)
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels.decide import total_norm, unscaled_amax
 from tritonamp.kernels.device import tl, triton
 
 SIZE = 64  # values kept, that of this step included

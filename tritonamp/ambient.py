@@ -12,6 +12,11 @@ from torch import Tensor
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
+# private (torch 2.11 to 2.15): nothing public asks for functorch's transforms, or for autocast of
+# any device type
+_functorch = torch._C._functorch.peek_interpreter_stack
+_any_autocast = torch._C._is_any_autocast_enabled
+
 
 class Generators(NamedTuple):
     """States of the random number generators.
@@ -108,8 +113,7 @@ class AmbientWatch:
             self._wait -= 1
         else:
             self._read_again()
-        # private (torch 2.11 to 2.15): of all device types at once
-        is_plain = not gpus and not torch._C._is_any_autocast_enabled()
+        is_plain = not gpus and not _any_autocast()
         if is_plain and self._plain is not None:
             return self._plain
         cuda = {d: torch.cuda.get_rng_state(d) for d in gpus}
@@ -150,6 +154,5 @@ def is_traced() -> bool:
 
     That includes all tracing except torch.compile's, which ``torch.compiler.is_compiling`` reports.
     """
-    # private (torch 2.11 to 2.15): nothing public asks for functorch's transforms or for modes
-    functorch = torch._C._functorch.peek_interpreter_stack() is not None
-    return functorch or torch._C._len_torch_dispatch_stack() > 0
+    # private, as above
+    return _functorch() is not None or torch._C._len_torch_dispatch_stack() > 0

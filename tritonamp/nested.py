@@ -34,11 +34,11 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return function(value)
+    if kind is tuple or kind is list:
+        items = [function(i) if type(i) in _PLAIN else map_leaves(function, i) for i in value]
+        return items if kind is list else tuple(items)
     if kind is dict:
         return {key: map_leaves(function, item) for key, item in value.items()}
     if hasattr(kind, "_make") and isinstance(value, tuple):  # its constructor may be of its own
         return kind._make([map_leaves(function, item) for item in value])
-    if kind is not tuple and kind is not list:
-        return tree_map(function, value)
-    items = [function(i) if type(i) in _PLAIN else map_leaves(function, i) for i in value]
-    return items if kind is list else tuple(items)
+    return tree_map(function, value)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from tritonamp.kernels._decision import OUTLYING, Evidence, nonfinite_flag
+from tritonamp.kernels._decision import OUTLYING, Evidence, new_verdicts, nonfinite_flag
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._loss_scale import ScaleRule, ScaleState
@@ -27,6 +27,7 @@ from tritonamp.policy import HALF_DTYPES
 MODES = ("interval", "headroom")
 HEADROOM = 2.0**12  # of float16's 65504
 FAULT_FLOOR = 1.0
+_MOST_USERS = 8  # of a scale, those that are gone included, before these are left out
 
 
 class ScaleUser(Protocol):
@@ -147,7 +148,7 @@ class GradScaler(torch.amp.GradScaler):
         self._scaled = False  # was any loss?
         self.is_replayed = False
         self._memories = _memories_of_gradients()
-        self._users: weakref.WeakSet[ScaleUser] = weakref.WeakSet()
+        self._users: list[weakref.ref[ScaleUser]] = []
         self._init_hysteresis_tracker = hysteresis
         self._init_ceiling = max_scale
 
@@ -216,13 +217,16 @@ class GradScaler(torch.amp.GradScaler):
             user: user of the alias; only a weak reference is kept.
             device: as for ``scale_tensor``.
         """
-        self._users.add(user)
+        if len(self._users) > _MOST_USERS:
+            self._users = [known for known in self._users if known() is not None]
+        self._users.append(weakref.ref(user))
         return self.scale_tensor(device).data
 
     def before_move(self, by: ScaleUser | None = None) -> None:
         """Have the users of the scale, but ``by``, copy it, because it is about to move."""
-        for user in self._users:
-            if user is not by:
+        for known in self._users:
+            user = known()
+            if user is not None and user is not by:
                 user.keep_scale()
 
     # Private. GradScaler of torch 2.11 to 2.15 calls it where it first needs the scale. Our other
@@ -365,12 +369,12 @@ class GradScaler(torch.amp.GradScaler):
         elif world_size() > 1:  # no rank may act on a flag of its own
             flag = torch.zeros_like(flag)
         self._loss_nonfinite.copy_(flag)
-        verdict = self._scale.new_zeros(4)
+        verdict = new_verdicts(1, self._scale.device)[0]
         evidence = Evidence(amax, square_sum, flag, flag)
-        how = None, None, self.rule, squares_of([optimizer]), None, verdict
+        how = None, None, self.rule, squares_of([optimizer]), None, verdict.numbers
         decide(evidence, self._scale, *how)
         self.note_amax(amax)
-        found_inf, _, grad_scale, flag = verdict.unbind()
+        _, found_inf, _, grad_scale, flag = verdict
         self.note_flag(flag)
         if not allow_fp16:
             with torch.no_grad():
@@ -515,8 +519,8 @@ class GradScaler(torch.amp.GradScaler):
             loss_nonfinite = torch.where(loss_nonfinite >= OUTLYING, loss_nonfinite, 0.0)
         amax = nothing if largest is None else largest.reshape(1)
         evidence = Evidence(amax, nothing, loss_nonfinite, found_inf)
-        unscaled, verdict = torch.ones_like(found_inf), found_inf.new_empty(4)
-        decide(evidence, unscaled, None, self.scale_state, rule, NO_SQUARES, None, verdict)
+        unscaled, (verdict, *_) = torch.ones_like(found_inf), new_verdicts(1, found_inf.device)
+        decide(evidence, unscaled, None, self.scale_state, rule, NO_SQUARES, None, verdict.numbers)
         # other ranks see the gradients of this loss, and not the loss: their scale knows no floor
         if floor is not None and world_size() == 1:
             scale.copy_(torch.maximum(scale, floor))
@@ -551,7 +555,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__setstate__(state)
         self._scaled = self.is_replayed = False
         self._memories = _memories_of_gradients()
-        self._users = weakref.WeakSet()
+        self._users = []
 
     @leaves_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -15,7 +15,9 @@ import pytest
 import torch
 from runs import LEVELS
 from torch import Tensor, nn
+from torch.autograd import forward_ad as fwAD
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 import tritonamp
 from tritonamp.ambient import AmbientState, Generators
@@ -24,6 +26,7 @@ from tritonamp.diagnosis.replay.bundles import load_bundle, write_bundle
 from tritonamp.diagnosis.replay.faults import NOT_REPRODUCED
 from tritonamp.diagnosis.replay.search import find_fault
 from tritonamp.diagnosis.replay.snapshots import BatchGoneError, Snapshot
+from tritonamp.kernels import _facts, _native
 
 
 class Restless(nn.Module):
@@ -235,6 +238,96 @@ def test_masters_that_the_user_wrote_to(device: torch.device) -> None:
     assert torch.equal(masters[0], torch.full_like(masters[0], 1 / 3))
     assert torch.equal(model.weight, masters[0].half())
     amp.disable()
+
+
+class Wrapped(Tensor):
+    """A subclass, about which C++ does not answer."""
+
+
+def given_to_forwards() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return arguments of forwards, which C++ can read or cannot, by name."""
+    x, weight = torch.randn(3), nn.Parameter(torch.randn(3))
+    written, base = torch.zeros(3), torch.zeros(4)
+    written.add_(1).mul_(2)
+    view = base[:2]
+    base.mul_(torch.ones(4, requires_grad=True))  # the view has a graph from now on
+    with torch.inference_mode():
+        inference = torch.ones(2)
+    return {
+        "nothing": ((), {}),
+        "tensors": ((x, written, x[1:]), {}),
+        "keywords": ((written,), {"mask": x, "labels": torch.arange(3)}),
+        "parameter": ((weight, x.requires_grad_()), {}),
+        "graph": ((x, weight * 2), {}),
+        "graph by keyword": ((x,), {"y": weight * 2}),
+        "view": ((view,), {}),
+        "inference": ((x, inference), {}),
+        "subclass": ((x.detach().as_subclass(Wrapped),), {}),
+        "sparse": ((torch.eye(2).to_sparse(),), {}),
+        "values": ((x, None, 3, "text"), {"flag": True}),
+        "nested": (({"x": x, "more": [written, (weight * 2,)]},), {}),
+    }
+
+
+@pytest.mark.parametrize("name", given_to_forwards())
+def test_python_and_cpp_record_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _native.build().module
+    if module is None:
+        pytest.skip("there is no C++ compiler")
+    args, kwargs = given_to_forwards()[name]
+    found = []
+    for native in (_facts._InPython, module):
+        monkeypatch.setattr(_facts, "_native", native)
+        forwards = Forwards(gradients=False)
+        snapshot = forwards.before(nn.Linear(2, 2), args, kwargs)
+        given = [type(value) for value in tree_leaves(snapshot.arguments())]
+        graphs = [t for t in tree_leaves(snapshot.arguments()) if getattr(t, "grad_fn", None)]
+        assert not graphs
+        facts = snapshot._versions, snapshot.made(), snapshot.gpus, snapshot.ambient[1:]
+        found.append((given, facts))
+        weak = snapshot.weakened()
+        assert [type(value) for value in tree_leaves(weak.arguments())] == given
+    assert found[0] == found[1]
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "mode": lambda: FlopCounterMode(display=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # forward_ad uses it
+@pytest.mark.parametrize("name", MODES)
+def test_cpp_answers_for_plain_threads_only(name: str, cpp: Any) -> None:
+    x = torch.ones(2)
+    assert cpp.leaf_versions((x,)) == ([0], False)
+    with MODES[name]():
+        assert cpp.leaf_versions((x,)) is None
+        snapshot = Forwards(gradients=False).before(nn.Linear(2, 2), (x,), {})
+        assert (snapshot is None) == (name != "autocast")
+    seen: list[Any] = []
+
+    def note(y: Tensor) -> Tensor:
+        seen.append((cpp.leaf_versions((y,)), cpp.leaf_versions((x,))))
+        return y.sum()
+
+    torch.func.grad(note)(x)
+    torch.func.vmap(note)(torch.ones(2, 2))
+    with fwAD.dual_level():
+        note(fwAD.make_dual(x, x))
+    assert seen[:2] == [(None, None)] * 2
+    assert cpp.leaf_versions((x,)) == ([0], False)
+
+
+@pytest.fixture
+def cpp(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = _native.build().module
+    if module is None:
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setattr(_facts, "_native", module)
+    return module
 
 
 # Bundles

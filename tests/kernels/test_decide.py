@@ -27,6 +27,7 @@ from tritonamp.kernels._decision import (
     Evidence,
     Record,
     Undo,
+    new_verdicts,
 )
 from tritonamp.kernels._loss_scale import ScaleRule, ScaleState
 from tritonamp.kernels._multi_tensor import TensorLists
@@ -298,7 +299,7 @@ def judge(
     stats = (
         torch.as_tensor(values, dtype=torch.float32, device=device) for values in (amax, square_sum)
     )
-    verdict = torch.full((4,), -7.0, device=device)
+    verdict = new_verdicts(1, torch.device(device))[0].numbers.fill_(-7.0)
     evidence = Evidence(*stats, nonfinite, earlier, loss)
     decide(evidence, used_scale, max_norm, state, rule, squares, record, verdict, backend, undo)
     found_inf, norm, factor, flag = verdict.tolist()
@@ -484,10 +485,10 @@ def test_the_scale_that_the_backward_used_may_be_the_one_that_moves(
     device: torch.device, backend: str
 ) -> None:
     """The gradients are unscaled by what it was."""
-    state, verdict = scale_state(device, 8.0, 1, 1), torch.zeros(4, device=device)
+    state, verdict = scale_state(device, 8.0, 1, 1), new_verdicts(1, device)[0].numbers
     stats, zero = torch.ones(1, device=device), torch.zeros((), device=device)
     numbers = torch.zeros(RECORD, dtype=torch.float64, device=device)
-    record = Record(numbers, torch.zeros(0, dtype=torch.int64, device=device))
+    record = Record(numbers, torch.zeros(0, dtype=torch.int64, device=device), [])
     how = None, state, RULE, NO_SQUARES, record, verdict, backend
     decide(Evidence(stats, stats, zero, zero, zero + 5.0), state.scale, *how)
     assert (state.scale.item(), verdict.tolist()) == (16.0, [0.0, 0.125, 0.125, 0.0])
@@ -500,7 +501,7 @@ def test_the_scale_that_the_backward_used_may_be_the_one_that_moves(
 
 def record_of(device: torch.device, places: list[int]) -> Record:
     numbers = torch.arange(100.0, 100.0 + RECORD + len(places), dtype=torch.float64, device=device)
-    return Record(numbers, torch.tensor(places, dtype=torch.int64, device=device))
+    return Record(numbers, torch.tensor(places, dtype=torch.int64, device=device), [])
 
 
 def known(record: Record) -> list[float]:

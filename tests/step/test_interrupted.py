@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tritonamp
 from tritonamp.casts import active, context
-from tritonamp.kernels import _implementations, _launch
+from tritonamp.kernels import _facts, _implementations, _launch
 from tritonamp.kernels import device as hardware
 from tritonamp.step.fused import FusedStep
 from tritonamp.testing import compile_failure
@@ -601,8 +601,10 @@ def in_a_block(run: Seeded) -> None:
 @pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("enter", [lambda run: run.loss(0), in_a_block], ids=["forward", "block"])
 def test_ctrl_c_while_a_policy_is_entered_or_left(
-    start: Any, enter: Callable[[Seeded], Any], outer: bool
+    start: Any, enter: Callable[[Seeded], Any], outer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A block in C++ has a test of its own (tests/casts/test_block.py)."""
+    monkeypatch.setattr(_facts, "_native", _facts._InPython)
     run = start("O1", "AdamW")
     kind, tracing = run.device.type, sys.gettrace()
 

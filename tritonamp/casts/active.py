@@ -32,7 +32,8 @@ class _Thread(threading.local):
         # innermost last
         self.stack: list[tuple[ActivePolicy | None, TracingContext | None]] = []
         self.in_rule = False  # inside a rule's stock op, where no rule applies
-        self.keeps_backwards = False  # whether this object has turned autograd's threads off
+        # whether autograd used threads of its own before the outermost forward; None: outside
+        self.threads_before: bool | None = None
 
     def live(self) -> list[tuple[ActivePolicy | None, TracingContext | None]]:
         """Return the stack, without entries that abandoned traces left on it."""
@@ -44,21 +45,16 @@ class _Thread(threading.local):
                 self.release_backwards()
         return self.stack
 
-    def keep_backwards(self) -> None:
-        """Run backwards in the thread that calls them.
-
-        Autograd would run the backward of a GPU in a thread of its own, which has no policy.
-        """
+    def note_threads(self) -> None:
+        """Note the flag that ``release_backwards`` restores when the outermost forward ends."""
         # private (torch 2.11 to 2.15): the flag of torch.autograd.set_multithreading_enabled
-        if torch._C._is_multithreading_enabled():
-            self.keeps_backwards = True
-            torch._C._set_multithreading_enabled(False)
+        self.threads_before = torch._C._is_multithreading_enabled()
 
     def release_backwards(self) -> None:
-        """Undo ``keep_backwards``."""
-        if self.keeps_backwards:
-            torch._C._set_multithreading_enabled(True)
-            self.keeps_backwards = False
+        """Let autograd use threads of its own again, if it did."""
+        if self.threads_before is not None:
+            torch._C._set_multithreading_enabled(self.threads_before)
+            self.threads_before = None
 
 
 class _Process:
@@ -123,7 +119,7 @@ def inlined_by_dynamo(function: F) -> F:
     return function
 
 
-inlined_by_dynamo(_Thread.keep_backwards)
+inlined_by_dynamo(_Thread.note_threads)
 inlined_by_dynamo(_Thread.release_backwards)
 
 
@@ -159,8 +155,11 @@ def push_policy(active: ActivePolicy | None, trace: TracingContext | None = None
     if active is not process.latest:
         process.add_mark(active)
     stack = thread.stack and thread.live()
+    if not stack:
+        thread.note_threads()
     if active is not None and active.device_type != "cpu":
-        thread.keep_backwards()
+        # autograd would run the backward of a GPU in a thread of its own, which has no policy
+        torch._C._set_multithreading_enabled(False)
     stack.append((active, trace))
 
 

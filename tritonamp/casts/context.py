@@ -5,8 +5,8 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,54 +14,31 @@ from tritonamp.casts import active, dispatch
 from tritonamp.casts.compiled_backward import begins, compilations, leave_autocast
 from tritonamp.casts.tree import from_half, to_half
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels import _facts
 from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.policy import Policy
+from tritonamp.watched.forwards import Spectator
 
 RunForward = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-
-
-class ForwardObserver(Protocol):
-    """Receives a report of each forward of an enabled model.
-
-    The result of ``before`` is passed to ``after`` or ``failed``.
-    """
-
-    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> Any:
-        """Note that a forward begins. Return None if its end need not be reported."""
-
-    def after(self, noted: Any, output: Any) -> None:
-        """Note that the forward returned ``output``."""
-
-    def failed(self, noted: Any) -> None:
-        """Note that the forward raised."""
-
-
-class RanksInForward(Protocol):
-    """The ranks that train a model together. Forwards reveal them."""
-
-    @property
-    def gathered(self) -> bool:
-        """Whether FSDP2 gathers the parameters."""
-
-    def on_forward(self) -> bool:
-        """Note the DDP or stage that this forward runs in. Return whether the forward has data."""
 
 
 class Entry(NamedTuple):
     """The state that a forward puts its thread into: a policy, and torch's autocast."""
 
     number: int  # of the policy, by ``active.number_of``; NO_RULES: autocast does not change
+    policy: active.ActivePolicy | None  # of that number
     device_type: str
     dtype: torch.dtype
     cache: bool  # whether autocast caches casts of weights
     context: "weakref.ref[EnabledContext]"  # of the model
+    in_native: tuple[Any, ...] = ()  # what ``run_under`` of _block.h takes
 
 
 def _entry_of(context: "EnabledContext") -> Entry:
     """Return the entry for the forwards of a context's model."""
     policy, device_type, owner = context.policy, context.device_type, weakref.ref(context)
     if not torch.amp.is_autocast_available(device_type):
-        return Entry(active.NO_RULES, "cpu", policy.dtype, False, owner)
+        return Entry(active.NO_RULES, None, "cpu", policy.dtype, False, owner)
     # on CPU the op table also keeps half matmuls and convolutions from torch's slow kernels
     half_on_cpu = policy.cast_model and device_type == "cpu"
     number = active.NO_RULES
@@ -70,7 +47,9 @@ def _entry_of(context: "EnabledContext") -> Entry:
     # autocast's cache is of use where weights are FP32; where it is off, a checkpointed segment
     # can be told from one of torch's own autocast, also where others than torch recompute it
     cache = device_type == "cuda" and not policy.cast_model
-    return Entry(number, device_type, policy.dtype, cache, owner)
+    followed = active.process.policies[number]
+    in_native = (followed, None), torch.device(device_type), policy.dtype, cache
+    return Entry(number, followed, device_type, policy.dtype, cache, owner, in_native)
 
 
 class EnabledContext:
@@ -84,8 +63,8 @@ class EnabledContext:
         policy: policy of the model.
         backend: "auto", "triton" or "eager".
         fp32_values: FP32 values of the model's half tensors.
-        observer: receiver of reports about forwards; None in copies.
-        ranks: ranks that decide together; None in copies.
+        spectators: objects that hear of each forward, in this order; none in copies.
+        gathered: whether FSDP2 gathers the parameters.
         holdings: ``Holdings`` of the model in ``sharing``; None in copies.
         casts: whether the policy computes anything in half.
         device_type: device type of the parameters.
@@ -103,15 +82,15 @@ class EnabledContext:
         backend: str,
         device_type: str,
         fp32_values: Fp32Values,
-        observer: ForwardObserver | None = None,
-        ranks: RanksInForward | None = None,
+        spectators: Sequence[Spectator] = (),
+        gathered: bool = False,
     ) -> None:
         self.handle: Any = None
         self.policy = policy
         self.backend = backend
         self.fp32_values = fp32_values
-        self.observer = observer
-        self.ranks = ranks
+        self.spectators = spectators
+        self.gathered = gathered
         self.holdings: Any = None
         self.move(device_type)
 
@@ -210,8 +189,13 @@ def run_under(
     """Return ``function(*args, **kwargs)``, run under a policy and its autocast.
 
     This does what ``EnabledContext.entered`` does, without the cost of a generator. Any exception
-    leaves this thread as it was before, even a Ctrl-C during the changes themselves.
+    leaves this thread as it was before, even a Ctrl-C during the changes themselves. Where C++ can
+    do all of it, no Ctrl-C comes in between.
     """
+    stack, in_native = active.thread.stack, _facts._native.run_under
+    if in_native is not None and _changes_autocast_only(entry.policy, stack):
+        active.process.entered += 1
+        return in_native(stack, entry.in_native, function, args, kwargs)
     before = _begin(entry.device_type)
     try:
         _enter(entry)
@@ -221,6 +205,19 @@ def run_under(
         _restore(*before)
         raise
     return result
+
+
+@active.inlined_by_dynamo
+def _changes_autocast_only(policy: active.ActivePolicy | None, stack: Sequence[Any]) -> bool:
+    """Return whether ``_enter`` and ``_restore`` would only change the stack and autocast.
+
+    They would also mark another policy, register the op table, or observe compilations.
+    """
+    if policy is None or policy is not active.process.latest or not dispatch.registration.libraries:
+        return False
+    if stack and stack[-1] != (policy, None):
+        return False
+    return "torch._dynamo" not in sys.modules or begins in compilations.observers
 
 
 @active.inlined_by_dynamo
@@ -261,8 +258,7 @@ def _begin(device_type: str) -> tuple[int, str, bool, torch.dtype, bool, int]:
 @active.inlined_by_dynamo
 def _enter(entry: Entry) -> None:
     """Make this thread follow a policy, and turn on its autocast."""
-    number, device_type, dtype, cache, context = entry
-    followed = active.process.policies[number]
+    _, followed, device_type, dtype, cache, context, _ = entry
     active.push_policy(followed)
     if followed is None:
         return

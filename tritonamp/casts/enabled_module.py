@@ -40,7 +40,9 @@ class _WithForward(Swapped):
             RuntimeError: the weights of the model are asleep.
         """
         context = self._tritonamp_context
-        context.fp32_values.asleep.check_weights()
+        asleep = context.fp32_values.asleep
+        if asleep.weights:  # asked here, because at each forward every call counts
+            asleep.check_weights()
         return context
 
     def __prepare_scriptable__(self) -> Any:
@@ -107,11 +109,12 @@ def enabled_forward(
         return _traced_forward(module, forward, bound, args, kwargs, method)
     context = module._tritonamp
     context.fp32_values.push()
-    has_data = context.ranks is None or context.ranks.on_forward()
-    observer, noted = context.observer, None
-    if observer is not None and has_data:
-        noted = observer.before(module, args, kwargs, "__call__" if method is None else method.name)
+    noted = []
     try:
+        for spectator in context.spectators:
+            name = "__call__" if method is None else method.name
+            if (note := spectator.before(module, args, kwargs, name)) is not None:
+                noted.append((spectator, note))
         if module._tritonamp_fp32:  # healed as a whole
             with restored(context.device_type):
                 output = _fp32_forward(module, forward, bound, args, kwargs)
@@ -120,12 +123,12 @@ def enabled_forward(
                 args, kwargs = _cast_inputs(module, args, kwargs, method)
             output = context.run_forward(forward, (*bound, *args), kwargs)
     except BaseException:
-        if noted is not None:
-            observer.failed(noted)
+        for spectator, note in noted:
+            spectator.failed(note)
         raise
     output = _cast_outputs(context, output, method)
-    if noted is not None:
-        observer.after(noted, output)
+    for spectator, note in noted:
+        spectator.after(note, output)
     return output
 
 
@@ -137,10 +140,10 @@ def _traced_forward(
     kwargs: Any,
     method: Method | None,
 ) -> Any:
-    """Do what ``enabled_forward`` does while torch.compile traces. The observer gets no report."""
+    """Do what ``enabled_forward`` does while torch.compile traces."""
     context = module._tritonamp
-    if context.ranks is not None:
-        context.ranks.on_forward()
+    for spectator in context.spectators:
+        spectator.traced()
     if module._tritonamp_fp32:
         output = _fp32_forward(module, forward, bound, args, kwargs)
     else:
@@ -186,10 +189,9 @@ def _in_fp32(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any
     """Return ``forward(*args, **kwargs)``, computed in FP32."""
     context = module._tritonamp
     args, kwargs = cast_tree((args, kwargs), from_half(torch.float32))
-    gathered = context.ranks is not None and context.ranks.gathered
     with (
         torch.autocast(context.device_type, enabled=False),
-        wide_weights(module) if gathered else contextlib.nullcontext(),
+        wide_weights(module) if context.gathered else contextlib.nullcontext(),
     ):
         return forward(*args, **kwargs)
 

@@ -13,13 +13,17 @@ from torch.utils._pytree import tree_flatten_with_path
 from tritonamp.ambient import AmbientWatch, is_traced
 from tritonamp.diagnosis.replay import BatchGoneError, Snapshot
 from tritonamp.diagnosis.replay.snapshots import Storage
+from tritonamp.distributed.pipeline import Work, pipeline_work
+from tritonamp.kernels._facts import leaf_versions
 from tritonamp.kernels.device import is_capturing
 from tritonamp.nested import leaves
+from tritonamp.watched.forwards import Spectator
 
 MOST = 4  # forwards per decision, the last ones
+KNOWN = 64  # outputs that are known as such, if they come as arguments
 
 
-class Forwards:
+class Forwards(Spectator):
     """Snapshots of the forwards since the last decision, with their batches until the next one.
 
     Args:
@@ -32,7 +36,8 @@ class Forwards:
         self._gradients = gradients
         self._snapshots: deque[Snapshot] = deque(maxlen=MOST)
         self._watch = AmbientWatch()
-        self._outputs: tuple[Storage, ...] = ()
+        self._outputs: deque[tuple[int, Storage]] = deque(maxlen=KNOWN)
+        self._returned = 0  # outputs so far
 
     def before(
         self,
@@ -43,12 +48,19 @@ class Forwards:
     ) -> Snapshot | None:
         """Record a forward that is about to run, or return None.
 
-        Forwards without gradients, traced ones, and those that a CUDA graph captures are not
-        recorded.
+        Forwards without gradients, traced ones, those on memory without values, and those that a
+        CUDA graph captures are not recorded.
         """
-        if not torch.is_grad_enabled() or is_traced():
+        values = (*args, *kwargs.values()) if kwargs else args
+        versions, on_gpu = leaf_versions(values) or (None, False)
+        if versions is None and (not torch.is_grad_enabled() or is_traced()):
             return None
-        snapshot = Snapshot(model, args, kwargs, method=method, outputs=self._outputs)
+        if pipeline_work() is Work.SHAPES:
+            return None
+        earlier = self._outputs, self._returned
+        snapshot = Snapshot(model, args, kwargs, method, earlier, versions)
+        if on_gpu:
+            snapshot.gpus = [value.device for value in values if value.is_cuda]
         if snapshot.gpus and is_capturing(snapshot.gpus[0]):  # it must not read generators
             return None
         snapshot.ambient = self._watch.now(snapshot.gpus)
@@ -59,9 +71,8 @@ class Forwards:
         """Note the output of a forward."""
         for value in (output,) if type(output) is Tensor else leaves(output):
             if isinstance(value, Tensor) and value.layout is torch.strided:
-                found = weakref.ref(value.untyped_storage())
-                # a new tuple: snapshots hold the old
-                self._outputs = (*self._outputs[1 - 4 * MOST :], found)
+                self._outputs.append((self._returned, weakref.ref(value.untyped_storage())))
+                self._returned += 1
         if self._gradients:
             snapshot.follow(output)
 

@@ -14,13 +14,14 @@ from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.distributed.ddp import EnabledDDP, has_wide_gradients, rebuild_buckets
 from tritonamp.distributed.fsdp import ShardedModules, fsdp2_modules
 from tritonamp.distributed.parted import PartedCheck
-from tritonamp.distributed.pipeline import Work, pipeline_work
+from tritonamp.distributed.pipeline import pipeline_work
 from tritonamp.distributed.sharding import Sharding, find_sharding
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels._decision import Evidence
 from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels.device import rank
+from tritonamp.watched.forwards import Spectator
 
 # torch 2.14 renames it, and warns of the old name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,7 +37,7 @@ class Resumable(Protocol):
         """Load the result of ``state_dict`` of another rank."""
 
 
-class Ranks:
+class Ranks(Spectator):
     """The ranks that decide together with this one.
 
     There are none until the first model under DDP, FSDP2 or tensor parallelism, or until the loss
@@ -83,19 +84,16 @@ class Ranks:
                 self._attach(module)
 
     @constant_to_dynamo
-    def on_forward(self) -> bool:
+    def before(self, *forward: Any) -> None:
         """Note the DDP or the stage that the running forward belongs to.
-
-        Returns:
-            False if a stage runs the forward on uninitialized memory to learn shapes, else True.
 
         Raises:
             RuntimeError: ``fully_shard`` or ``parallelize_module`` was called after ``enable``.
         """
         if self._before_forward:
             self._refuse_late_sharding()
-        work = pipeline_work()
-        self.ran_as_stage |= work is not None
+        if pipeline_work() is not None:
+            self.ran_as_stage = True
         # private (torch 2.11 to 2.15): a DDP may be built around the model at any time, and nothing
         # public knows whose forward is running
         wrapper = DistributedDataParallel._active_ddp_module
@@ -104,7 +102,8 @@ class Ranks:
                 rebuild_buckets(wrapper)
             self._attach(wrapper)
             self._to_align.add(wrapper)
-        return work is not Work.SHAPES
+
+    traced = before
 
     def _refuse_late_sharding(self) -> None:
         """Raise at the first forward if parameters were sharded after ``enable``."""

@@ -201,8 +201,9 @@ class Fp32Values:
     @between_graphs
     def push(self) -> None:
         """Round FP32 values that were written to into their half tensors."""
-        self.settle_lent()
-        if versions(self._values) != self._value_versions.tobytes():
+        if self._unsettled:
+            self.settle_lent()
+        if self._values and versions(self._values) != self._value_versions.tobytes():
             for i, (half, value) in enumerate(zip(self._halves, self._values, strict=True)):
                 if value._version != self._value_versions[i]:
                     value = self.get(half)

@@ -150,13 +150,13 @@ class Amp:
             raise ValueError(f"loss: expected a Tensor, got {type(loss).__name__}")
         if not isinstance(loss_id, int):
             raise ValueError(f"loss_id: expected an int, got {loss_id!r}")
-        feeds = self._check_fed(optimizer)
-        self._parts.first_loss.check_loss(loss)
+        feeds, parts = self._check_fed(optimizer), self._built
+        parts.first_loss.check_loss(loss)
         if scaler is None:
             scaler = self._scalers.get(loss_id)
         if scaler is None:
             scaler = self._scalers[loss_id] = self.scaler.clone()
-        return self._parts.pending.open_decision(scaler, loss, feeds)
+        return parts.pending.open_decision(scaler, loss, feeds)
 
     def pipeline_loss(
         self, loss_fn: Callable[..., Tensor], process_group: Any = None
@@ -200,14 +200,17 @@ class Amp:
 
     def _check_fed(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
         """Return the optimizers that the caller means, all enabled here; None means all."""
-        feeds = self._parts.optimizers if optimizer is None else as_list(optimizer)
+        parts = self._parts
+        if optimizer is None and parts.optimizers:
+            return parts.optimizers
+        feeds = [] if optimizer is None else as_list(optimizer)
         if not feeds:
             raise RuntimeError(
                 "this model was enabled without an optimizer: call amp.disable(), then "
                 "tritonamp.enable(model, optimizer, ...)"
             )
         for i, o in enumerate(feeds):
-            if o not in self._parts.weights:
+            if o not in parts.weights:
                 raise ValueError(
                     f"optimizer {i}: expected one given to tritonamp.enable, got "
                     f"{type(o).__name__}, which was not: enable it with the model"

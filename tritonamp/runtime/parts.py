@@ -132,8 +132,8 @@ class Parts:
             request.device.type,
             self.fp32_values,
             # without an optimizer no decision would ever let go of the batches
-            observer=self.forwards if optimizers else None,
-            ranks=self.ranks,
+            spectators=(self.ranks, self.forwards) if optimizers else (self.ranks,),
+            gathered=self.ranks.gathered,
         )
         self.enabled_models, self.weights = _enable_models(request, self.context, self.ranks)
         dtypes = self.enabled_models.dtypes

@@ -16,8 +16,11 @@ from tritonamp.kernels._decision import (
     Evidence,
     Record,
     Undo,
+    Verdict,
+    new_verdicts,
     nonfinite_flag,
 )
+from tritonamp.kernels._loss_scale import ScaleRule
 from tritonamp.kernels._squares import NO_SQUARES, OF_ANY_MEAN, squares_of
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.decide import DECIDE, decide
@@ -71,19 +74,23 @@ class Decision:
         norm: 2-norm of the unscaled gradients, 0-d.
         grad_scale: factor that unscales and clips a scaled gradient, 0-d.
         max_norm: 2-norm to which the gradients are clipped; None: they are not clipped.
+        rule: rule of the loss scale; set by ``decide``.
     """
+
+    rule: ScaleRule
 
     def __init__(
         self,
         scaler: GradScaler,
-        device: torch.device,
+        scale_device: torch.device,
+        verdict: Verdict,
         loss_nonfinite: Tensor | None,
         waiting: Iterable[MasterWeights],
         moves_scale: bool,
         backend: str,
     ) -> None:
         self.scaler = scaler
-        self.scale = scaler.lend_scale(self, device)
+        self.scale = scaler.lend_scale(self, scale_device)
         self._borrows = True
         self.loss_nonfinite = loss_nonfinite
         self.loss: Tensor | None = None
@@ -94,9 +101,7 @@ class Decision:
         self.blocks = 0
         self.zeroed: set[MasterWeights] = set()
         self.max_norm: float | None = None
-        # ``decide`` writes all four numbers at once. Zeros would cost each loss a launch.
-        self._verdict = self.scale.new_empty(4)
-        self.found_inf, self.norm, self.grad_scale, self._flag = self._verdict.unbind()
+        self._verdict, self.found_inf, self.norm, self.grad_scale, self._flag = verdict
         self._found_earlier: Tensor | None = None
         # Valid until the next ``grad_stats`` of the same optimizer, which writes to the same
         # memory.
@@ -178,7 +183,7 @@ class Decision:
         if self.is_decided:
             self.unscale(weights)
             return
-        verdict = torch.zeros_like(self._verdict)
+        verdict = new_verdicts(1, self.scale.device)[0]
         rule = self.scaler.rule
         # The gradients carry one scale at a time. Their statistics are taken now, since the
         # decision comes after the other loss has added gradients with another scale.
@@ -187,15 +192,15 @@ class Decision:
         evidence = Evidence(*stats, flag, flag, self.loss)
         # Neither scale nor record moves: the loss is decided once, when all its gradients are
         # known. Squares are judged then, too, with the gradients of all optimizers.
-        how = None, None, rule, NO_SQUARES, None, verdict, self._backend
+        how = None, None, rule, NO_SQUARES, None, verdict.numbers, self._backend
         decide(evidence, self.scale, *how)
         self._keep_stats(weights, stats)
         earlier = self._found_earlier
         # Micro-batches may be unscaled early one after another, and ``_judged`` has statistics of
         # the last one only: inf or NaN of an earlier one is remembered here.
-        found = verdict[0]
+        found = verdict.found_inf
         self._found_earlier = found if earlier is None else torch.maximum(earlier, found)
-        weights.unscale_(verdict[2])
+        weights.unscale_(verdict.grad_scale)
 
     def decide(
         self,
@@ -219,10 +224,10 @@ class Decision:
                 is like it.
         """
         self.max_norm = max_norm
-        stats = [self._stats_of(weights, (known or {}).get(weights)) for weights in self.waiting]
-        self._stats = dict(zip(self.waiting, stats, strict=True))
-        amax, square_sum = self._joined_stats(stats)
-        evidence = Evidence(amax, square_sum, self.loss_nonfinite, self.loss_nonfinite, self.loss)
+        self._stats = {w: self._stats_of(w, known and known.get(w)) for w in self.waiting}
+        amax, square_sum = self._joined_stats([*self._stats.values()])
+        flag = self.loss_nonfinite
+        evidence = Evidence(amax, square_sum, flag, flag, self.loss)
         # Eager torch decides and steps by many operations, any of which may raise (out of memory,
         # Ctrl-C), so it can undo every step. A kernel is one launch, and on a GPU a step that
         # raises is undone only if it was asked for: it would be memory of every step.
@@ -238,11 +243,11 @@ class Decision:
         # fault's flag.
         apart = self.moves_scale and self.scaler.backoff_on_fault
         state = self.scaler.scale_state if self.moves_scale and not apart else None
-        rule = self.scaler.rule
+        self.rule = self.scaler.rule
         # A stage of a pipeline does not know the optimizers of other stages. All take the bound
         # that holds for any mean of squares, so that they decide alike.
-        bound = OF_ANY_MEAN if ranks.staged else squares_of(w.optimizer for w in self.waiting)
-        how = max_norm, state, rule, bound, record, self._verdict, self._backend, self._undo
+        bound = OF_ANY_MEAN if ranks.staged else squares_of([w.optimizer for w in self.waiting])
+        how = max_norm, state, self.rule, bound, record, self._verdict, self._backend, self._undo
         decide(evidence, self.scale, *how)
         amax = evidence.amax
         if apart:
@@ -331,7 +336,9 @@ class Decision:
 
     def drop_copies(self) -> None:
         """Drop the copies, because an optimizer has stepped or skipped."""
-        self._undo = None
+        if self._undo is not None:
+            self._undo.drop()
+            self._undo = None
 
     def _keep_stats(self, weights: MasterWeights, stats: Stats) -> None:
         """Keep copies of statistics, because the kernels write the next ones to the same memory."""

@@ -1,14 +1,14 @@
 """The decisions of one ``Amp``, by the numbers that the device has written about them."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from tritonamp.kernels._decision import AMAX, CLEAN, COUNTS, NORM, RECORD, Record
+from tritonamp.kernels._decision import AMAX, CLEAN, COUNTS, NORM, RECORD
 from tritonamp.kernels._loss_scale import ScaleRule
 from tritonamp.kernels.device import is_capturing
+from tritonamp.readback import Reading
 from tritonamp.step.decision import Decision
 from tritonamp.step.device_record import DeviceRecord
 from tritonamp.step.outcome import Observer, Outcome
@@ -71,12 +71,6 @@ class DecisionLog:
             self._looks_on_way |= self.observer.look(decision)
         return is_due
 
-    def record(
-        self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int] = ()
-    ) -> Record:
-        """Return the record for a decision. Arguments are those of ``DeviceRecord.place``."""
-        return self.device_record.place(params, device, ranks)
-
     def decided(self, outcome: Outcome, looked: bool = False) -> None:
         """Process the numbers that have arrived, and start copying those of a new decision.
 
@@ -84,17 +78,16 @@ class DecisionLog:
             outcome: the decision.
             looked: whether the observer has looked at the decision.
         """
-        self.rule = outcome.rule
-        counts = self.device_record.counts
-        assert counts is not None  # ``record`` came first
+        self.rule, record = outcome.rule, self.device_record
+        assert record.counts is not None  # ``DeviceRecord.place`` came first
         if self.after_decision is not None:
-            self.after_decision(counts)
-        if self.device_record.is_captured:
+            self.after_decision(record.counts)
+        if record.is_captured:
             return
-        self.collect()
+        self._process(record.arrived())
         if looked and self.observer is not None:
-            self.observer.measure(counts)
-        self.device_record.start_reading(outcome)
+            self.observer.measure(record.counts)
+        record.start_reading(outcome)
 
     def undo(self) -> None:
         """Forget the last decision, which was undone."""
@@ -107,7 +100,11 @@ class DecisionLog:
 
     def collect(self, wait: bool = False) -> None:
         """Process the numbers that have arrived. With ``wait``, wait for all that were started."""
-        for values, outcome in self.device_record.readings(wait):
+        if wait or not self.device_record.is_captured:
+            self._process(self.device_record.arrived(wait))
+
+    def _process(self, readings: Iterable[Reading]) -> None:
+        for values, outcome in readings:
             skips = values[CLEAN + 1 : len(COUNTS)]
             if skips == self._skips or self.observer is None:
                 self.taken.append(values[:RECORD])

@@ -1,7 +1,7 @@
 """The numbers of decisions: written on the device, copied to the host."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class DeviceRecord:
             numbers = self._make_room(size, device, ranks)
         of_ranks = range(len(flat), len(flat) + len(ranks))
         found = [*of_ranks, *(positions.get(p, -1) for p in self._names)]
-        record = Record(numbers, _uploaded(torch.tensor(found, dtype=torch.int64), device))
+        record = Record(numbers, _uploaded(torch.tensor(found, dtype=torch.int64), device), [])
         self._places[tuple(map(id, params))] = record, params
         return record
 
@@ -109,10 +109,9 @@ class DeviceRecord:
         if self._readback is not None:
             self._readback.cancel_last()
 
-    def readings(self, wait: bool) -> Iterator[Reading]:
-        """Yield the copies that have arrived; with ``wait`` all started ones."""
-        if self._readback is not None and (wait or not self.is_captured):
-            yield from self._readback.ready(wait)
+    def arrived(self, wait: bool = False) -> Iterable[Reading]:
+        """Return the copies that have arrived; with ``wait`` all started ones."""
+        return () if self._readback is None else self._readback.ready(wait)
 
     @property
     def is_captured(self) -> bool:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._state_formats import FORMATS
+from tritonamp.kernels._update import Update
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.policy import STATES
 from tritonamp.step.changes import Changes
@@ -59,22 +60,26 @@ class FusedStep:
 
     def step(
         self, gradients: Gradients, grad_scale: Tensor | None, found_inf: Tensor | None
-    ) -> None:
+    ) -> UpdateLists | None:
         """Update parameters, state and half copies in one pass, or skip on the device.
 
         Args:
             gradients: lists of the step; "params" and "copies" are written.
             grad_scale: factor on the gradients, 0-d; None: 1.
             found_inf: 0-d flag, skip on the device if it is not 0; None: always step.
+
+        Returns:
+            the lists of the step with its launches, which another step on the same tensors may
+            repeat; None: none may.
         """
         if not len(gradients.lists):
-            return
+            return None
         groups = self._optimizer.param_groups
         tells_first = self.rule.tells_first_step(groups)
         # the one host read of such rules: a skipped step makes no state, so the next one is still
         # the first
         if tells_first and found_inf is not None and bool(found_inf):
-            return
+            return None
         rules = [self.rule.hyperparameters(group) for group in groups]
         # number len(groups) + g is the first-step rule of group g
         if tells_first:
@@ -85,6 +90,8 @@ class FusedStep:
         for part in [lists] if self._offload is None else self._offload.parts_on_device(lists):
             updates = UpdateLists(part, rules, group_of)
             self.rule.update(updates, grad_scale, found_inf, self._backend)
+        is_whole = self._offload is None and not tells_first
+        return updates if is_whole and isinstance(self.rule.update, Update) else None
 
     def _in_shape(self, gradients: Gradients, tells_first: bool) -> tuple[TensorLists, list[int]]:
         """Return the lists of a step with its state, and the rule of each parameter.

@@ -92,9 +92,13 @@ class FusedRule:
         return found
 
     @functools.cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the hyperparameters in a group; "betas", a pair, stands there once."""
+        return tuple(dict.fromkeys(map(_key, self.update.rule._fields)))
+
+    @functools.cached_property
     def _read(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-        # "betas", a pair, is read once
-        return operator.itemgetter(*dict.fromkeys(map(_key, self.update.rule._fields)))
+        return operator.itemgetter(*self.keys)
 
     @functools.cached_property
     def _betas(self) -> int | None:

@@ -386,7 +386,10 @@ class MasterWeights:
 
     def has_gradients(self) -> bool:
         """Tell whether a backward has left a gradient since the last step or clearing."""
-        return self._true.is_aside or any(g is not None for g in map(_grad, self.stepped.params))
+        for grad in map(_grad, self.stepped.params):
+            if grad is not None:
+                return True
+        return self._true.is_aside
 
     def with_gradient(self) -> int:
         """Return the number of parameters of the model that have a gradient."""

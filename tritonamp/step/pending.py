@@ -2,8 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,15 +10,22 @@ from torch.optim import Optimizer
 
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.distributed.sharding import full_tensor
+from tritonamp.kernels._decision import Verdict, new_verdicts
 from tritonamp.kernels._dynamo import between_graphs
+from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._transfer import transfer
+from tritonamp.kernels.device import is_capturing
 from tritonamp.policy import Policy
 from tritonamp.scaler import GradScaler, widened
 from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.decision_log import DecisionLog
+from tritonamp.step.gradients import Gradients
 from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.outcome import Forwards, Outcome, found_inf_of
 from tritonamp.step.outliers import OutlierWindows
+from tritonamp.step.steady_step import SteadyStep
+
+_VERDICTS = 64  # that are made at once
 
 
 class PendingDecisions:
@@ -57,6 +63,7 @@ class PendingDecisions:
         self._log = log
         self._forwards = forwards
         self._turns = itertools.count()
+        self._verdicts: list[Verdict] = []  # of later decisions
         self._decisions: list[Decision] = []
         self._has_last_stage = False
         # vetoes of losses that the user has scaled, because the step opens their decision
@@ -88,10 +95,9 @@ class PendingDecisions:
         # Before the search for an open decision: a batch whose gradients the user has cleared is
         # not judged with this loss.
         self._end_zeroed(weights)
-        candidates = (d for d in self._decisions if d.scaler is scaler and d.phase is Phase.OPEN)
-        joined = next((d for d in candidates if set(d.waiting) & set(weights)), None)
+        joined = self._open_one(scaler, weights)
         # micro-batches add up their gradients, so they have one scale
-        decision = joined or Decision(scaler, loss.device, None, [], True, self._backend)
+        decision = joined or self._new_decision(scaler, loss.device, None, [], True)
         wide = widened(loss)
         scaled = wide * transfer(decision.scale, loss.device)
         if joined is None:
@@ -122,6 +128,39 @@ class PendingDecisions:
             raise
         finally:
             decision.blocks -= 1
+
+    def _open_one(self, scaler: GradScaler, weights: Sequence[MasterWeights]) -> Decision | None:
+        """Return the open decision that a loss joins; None: the loss opens one of its own."""
+        for decision in self._decisions:
+            is_open = decision.scaler is scaler and decision.phase is Phase.OPEN
+            if is_open and not set(weights).isdisjoint(decision.waiting):
+                return decision
+        return None
+
+    def _new_decision(
+        self,
+        scaler: GradScaler,
+        device: torch.device,
+        loss_nonfinite: Tensor | None,
+        waiting: Iterable[MasterWeights],
+        moves_scale: bool,
+    ) -> Decision:
+        """Return a decision. The arguments are those of ``Decision``."""
+        where = scaler.scale_tensor(device).device
+        known = self._verdicts
+        if not known or known[-1].numbers.device != where or is_capturing(where):
+            known = self._more_verdicts(where)
+        verdict = known.pop()
+        return Decision(
+            scaler, device, verdict, loss_nonfinite, waiting, moves_scale, self._backend
+        )
+
+    @leaves_inference_mode
+    def _more_verdicts(self, device: torch.device) -> list[Verdict]:
+        if is_capturing(device):  # each replay writes there
+            return new_verdicts(1, device)
+        self._verdicts = new_verdicts(_VERDICTS, device)
+        return self._verdicts
 
     def begin_backward(self, loss: Tensor) -> Tensor:
         """Open or join the decision of a pipeline's loss whose backward begins.
@@ -213,25 +252,33 @@ class PendingDecisions:
 
     # making decisions, and taking them back
 
-    def decide(self, decision: Decision, max_norm: float | None = None, **how: Any) -> None:
+    def decide(
+        self,
+        decision: Decision,
+        max_norm: float | None = None,
+        undoable: bool = False,
+        known: Mapping[MasterWeights, Gradients | SteadyStep] | None = None,
+    ) -> None:
         """Make a decision and log it, unless it was made before.
 
         Args:
             decision: the decision.
             max_norm: 2-norm to which the gradients are clipped; None: they are not clipped.
-            **how: further arguments of ``Decision.decide``.
+            undoable: as for ``Decision.decide``.
+            known: as for ``Decision.decide``.
         """
         if decision.is_decided:
             return
         looked = self._log.look(decision)
-        self._make(decision, max_norm, **how)
+        self._make(decision, max_norm, undoable, known)
         try:
-            untouched = all(w.is_untouched for w in decision.waiting)
+            waiting = decision.waiting
+            untouched = all([w.is_untouched for w in waiting])
             # A forward that trains other optimizers alone belongs to their decision. A GAN makes
             # its fakes before the discriminator's step, and goes back through them after it.
-            others = [w for w in self._weights.values() if w not in decision.waiting]
-            forwards = self._forwards.pop_all([w.parameters() for w in others])
-            self._log.decided(Outcome(decision.scaler.rule, forwards, untouched), looked)
+            others = [w.parameters() for w in self._weights.values() if w not in waiting]
+            forwards = self._forwards.pop_all(others)
+            self._log.decided(Outcome(decision.rule, forwards, untouched), looked)
         except BaseException:
             # The log has noted nothing, so only the decision is undone. Several ranks keep it: the
             # others may not have failed, and this one would decide again without them.
@@ -239,15 +286,21 @@ class PendingDecisions:
                 decision.undo()
             raise
 
-    def _make(self, decision: Decision, max_norm: float | None, **how: Any) -> None:
+    def _make(
+        self,
+        decision: Decision,
+        max_norm: float | None,
+        undoable: bool,
+        known: Mapping[MasterWeights, Gradients | SteadyStep] | None = None,
+    ) -> None:
         """Make a decision on the present gradients."""
         # Numbers of turns order decisions that move the same scale, record and window. They are
         # taken back in the reverse order, because each restores the values that it has found.
         decision.turn = next(self._turns)
-        params = [w.parameters() for w in decision.waiting]
-        record = self._log.record(params, decision.scale.device, self._ranks.members)
-        outlying = self.outlier_windows.limit(decision.scaler, decision.scale.device)
-        decision.decide(record, self._ranks, max_norm, outlying=outlying, **how)
+        params, device = [w.stepped.params for w in decision.waiting], decision.scale.device
+        record = self._log.device_record.place(params, device, self._ranks.members)
+        outlying = self.outlier_windows.limit(decision.scaler, device)
+        decision.decide(record, self._ranks, max_norm, undoable, outlying, known)
 
     def undo(self, decisions: Sequence[Decision]) -> None:
         """Take back decisions that a failed step has made, so that the step can be repeated."""
@@ -305,8 +358,8 @@ class PendingDecisions:
         for decision in decided:
             # in the order of before, with the same norm: without a veto the bits are those of one
             # decision
-            self._make(decision, decision.max_norm, undoable=True)
-            self._log.decided_again(decision.scaler.rule)
+            self._make(decision, decision.max_norm, True)
+            self._log.decided_again(decision.rule)
 
     # which decisions an optimizer waits for
 
@@ -354,7 +407,7 @@ class PendingDecisions:
         if self._ranks.staged or (by_hand is not None and moves_scale):
             waiting += self._others_with_gradients(w)
         moves_scale |= by_hand is None
-        decision = Decision(self._scaler, device, flag, waiting, moves_scale, self._backend)
+        decision = self._new_decision(self._scaler, device, flag, waiting, moves_scale)
         self._decisions.append(decision)
         for waits in waiting:
             waits.begin_scaled(decision)

@@ -6,9 +6,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.kernels._native import PLAIN_STEPS
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._steady import Steady
 from tritonamp.kernels._update_lists import UpdateLists, operands_of, send_rules
+from tritonamp.kernels.device import is_capturing
 from tritonamp.kernels.grad_stats import Prepared, prepared_stats
 from tritonamp.step.fused_rule import FusedRule
 
@@ -76,11 +78,13 @@ class SteadyStep:
             params: parameters of the model, in the same order.
         """
         lists = updates.tensors
-        in_stats, in_step = lists.known_plan(("grads",)), lists.known_plan()
-        if updates.launches is None or in_stats is None or in_step is None:
+        # a captured step is repeated by its CUDA graph
+        if PLAIN_STEPS or updates.launches is None or is_capturing(params[0].device):
             return None
+        in_stats, in_step = lists.plan(("grads",)), lists.plan()
+        stats = prepared_stats(in_stats)
         # Several devices, and copies of tensors with gaps, are work of the host in each step.
-        if len(in_step.devices) > 1 or in_stats.copies or in_step.copies:
+        if stats is None or len(in_step.devices) > 1 or in_stats.copies or in_step.copies:
             return None
         plans = in_stats, in_step
         in_plans = [plan.slots("grads") for plan in plans]
@@ -98,7 +102,7 @@ class SteadyStep:
         )
         if touched is None:
             return None
-        return cls(touched, updates, rule, optimizer.param_groups, plans, prepared_stats(in_stats))
+        return cls(touched, updates, rule, optimizer.param_groups, plans, stats)
 
     def has_like_gradients(self) -> bool:
         """Tell whether the gradients are like those of the last step, so that ``stats`` may run."""

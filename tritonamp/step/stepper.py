@@ -1,7 +1,5 @@
 """From a backward to the new weights: decide, then step or skip."""
 
-import functools
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -144,9 +142,11 @@ class Stepper:
         Returns:
             the norm before clipping, 0-d.
         """
-        by_optimizer = [self.pending.decisions_of(o, moves_scale=True) for o in optimizers]
-        decisions = list(dict.fromkeys(itertools.chain(*by_optimizer)))
-        all_scaled = all(self.weights[o].decision in decisions for o in optimizers)
+        decisions: list[Decision] = []
+        for optimizer in optimizers:
+            found = self.pending.decisions_of(optimizer, moves_scale=True)
+            decisions += [decision for decision in found if decision not in decisions]
+        all_scaled = all([self.weights[o].decision in decisions for o in optimizers])
         if len(decisions) == 1 and not decisions[0].is_decided and all_scaled:
             # the step multiplies by the clip coefficient, at no extra pass
             self.pending.decide(decisions[0], max_norm, undoable=True)
@@ -220,8 +220,7 @@ class Stepper:
             if fused is None:
                 self._step_by_itself(w, decisions)
             else:
-                step = functools.partial(self._step_in_one_pass, w, decisions, fused)
-                run_with_hooks(step, optimizer)
+                run_with_hooks(self._step_in_one_pass, optimizer, w, decisions, fused)
         except BaseException:
             # The decisions are undone, so that the call can be repeated. An optimizer that no
             # longer waits has stepped, and a hook after the step has raised: that step stays.
@@ -269,10 +268,10 @@ class Stepper:
 
     def _step_in_one_pass(
         self,
+        _: Optimizer,
         w: MasterWeights,
         decisions: Sequence[Decision],
         fused: FusedStep,
-        optimizer: Optimizer,
     ) -> None:
         # The user's hooks before the step have run. The decision comes after them, because they may
         # have changed the gradients.

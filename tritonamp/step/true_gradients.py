@@ -23,7 +23,7 @@ class TrueGradients:
         self._aside: dict[Tensor, Tensor] = {}  # by master
 
     def __bool__(self) -> bool:
-        return len(self._shown) > 0 or len(self._aside) > 0
+        return bool(self._shown.own or self._aside)
 
     @property
     def is_aside(self) -> bool:

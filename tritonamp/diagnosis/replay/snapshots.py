@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from tritonamp.nested import leaves, map_leaves
 
 # while a storage lives, all its views have one Python object for it (torch 2.11 to 2.15)
 Storage = weakref.ref[torch.UntypedStorage]
+Outputs = Iterable[tuple[int, Storage]]
+"""Storages of outputs of models, while they live, each after its number."""
 
 
 class BatchGoneError(RuntimeError):
@@ -36,7 +38,9 @@ class Snapshot:
     """
 
     ambient: AmbientState  # generators, grad mode and autocast of the forward; the owner sets it
+    gpus: Sequence[torch.device] = ()  # GPUs that the arguments are on
 
+    _computed: Sequence[int] = ()  # which leaves of the arguments were part of a graph
     _outputs: Sequence[weakref.ref[Tensor]] = ()
     _grads: Mapping[int, Tensor] = {}
 
@@ -45,29 +49,24 @@ class Snapshot:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
         method: str = "__call__",  # of the model, called instead of its forward
-        outputs: Sequence[Storage] = (),  # of earlier outputs of models, while they live
+        earlier: tuple[Outputs, int] = ((), 0),  # outputs, and the number of those before it
+        versions: list[int] | None = None,  # of tensors without graphs, if all arguments are
     ) -> None:
         self.model = model
         self.method = method
         self.training = model.training
-        self._earlier = outputs
-        self._versions: list[int] = []
-        self._computed: list[int] = []  # which leaves of the arguments were part of a graph
-        self.gpus: list[torch.device] = []  # GPUs that the arguments are on
-        note = self._noted
-        given = [note(v) if type(v) is Tensor else map_leaves(note, v) for v in args]
-        self._given = tuple(given), kwargs and map_leaves(note, kwargs)
+        self._earlier = earlier
+        self._versions: list[int] = [] if versions is None else versions
+        if versions is None:
+            args, kwargs = map_leaves(self._noted, args), kwargs and map_leaves(self._noted, kwargs)
+        self._given = args, kwargs
 
     def weakened(self) -> "Snapshot":
         """Return the same forward, with weak references to the tensors of its batch."""
         weak = Snapshot.__new__(Snapshot)
-        vars(weak).update(vars(self))  # copy.copy takes five times as long, and each step does this
-        weak._given = map_leaves(
-            lambda v: weakref.ref(v) if isinstance(v, Tensor) else v, self._given
-        )
-        weak._outputs, weak._grads = (), {}
+        given = map_leaves(_weak, self._given)
+        vars(weak).update(vars(self), _given=given, _outputs=(), _grads={})
         return weak
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -88,18 +87,13 @@ class Snapshot:
 
     def _noted(self, value: Any) -> Any:
         """Record facts of a leaf of the arguments, and return the leaf without its graph."""
-        if not isinstance(value, Tensor):
-            self._versions.append(0)
-            return value
-        if value.grad_fn is not None:
-            self._computed.append(len(self._versions))
-            value = value.detach()
-        if value.is_cuda:
-            self.gpus.append(value.device)
-        try:
-            self._versions.append(value._version)
-        except RuntimeError:  # tensors of inference mode have none
-            self._versions.append(0)
+        if isinstance(value, Tensor):
+            if value.grad_fn is not None:
+                self._computed = [*self._computed, len(self._versions)]
+                value = value.detach()
+            if value.is_cuda:
+                self.gpus = [*self.gpus, value.device]
+        self._versions.append(_version(value))
         return value
 
     def made(self) -> set[int]:
@@ -108,13 +102,14 @@ class Snapshot:
         They were part of a graph, or are outputs of a forward, detached or not. They do not count
         as data.
         """
-        outputs = {storage() for storage in self._earlier}
+        outputs, until = self._earlier
+        storages = {storage() for number, storage in outputs if number < until}
         returned = [
             i
             for i, value in enumerate(leaves(self.arguments()))
             if isinstance(value, Tensor)
             and value.layout is torch.strided
-            and value.untyped_storage() in outputs
+            and value.untyped_storage() in storages
         ]
         return {*self._computed, *returned}
 
@@ -157,6 +152,10 @@ class Snapshot:
         None: no backward has come yet.
         """
         return [self._grads.get(i) for i in range(len(self._outputs))] if self._grads else None
+
+
+def _weak(value: Any) -> Any:
+    return weakref.ref(value) if isinstance(value, Tensor) else value
 
 
 def _version(value: Any) -> int:
