@@ -87,6 +87,15 @@ def test_gradients(name: str) -> None:
         assert steady.same_gradients() == steady.same() == UNLIKE
 
 
+def test_gradients_that_python_has_not_seen() -> None:
+    """A backward makes gradients that have no object yet."""
+    step = Step()
+    steady = step.steady()
+    step.params[0].grad = None
+    (step.params[0] * 2).sum().backward()
+    assert steady.same() in (SAME, MOVED)
+
+
 def test_fewer_dimensions_of_the_last_gradient() -> None:
     """No size of another gradient follows."""
     step = Step()

@@ -45,6 +45,7 @@ VALUES: dict[str, tuple[str, Any, Any, int]] = {
     "an equal tuple": ("betas", (0.9, 0.99), tuple([0.9, 0.99]), SAME),
     "a longer tuple": ("betas", (0.9, 0.99), (0.9, 0.99, 0.999), UNLIKE),
     "a shorter tuple": ("betas", (0.9, 0.99), (0.9,), UNLIKE),
+    "a shorter tuple at the end": ("absent", (0.9, 0.99), (0.9,), UNLIKE),  # no value follows
     "a float in a tuple to int": ("betas", (1.0, 0.99), (1, 0.99), UNLIKE),
     "an int in a tuple": ("betas", (1, 0.99), (0, 0.99), UNLIKE),
     "tuples in a tuple": ("betas", ((1.0,), ()), ((2.0,), ()), FLOATS),
