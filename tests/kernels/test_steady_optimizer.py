@@ -241,6 +241,38 @@ def test_no_state() -> None:
     assert steady.same() == UNLIKE
 
 
+# the last entry that was recorded, after which no other one would be unlike
+
+
+ENDS: dict[str, tuple[Change, Change]] = {
+    "key of a group": (
+        lambda step: None,
+        lambda step: step.optimizer.param_groups[-1].popitem(),
+    ),
+    "parameter of a group": (
+        lambda step: reorder(step.optimizer.param_groups[-1], "params"),
+        lambda step: step.optimizer.param_groups[-1]["params"].pop(),
+    ),
+    "parameter of the state": (
+        lambda step: None,
+        lambda step: step.optimizer.state.popitem(),
+    ),
+    "value of the state": (
+        lambda step: reorder(step.optimizer.state, step.masters[0]),
+        lambda step: step.values.popitem(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_last_entry_gone(name: str) -> None:
+    step, (prepare, change) = Step(), ENDS[name]
+    prepare(step)
+    steady = step.steady()
+    change(step)
+    assert steady.same() == UNLIKE
+
+
 # what has no value
 
 NONE: dict[str, Change] = {
