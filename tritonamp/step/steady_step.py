@@ -129,6 +129,7 @@ class SteadyStep:
         if changed & _HYPERPARAMETERS:
             rules = [self._rule.hyperparameters(group) for group in self._groups]
             send_rules(self._memory, rules, self.device)
+            self._touched.sent_hyperparameters()
         return True
 
     def run(self, grad_scale: Tensor, found_inf: Tensor) -> None:
@@ -149,3 +150,4 @@ class SteadyStep:
     def _send_gradients(self) -> None:
         for plan in self._plans:
             plan.send_written("grads")
+        self._touched.sent_gradients()
