@@ -59,7 +59,7 @@ def of_two_kinds(
 
 
 MUONS = {"Muon": muon, "Muon and AdamW": muon_and_adamw}
-NAMES = "AdamW", "amsgrad", "Lion", "SGD momentum", "RMSprop momentum", "our AdamW"
+NAMES = "AdamW", "amsgrad", "Lion", "SGD momentum", "RMSprop momentum", "our AdamW", "SGD"
 PAIRS = ("AdamW", "Lion"), ("AdamW", "AdamW"), ("SGD momentum", "RMSprop momentum")
 MAKERS: dict[str, Callable[..., Any]] = {
     **{name: partial(in_groups, name) for name in NAMES},
@@ -334,9 +334,10 @@ def setup_of(generator: random.Random) -> Setup:
     """Return a setup that ``enable`` takes."""
     pick = generator.choice
     maker, level = pick(list(MAKERS)), pick([*LEVELS, "O2", "O2"])
-    half = pick(["float16", "bfloat16"])
+    # float16 and FP32 state more often: on other lists of tensors the interpreter builds each step
+    half = pick(["float16", "float16", "float16", "bfloat16"])
     states = STATES[:1] if maker in MUONS else STATES[:2] if level == "O3" else STATES
-    state = pick(states)
+    state = pick([STATES[0], STATES[0], *states])
     masters = pick([None, "packed"]) if level == "O2" else None
     growth = pick([0, 2, 3])
     outliers = pick([None, None, 2.0])
