@@ -323,8 +323,8 @@ BETWEEN = tuple(vars(Used))[tuple(vars(Used)).index("change_loop") :]
 """Names of the methods between two steps."""
 HABITS = (
     ("accumulate", "take", "clear"),
-    ("accumulate", "clip", "take", "clear"),
-    ("accumulate", "accumulate", "clip", "take", "change_rates", "clear"),
+    *[("accumulate", "clip", "take", "clear")] * 2,
+    *[("accumulate", "accumulate", "clip", "take", "change_rates", "clear")] * 2,
     ("accumulate", "unscale", "clip", "take", "clear", "average"),
 )
 """Loops; a program has one of them, and departs from it now and then."""
@@ -363,11 +363,19 @@ def program_of(seed: int) -> Program:
     """Return the program of a seed: 12 to 30 steps and changes between them."""
     generator = random.Random(seed)
     setup, habit = setup_of(generator), generator.choice(HABITS)
-    norm, names = generator.randrange(12), ["fill_window"] * (setup.skip_outliers is not None)
+    norm, expert = generator.randrange(12), generator.randrange(3)
+    names = ["fill_window"] * (setup.skip_outliers is not None)
     for _ in range(generator.randint(12, 30)):
         if generator.random() < 0.3:
             names.append(generator.choice(BETWEEN))
         else:
             names += step_of(generator, habit)
-    numbers = (norm if name == "clip" else generator.randrange(12) for name in names)
-    return Program(setup, tuple(zip(names, numbers, strict=True)))
+
+    def number_of(name: str) -> int:
+        number = generator.randrange(12)
+        # most batches have gradients for the same parameters, so that steps are alike
+        if name == "accumulate" and generator.random() < 0.9:
+            number += expert - number % 3
+        return norm if name == "clip" else number
+
+    return Program(setup, tuple((name, number_of(name)) for name in names))
