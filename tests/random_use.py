@@ -324,6 +324,7 @@ BETWEEN = tuple(vars(Used))[tuple(vars(Used)).index("change_loop") :]
 HABITS = (
     ("accumulate", "take", "clear"),
     *[("accumulate", "clip", "take", "clear")] * 2,
+    *[("accumulate", "clip", "take", "clear", "average")] * 2,
     *[("accumulate", "accumulate", "clip", "take", "change_rates", "clear")] * 2,
     ("accumulate", "unscale", "clip", "take", "clear", "average"),
 )
@@ -343,13 +344,13 @@ def setup_of(generator: random.Random) -> Setup:
     outliers = pick([None, None, 2.0])
     trains_half = level in ("O2", "O3")
     grad_dtype = pick([None, torch.float32]) if trains_half else None
-    tracked = trains_half and pick([False, False, True])
+    tracked = trains_half and pick([False] * 5 + [True])
     return Setup(maker, level, half, state, masters, growth, outliers, grad_dtype, tracked)
 
 
 def step_of(generator: random.Random, habit: tuple[str, ...]) -> Iterator[str]:
     """Yield the actions of one step, which departs from the habit in one step of three."""
-    departs = generator.random() < 0.35
+    departs = generator.random() < 0.25
     for name in habit:
         if departs and name == "take":
             for kind in LOSSES, EARLY, GRADIENTS:

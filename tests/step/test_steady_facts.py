@@ -51,6 +51,7 @@ class Changing(Used):
         during: context of the next step of the optimizers.
         opened: contexts that last until the end.
         max_norm: norm to which gradients are clipped; None: they are not.
+        clipped: whether the gradients of this step are clipped already.
         loss_id: number of the loss.
         set_to_none: whether steps leave no gradients, or zeros.
         seen: what hooks have seen.
@@ -61,6 +62,7 @@ class Changing(Used):
         self.during: AbstractContextManager[Any] = nullcontext()
         self.opened = ExitStack()
         self.max_norm: float | None = 1.0
+        self.clipped = False
         self.loss_id = 0
         self.set_to_none = True
         self.seen: list[Any] = []
@@ -77,8 +79,9 @@ class Changing(Used):
         else:
             self.amp.backward(self.loss(1), loss_id=self.loss_id)
         after(self)
-        if self.max_norm is not None:
+        if self.max_norm is not None and not self.clipped:
             self.amp.clip_grad_norm_(self.max_norm)
+        self.clipped = False
         with self.during:
             self.take(0)
         self.during = nullcontext()
@@ -196,6 +199,23 @@ def of_another_size(run: Changing) -> None:
     grad.data = grad.t().contiguous()
 
 
+def clip_now(run: Changing) -> None:
+    run.amp.clip_grad_norm_(1.0)
+    run.clipped = True
+
+
+def move_after_clip(run: Changing) -> None:
+    """Move gradients that later backwards add to, after their statistics were taken."""
+    clip_now(run)
+    run.move_gradients(0)
+    run.set_to_none = False
+
+
+def move_after_clip_and_build(run: Changing) -> None:
+    move_after_clip(run)
+    run.copy_state(0)
+
+
 class Marked(Tensor):
     """A tensor of a class of its own."""
 
@@ -219,6 +239,8 @@ GRADIENTS = {
     "gradient elsewhere": of_gradient(torch.clone, built=False),
     "gradient written": use("write_gradient", 0, of_gradients=True, built=False),
     "gradients accumulated": use("accumulate", 4, of_gradients=True, built=False),
+    "gradients moved after clipping": Fact(move_after_clip, of_gradients=True, built=False),
+    "gradients moved, and a step built": Fact(move_after_clip_and_build, of_gradients=True),
     "gradients unscaled": use("unscale", 0, of_gradients=True),
 }
 
@@ -393,8 +415,7 @@ def veto(flag: bool | Tensor) -> Fact:
 
 
 def veto_after_clip(run: Changing) -> None:
-    run.amp.clip_grad_norm_(1.0)
-    run.max_norm = None
+    clip_now(run)
     run.amp.veto(True)
 
 
