@@ -1,7 +1,6 @@
 """Tensors cut into blocks that stay in the cache, for arithmetic of many passes."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,18 +19,18 @@ def block_size() -> int:
     return _GRAIN * max(8, torch.get_num_threads())
 
 
-def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the elements of tensors of one shape, block by block, as views.
+def blocks(*tensors: Tensor) -> Sequence[tuple[Tensor, ...]]:
+    """Return the elements of tensors of one shape, block by block, as views.
 
-    A tensor that is passed twice is yielded twice, as the same view. Tensors on a GPU, small
-    tensors, and tensors of different layouts are yielded whole.
+    A tensor that is passed twice is returned twice, as the same view. Tensors on a GPU, small
+    tensors, and tensors of different layouts are returned whole.
     """
-    yield from cut(*tensors) or (tensors,)
+    return cut(tensors, block_size()) or [tensors]
 
 
-def cut(*tensors: Tensor) -> list[tuple[Tensor, ...]] | None:
-    """Return the blocks that ``blocks`` yields as a list, or None if the tensors stay whole."""
-    first, size = tensors[0], block_size()
+def cut(tensors: tuple[Tensor, ...], size: int) -> list[tuple[Tensor, ...]] | None:
+    """Return blocks of at most ``size`` elements, or None if the tensors stay whole."""
+    first = tensors[0]
     whole = first.numel() <= size or first.device.type != "cpu"
     flat = None if whole or any(map(is_traceable_wrapper_subclass, tensors)) else _flat(tensors)
     if flat is None:
@@ -41,27 +40,26 @@ def cut(*tensors: Tensor) -> list[tuple[Tensor, ...]] | None:
     return list(zip(*(parts[id(tensor)] for tensor in tensors), strict=True))
 
 
-class Scratch:
-    """Memory for intermediate results of one block, which the next block reuses."""
+Scratch = dict[tuple[str, torch.dtype], Tensor]
+"""Memory for intermediate results of one block, by use and dtype, which the next block reuses."""
 
-    def __init__(self) -> None:
-        self._memory: dict[Any, Tensor] = {}
 
-    def __call__(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return contiguous memory of the shape of ``like``, with arbitrary values.
+def reused(scratch: Scratch, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return contiguous memory of the shape of ``like``, with arbitrary values.
 
-        Args:
-            name: name of the use; calls with one name and dtype share memory.
-            like: a tensor on a CPU.
-            dtype: dtype of the elements.
-        """
-        memory = self._memory.get((name, dtype))
-        if memory is None or memory.numel() < like.numel():
-            memory = self._memory[name, dtype] = torch.empty(like.shape, dtype=dtype)
-        if memory.shape == like.shape:
-            return memory
-        # the last block of a tensor is shorter, and takes the beginning of the memory
-        return memory.view(-1)[: like.numel()].view(like.shape)
+    Args:
+        scratch: memory of earlier calls, which is extended if it is too small.
+        name: name of the use; calls with one name and dtype share memory.
+        like: a tensor on a CPU.
+        dtype: dtype of the elements.
+    """
+    memory = scratch.get((name, dtype))
+    if memory is None or memory.numel() < like.numel():
+        memory = scratch[name, dtype] = torch.empty(like.shape, dtype=dtype)
+    if memory.shape == like.shape:
+        return memory
+    # the last block of a tensor is shorter, and takes the beginning of the memory
+    return memory.view(-1)[: like.numel()].view(like.shape)
 
 
 def _flat(tensors: tuple[Tensor, ...]) -> dict[int, Tensor] | None:
@@ -83,14 +81,24 @@ def overflows(value: Tensor, half: torch.dtype) -> Tensor | None:
     Returns:
         None if the host knows that no element overflows.
     """
-    if not value.numel():
-        return None
-    known = [in_main_memory(extreme) for extreme in torch.aminmax(value)]
-    largest = torch.finfo(half).max
-    # NaN fails this comparison, too, and then the extremes say nothing of the other elements
-    if all(extreme is not None and abs(extreme) <= largest for extreme in known):
+    # the host does not know values on a device
+    if not value.numel() or (value.device.type == "cpu" and not may_overflow([value], [half])):
         return None
     # Without inf and NaN, and rounded before the test, because rounding takes values just above the
     # largest down to it.
     extremes = torch.stack(torch.aminmax(value.nan_to_num(0.0, 0.0, 0.0)))
     return extremes.to(half).isinf().any()
+
+
+def may_overflow(values: Iterable[Tensor], halves: Iterable[torch.dtype]) -> bool:
+    """Tell whether a finite element may become inf in any of ``halves``.
+
+    False is certain. True may be wrong, where inf or NaN hide the other elements, or where the host
+    does not know the values.
+    """
+    extremes = [extreme for v in values if v.numel() for extreme in torch.aminmax(v)]
+    if not extremes:
+        return False
+    largest = in_main_memory(torch.stack(extremes).abs().amax())
+    # NaN fails this comparison, too, and then the extremes say nothing of the other elements
+    return largest is None or not largest <= min(torch.finfo(half).max for half in halves)

@@ -4,14 +4,14 @@ A twin is the specification, and creates a tensor for each result. The updates h
 in blocks that stay in the cache, and reuse memory for intermediate results.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._blocks import Scratch, cut, overflows
-from tritonamp.kernels._transfer import in_main_memory
+from tritonamp.kernels._blocks import Scratch, block_size, cut, may_overflow, overflows, reused
+from tritonamp.kernels._transfer import all_in_main_memory, in_main_memory
 from tritonamp.kernels._update_lists import UpdateLists
 
 _MOST_WAITING = 1 << 20  # bytes of results that wait in memory of their own
@@ -27,33 +27,37 @@ class CpuUpdate:
     Args:
         lists: lists of the step.
         grad_scale: 0-d factor on the gradients, or None.
+
+    Attributes:
+        waiting: tensors and their new values, which are written together.
     """
 
     def __init__(self, lists: UpdateLists, grad_scale: Tensor | None) -> None:
+        self.waiting: list[tuple[Tensor, Tensor]] = []
         self._lists = lists
         # a factor of 1 is known without a wait here, and saves a pass over the gradients
         self._grad_scale = None if in_main_memory(grad_scale) == 1.0 else grad_scale
-        self._results: list[tuple[Tensor, Tensor]] = []
-        self._waiting = 0  # bytes of the results that wait
+        self._bytes = 0  # of the results that wait
+        self._rounded: list[tuple[Tensor, Tensor, int]] = []  # copy, FP32 value, number
         self._overflows: list[tuple[Tensor, Tensor]] = []
-        self._in_place = False  # whether the present block is updated in place
+        self._size = block_size()
+        self._in_place = False  # whether the present blocks are updated in place
         self._scratch = Scratch()
 
-    def blocks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield blocks of tensors of one shape; each is updated before the next one is yielded."""
-        parts = cut(*tensors)
-        self._in_place = parts is not None
-        yield from parts or (tensors,)
-        self._in_place = False
+    def blocks(self, tensors: tuple[Tensor, ...]) -> Sequence[tuple[Tensor, ...]]:
+        """Return blocks of tensors of one shape; each is stored before the next one is loaded."""
+        blocks = cut(tensors, self._size)
+        self._in_place = blocks is not None
+        return blocks or [tensors]
 
-    def load(self, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values of ``target`` in ``dtype``, which the caller may change and store."""
-        # in place, the caller changes the target itself if the dtype is the same
-        return target.to(dtype, copy=not self._in_place)
+    def load(self, dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+        """Return the values of tensors in ``dtype``, which the caller may change and store."""
+        # in place, the caller changes the tensor itself if the dtype is the same
+        return [tensor.to(dtype, copy=not self._in_place) for tensor in tensors]
 
     def scratch(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return reusable memory for an intermediate result; None: the caller allocates."""
-        return self._scratch(name, like, dtype) if self._in_place else None
+        return reused(self._scratch, name, like, dtype) if self._in_place else None
 
     def gradient(self, grad: Tensor, dtype: torch.dtype, maximize: bool) -> Tensor:
         """Return the gradient to descend along, unscaled and clipped; it may be ``grad`` itself."""
@@ -64,38 +68,51 @@ class CpuUpdate:
             grad = torch.mul(grad, self._grad_scale.to(grad.device), out=memory)
         return torch.neg(grad, out=memory) if maximize else grad
 
-    def store(self, target: Tensor, value: Tensor) -> None:
-        """Store ``value``, rounded to the dtype of ``target``: now if in place, else later."""
-        if self._in_place:
+    def store(self, number: int, copy: Tensor, *results: tuple[Tensor, Tensor]) -> None:
+        """Store the results of one parameter, rounded to their dtypes: now if in place, else later.
+
+        Args:
+            number: number of the parameter.
+            copy: half copy of the parameter, or the parameter itself.
+            results: tensors and their new values, first of the parameter.
+        """
+        param, value = results[0]
+        if copy is not param:
+            results = *results, (copy, value)
+            self._rounded.append((copy, value, number))
+        if not self._in_place:
+            self.waiting += results
+            self._bytes += len(results) * value.nbytes
+            if self._bytes > _MOST_WAITING:
+                self.write()
+            return
+        self._note_overflows()
+        for target, value in results:
             if value is not target:  # else the caller has changed the target itself
                 target.copy_(value)
-            return
-        self._results.append((target, value))
-        self._waiting += value.nbytes
-        if self._waiting > _MOST_WAITING:
-            self._write_waiting()
 
-    def store_param(self, param: Tensor, copy: Tensor, value: Tensor, number: int) -> None:
-        """Store a parameter and its copy; set the flag if a finite element became inf there."""
-        self.store(param, value)
-        if copy is param:
-            return
-        self.store(copy, value)
-        found = overflows(value, copy.dtype)
-        if found is not None:
-            self._overflows.append((self._lists.overflow(copy.device)[number], found))
-
-    def write_results(self) -> None:
-        """Write the waiting results. Nothing here allocates, so nothing can fail half-way."""
-        self._write_waiting()
+    def write(self) -> None:
+        """Write the waiting results. Nothing allocates after the first write."""
+        self._note_overflows()
+        for target, result in self.waiting:
+            target.copy_(result)
         for overflow, found in self._overflows:
             overflow.logical_or_(found)
+        self.waiting.clear()
+        self._overflows.clear()
+        self._bytes = 0
 
-    def _write_waiting(self) -> None:
-        for target, result in self._results:
-            target.copy_(result)
-        self._results.clear()
-        self._waiting = 0
+    def _note_overflows(self) -> None:
+        """Note the flags of copies in which a finite element became inf."""
+        rounded, self._rounded = self._rounded, []
+        halves = {copy.dtype for copy, _, _ in rounded}
+        # one look at all small tensors, because nearly always no copy overflows
+        if not may_overflow([value for _, value, _ in rounded], halves):
+            return
+        for copy, value, number in rounded:
+            found = overflows(value, copy.dtype)
+            if found is not None:
+                self._overflows.append((self._lists.overflow(copy.device)[number], found))
 
 
 def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -104,20 +121,13 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
     if in_main_memory(found_inf):
         return
     updates = CpuUpdate(lists, grad_scale)
-    corrected: dict[Any, tuple[Tensor, Tensor]] = {}  # by step count, which most tensors share
     names = "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"
-    rows = zip(lists.rows(names), lists.tensors["steps"], strict=True)
-    for (row, rule, number), steps in rows:
+    for (row, rule, number), counted in zip(lists.rows(names), _counted(lists), strict=True):
         lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, amsgrad, maximize = rule
-        compute = torch.promote_types(row[0].dtype, torch.float32)
-        step = steps + 1
-        key = lists.groups[number], compute, in_main_memory(steps)
-        if key[-1] is None or key not in corrected:  # None: the host does not know the count
-            corrected[key] = corrected_rates(rule, step, compute)
-        rate, root2 = corrected[key]
-        updates.store(steps, step)
-        for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy in updates.blocks(*row):
-            p, m, v = (updates.load(x, compute) for x in (param, exp_avg, exp_avg_sq))
+        compute, steps, step, rate, root2 = counted
+        updates.waiting.append((steps, step))
+        for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, copy in updates.blocks(row):
+            p, m, v = updates.load(compute, param, exp_avg, exp_avg_sq)
             grad = updates.gradient(grad, compute, maximize)
             # weight decay
             if weight_decay != 0:
@@ -136,12 +146,32 @@ def adamw_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tenso
             denom = torch.sqrt(v_max, out=memory).div_(root2).add_(eps)
             _add_quotient(p, m, denom, rate)
 
-            updates.store(exp_avg, m)
-            updates.store(exp_avg_sq, v)
-            if amsgrad:
-                updates.store(max_exp_avg_sq, v_max)
-            updates.store_param(param, copy, p, number)
-    updates.write_results()
+            largest = [(max_exp_avg_sq, v_max)] if amsgrad else []
+            updates.store(number, copy, (param, p), (exp_avg, m), (exp_avg_sq, v), *largest)
+    updates.write()
+
+
+def _counted(lists: UpdateLists) -> list[tuple[Any, ...]]:
+    """Return for each place of AdamW's lists what depends on the step count.
+
+    Returns:
+        dtype of the arithmetic, the present count, the count after the step, and the results of
+        ``corrected_rates``, of which the first is a number if the host knows it.
+    """
+    corrected: dict[Any, tuple[float | Tensor, Tensor]] = {}  # most tensors share a step count
+    tensors, found = lists.tensors, []
+    # a number of its own for each count that the host does not know
+    counts = all_in_main_memory(tensors["steps"]) or range(len(tensors))
+    rows = zip(tensors.numbers, tensors["params"], tensors["steps"], counts, strict=True)
+    for number, param, steps, count in rows:
+        group, compute = lists.groups[number], torch.promote_types(param.dtype, torch.float32)
+        step, key = steps + 1, (group, compute, count)
+        if key not in corrected:
+            rate, root2 = corrected_rates(lists.rules[group], step, compute)
+            known = in_main_memory(rate)
+            corrected[key] = rate if known is None else known, root2
+        found.append((compute, steps, step, *corrected[key]))
+    return found
 
 
 def corrected_rates(rule: Any, step: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -151,13 +181,12 @@ def corrected_rates(rule: Any, step: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return (-(rule.lr / bias_correction1)).to(dtype), bias_correction2.sqrt().to(dtype)
 
 
-def _add_quotient(to: Tensor, a: Tensor, b: Tensor, factor: Tensor) -> None:
-    """Add ``factor * a / b``, in one pass if the host knows the factor. The bits are the same."""
-    value = in_main_memory(factor)
-    if value is None:
+def _add_quotient(to: Tensor, a: Tensor, b: Tensor, factor: float | Tensor) -> None:
+    """Add ``factor * a / b``, in one pass if the factor is a number. The bits are the same."""
+    if isinstance(factor, Tensor):
         to.add_((factor * a).div_(b))
     else:
-        to.addcdiv_(a, b, value=value)
+        to.addcdiv_(a, b, value=factor)
 
 
 def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -168,18 +197,18 @@ def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
     for row, rule, number in lists.rows(("params", "grads", "momentum_buffers", "copies")):
         lr, momentum, dampening, weight_decay, nesterov, maximize = rule
         compute = torch.promote_types(row[0].dtype, torch.float32)
-        for param, grad, momentum_buffer, copy in updates.blocks(*row):
-            p, grad = updates.load(param, compute), updates.gradient(grad, compute, maximize)
+        for param, grad, momentum_buffer, copy in updates.blocks(row):
+            states = [momentum_buffer] if momentum != 0 else []
+            p, *moments = updates.load(compute, param, *states)
+            grad = updates.gradient(grad, compute, maximize)
             memory = updates.scratch("direction", grad, compute)
             # weight decay
             if weight_decay != 0:
                 # into scratch memory, because the gradient may be the user's own tensor
                 grad = torch.add(grad, p, alpha=weight_decay, out=memory)
             # momentum
-            if momentum != 0:
-                buffer = updates.load(momentum_buffer, compute)
+            for buffer in moments:
                 buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
-                updates.store(momentum_buffer, buffer)
                 grad = torch.add(grad, buffer, alpha=momentum, out=memory) if nesterov else buffer
             # update
             if isinstance(lr, Tensor) and lr.device.type != "cpu":  # the host must not wait for it
@@ -187,8 +216,8 @@ def sgd_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor 
             else:
                 p.add_(grad, alpha=-float(lr))
 
-            updates.store_param(param, copy, p, number)
-    updates.write_results()
+            updates.store(number, copy, (param, p), *zip(states, moments, strict=True))
+    updates.write()
 
 
 def lion_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -199,8 +228,8 @@ def lion_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
     for row, rule, number in lists.rows(("params", "grads", "exp_avgs", "copies")):
         lr, beta1, beta2, weight_decay, maximize = rule
         compute = torch.promote_types(row[0].dtype, torch.float32)
-        for param, grad, exp_avg, copy in updates.blocks(*row):
-            p, m = updates.load(param, compute), updates.load(exp_avg, compute)
+        for param, grad, exp_avg, copy in updates.blocks(row):
+            p, m = updates.load(compute, param, exp_avg)
             grad = updates.gradient(grad, compute, maximize)
             part = updates.scratch("part of the gradient", grad, compute)
             memory = updates.scratch("update", grad, compute)
@@ -212,6 +241,5 @@ def lion_on_cpu(lists: UpdateLists, grad_scale: Tensor | None, found_inf: Tensor
             # moment
             m.mul_(beta2).add_(torch.mul(grad, 1 - beta2, out=part))
 
-            updates.store(exp_avg, m)
-            updates.store_param(param, copy, p, number)
-    updates.write_results()
+            updates.store(number, copy, (param, p), (exp_avg, m))
+    updates.write()

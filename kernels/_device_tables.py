@@ -4,7 +4,7 @@ import ctypes
 import functools
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -160,11 +160,27 @@ class DeviceTables:
     def send_pointers(self, name: str, pointers: Sequence[int]) -> None:
         """Replace the pointers of one list, and send them to the device."""
         used = self._kernel_pointers(name, pointers)
-        # only this list's row of the columns is sent; nothing else of a plan moves
-        at = begin = self._column[name] * self._width
+        at = self._column[name] * self._width
         for order in self._order:
             self._memory[at : at + len(order)] = [used[i] for i in order]
             at += _even(len(order))
+        # only this list's row of the columns is sent; nothing else of a plan moves
+        self.send_row(name)
+
+    def slots(self, name: str) -> Iterator[tuple[int, int]]:
+        """Yield the place of each tensor of a list, and the address in main memory of its pointer.
+
+        ``send_row`` sends pointers that were written there.
+        """
+        at = self._column[name] * self._width
+        for order in self._order:
+            for k, i in enumerate(order, start=at):
+                yield i, self._host.data_ptr() + 8 * k
+            at += _even(len(order))
+
+    def send_row(self, name: str) -> None:
+        """Send the pointers of one list to the device."""
+        begin = self._column[name] * self._width
         self._send(begin, begin + self._width)
 
     def _kernel_pointers(self, name: str, pointers: Sequence[int]) -> Sequence[int]:

@@ -26,10 +26,11 @@ class _InPython:
     """Stand-in for the C++ module. Each function returns None, so that Python answers."""
 
     @staticmethod
-    def ask(tensors: Any) -> Any:
+    def ask(*given: Any) -> Any:
         return None
 
-    identities = addresses = versions = facts = dense = grads = count_write = leaf_versions = ask
+    addresses = versions = facts = dense = grads = count_write = leaf_versions = ask
+    steady_record = ask
     run_under = None  # casts/context.py has its own way
 
 
@@ -43,14 +44,9 @@ def use_native() -> None:
         _native = build().module or _InPython
 
 
-def identities(tensors: Sequence[Tensor]) -> bytes:
-    """Return the identities of the tensor objects, 64 bits each."""
-    # None, or no bytes for an empty list: then Python answers, here and below
-    return _native.identities(tensors) or _packed(map(id, tensors))
-
-
 def addresses(tensors: Sequence[Tensor]) -> bytes:
     """Return the addresses of the tensors' first elements, 64 bits each."""
+    # None, or no bytes for an empty list: then Python answers, here and below
     return _native.addresses(tensors) or _packed(map(Tensor.data_ptr, tensors))
 
 

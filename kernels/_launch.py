@@ -1,7 +1,7 @@
 """Launch of a kernel: find the compiled kernel or compile it, then start it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -24,6 +24,28 @@ class Operand(IntEnum):
 
     GRAD_SCALE = 0
     FOUND_INF = 1
+
+
+def run_again(launches: Sequence["Launch"], device: torch.device, *given: Tensor) -> None:
+    """Run the kernels of several launches on one device, one after the other.
+
+    Args:
+        launches: launches with fixed tensors.
+        device: their device.
+        given: tensors for the slots of each launch, by ``Operand``.
+    """
+    pointers, index = 0, -1 if device.index is None else device.index
+    for tensor in given:
+        pointers |= tensor.data_ptr()
+    is_usual = not (INTERPRETED or pointers & 15 or torch._C._len_torch_dispatch_stack())
+    if is_usual and torch.cuda.current_device() == index:
+        # a current stream may change between calls, as under torch.cuda.stream, so it is never kept
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        for launch in launches:
+            launch.again(stream, *given)
+    else:
+        for launch in launches:
+            launch(*given)
 
 
 class KernelError(RuntimeError):
@@ -85,6 +107,7 @@ class Launch:
     maxnreg: int | None = None
     tensors: tuple[Any, ...] | None = None
     _operands: list[tuple[int, Operand]] = field(init=False)
+    _rest: tuple[Any, ...] = field(init=False)  # arguments after the tensors
     # by device and alignment: the start function, and the dictionary that the kernel was found
     # in, since broken_compiler() exchanges it
     _runs: dict[Any, tuple[Any, Any]] = field(init=False, default_factory=dict)
@@ -92,6 +115,7 @@ class Launch:
     def __post_init__(self) -> None:
         tensors = self.tensors or ()
         self._operands = [(i, t) for i, t in enumerate(tensors) if isinstance(t, Operand)]
+        self._rest = (*self.sizes, *self.constants)
 
     def __call__(self, *given: Tensor) -> None:
         """Run the kernel on the tensors' device, on its current stream.
@@ -107,10 +131,10 @@ class Launch:
         tensors = given if self.tensors is None else self.all_tensors(given)
         if is_traced(tensors[0]):
             kernel = torch.library.wrap_triton(self.kernel)[self.grid]
-            kernel(*tensors, *self.sizes, *self.constants, **self._options(tensors[0].device))
+            kernel(*tensors, *self._rest, **self._options(tensors[0].device))
             return
         if INTERPRETED:
-            _interpret(self.kernel, self.grid, tensors, (*self.sizes, *self.constants))
+            _interpret(self.kernel, self.grid, tensors, self._rest)
             return
         # One OR over the addresses settles alignment in the usual case, in which all are multiples
         # of 16. Only other calls need a key with a flag for each tensor.
@@ -134,7 +158,24 @@ class Launch:
             self._runs[kind] = _compiled, run
         # a current stream may change between calls, as under torch.cuda.stream, so it is never kept
         stream = torch._C._cuda_getCurrentRawStream(device)
-        run(*tensors, *self.sizes, *self.constants, stream=stream)
+        run(*tensors, *self._rest, stream=stream)
+
+    def again(self, stream: int, *given: Tensor) -> None:
+        """Run the kernel that the last calls on this device have run.
+
+        The caller knows that its device is current, that nothing traces, and that the addresses of
+        ``given`` are multiples of 16 bytes.
+
+        Args:
+            stream: current stream of the device.
+            given: tensors for the slots, by ``Operand``.
+        """
+        tensors = self.all_tensors(given)
+        kernels, run = self._runs.get(tensors[0].get_device(), _NOT_COMPILED)
+        if kernels is _compiled:
+            run(*tensors, *self._rest, stream=stream)
+        else:
+            self(*given)
 
     def prepare(self, *given: Tensor) -> None:
         """Compile the kernel for a call with these tensors without running it.
@@ -160,6 +201,8 @@ class Launch:
         """Return all tensor arguments of a call that passes ``given``."""
         if self.tensors is None:
             return given
+        if not self._operands:
+            return self.tensors
         tensors = [*self.tensors]
         for i, operand in self._operands:
             tensors[i] = given[operand]
@@ -184,7 +227,7 @@ class Launch:
             key += [size >= 1 << 31 for size in self.sizes]
         compiled = _compiled.get(tuple(key))
         if compiled is None:
-            args = *tensors, *self.sizes, *self.constants
+            args = *tensors, *self._rest
             options = self._options(tensors[0].device)
             compiled = _compiled[tuple(key)] = _compile(self.kernel, self.grid, args, options)
         return compiled

@@ -1,7 +1,8 @@
 """Lists of tensors for kernels that process any number of tensors in one launch."""
 
+import itertools
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -24,18 +25,24 @@ class Memory:
 
     A step that is like an earlier one repeats the launches of its plan; any other step builds a
     plan. A captured CUDA graph has a plan of its own, which no later step writes to.
+
+    Attributes:
+        kinds: kinds of lists that ``TensorLists.note_kind`` has noted, the latest first.
     """
 
     def __init__(self) -> None:
+        self.kinds: list[Hashable] = []
         self._room = _PLANS
         self._plans: list[Plan] = []  # most recently used first
         self._kept: dict[tuple[str, torch.device, tuple[int, ...]], Tensor] = {}
         self._sent: dict[tuple[str, torch.device, tuple[int, ...]], list[Any]] = {}
+        self._parts: dict[Hashable, Memory] = {}
 
-    @property
-    def has_plans(self) -> bool:
-        """Whether an earlier step has left a plan. Without kernels there are none."""
-        return bool(self._plans)
+    def part(self, name: Hashable) -> "Memory":
+        """Return the memory of steps on a part of the lists, which is forgotten with this one."""
+        if name not in self._parts:
+            self._parts[name] = Memory()
+        return self._parts[name]
 
     def find_plan(self, facts: Facts) -> Plan | None:
         """Return the plan of an earlier step whose lists had the same kind, or None."""
@@ -58,9 +65,11 @@ class Memory:
         self._room = max(self._room, parts * _PLANS)
 
     def forget_plans(self) -> list[Tensor]:
-        """Forget the plans, which hold addresses, and return the persistent tensors."""
+        """Forget plans, which hold addresses, and kinds; return the persistent tensors."""
+        self.kinds.clear()
         self._plans.clear()
-        return list(self._kept.values())
+        of_parts = (part.forget_plans() for part in self._parts.values())
+        return [*self._kept.values(), *itertools.chain.from_iterable(of_parts)]
 
     def kept(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -165,9 +174,10 @@ class TensorLists:
     def __contains__(self, name: str) -> bool:
         return name in self._lists
 
-    def get(self, name: str) -> Sequence[Tensor] | None:
-        """Return a list, or None if there is none of this name."""
-        return self._lists.get(name)
+    def named(self, names: Sequence[str]) -> list[Sequence[Tensor | None]]:
+        """Return the named lists; a list of None for each name that has none."""
+        missing = [None] * len(self)
+        return [self._lists.get(name, missing) for name in names]
 
     def __getitem__(self, name: str) -> Sequence[Tensor]:
         return self._lists[name]
@@ -238,27 +248,37 @@ class TensorLists:
 
     def plan(self, names: tuple[str, ...] | None = None) -> Plan:
         """Return the plan of the named lists (None: of all), found or built."""
-        plan = self.known_plan(names)
+        plan = self._plans.get(names)
+        if plan is not None:
+            return plan
+        facts, is_captured = self.facts(names), self._is_captured()
+        plan = None if is_captured else self.memory.find_plan(facts)
         if plan is None:
             lists = {name: self._lists[name] for name in names or self._lists}
-            facts, kinds = self.facts(names), (self._scalars, self.may_repeat)
-            plan = Plan(lists, *kinds, self.numbers, facts)
-            self._plans[names] = plan
+            plan = Plan(lists, self._scalars, self.may_repeat, self.numbers, facts)
             # A replay reads a captured plan's tables. If the plan were kept, a later step would
             # write its own pointers into them.
-            if not self._is_captured():
+            if not is_captured:
                 self.memory.keep_plan(plan)
+        self._plans[names] = plan
         return plan
 
-    def known_plan(self, names: tuple[str, ...] | None = None) -> Plan | None:
-        """Return the plan of the named lists (None: of all) if an earlier step has built it."""
-        plan = self._plans.get(names)
-        # without plans there is nothing to compare, and the facts need not be asked for
-        if plan is None and self.memory.has_plans and not self._is_captured():
-            plan = self.memory.find_plan(self.facts(names))
-            if plan is not None:
-                self._plans[names] = plan
-        return plan
+    def is_of_noted_kind(self) -> bool:
+        """Tell whether lists of this kind were noted by an earlier step."""
+        try:
+            return self.facts().kind in self.memory.kinds
+        except (AttributeError, TypeError, RuntimeError):
+            # A list may hold numbers or None instead of tensors, and sparse tensors have no
+            # address.
+            return False
+
+    def note_kind(self) -> None:
+        """Note the kind of these lists of tensors, for ``is_of_noted_kind`` of later steps."""
+        if PLAIN_STEPS:
+            return
+        # fake tensors and other wrappers have no address, and so no facts
+        with suppress(RuntimeError):
+            self.memory.kinds = [self.facts().kind, *self.memory.kinds[: _PLANS - 1]]
 
     def facts(self, names: tuple[str, ...] | None = None) -> Facts:
         """Return the facts of the named lists (None: of all), collected once."""

@@ -2,16 +2,11 @@
 // a list and returns None if it holds anything but plain tensors and parameters: then Python
 // answers.
 #define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "_steady.h"
 
-#include <ATen/core/TensorBase.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <cstdint>
-#include <cstring>
-#include <exception>
 #include <string>
-#include <vector>
 
 #include "_block.h"
 
@@ -19,19 +14,6 @@
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 
 namespace {
-
-PyTypeObject* tensor_type = nullptr;
-PyTypeObject* parameter_type = nullptr;
-Py_ssize_t offset = 0;  // of the pointer to the TensorImpl, in a tensor's object
-
-at::TensorImpl* impl_of(PyObject* tensor) {
-  return *reinterpret_cast<at::TensorImpl**>(reinterpret_cast<char*>(tensor) + offset);
-}
-
-// Exact types: a subclass may answer differently than the tensor that it holds, so Python asks it.
-bool is_plain(PyObject* tensor) {
-  return Py_TYPE(tensor) == tensor_type || Py_TYPE(tensor) == parameter_type;
-}
 
 // Calls take(tensor, i) for each tensor of a list. Returns false at anything else.
 template <class Take>
@@ -45,22 +27,16 @@ bool each(PyObject* list, Take take) {
   return true;
 }
 
-// Runs code that may throw as torch does. An exception becomes an error of Python.
 template <class Ask>
-PyObject* answer(PyObject* list, Ask ask) {
+PyObject* answer_for(PyObject* list, Ask ask) {
   if (!PyList_CheckExact(list)) Py_RETURN_NONE;
-  try {
-    return ask();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
+  return answer(ask);
 }
 
 // Returns bytes with a 64-bit number for each tensor.
 template <class Number>
 PyObject* numbers(PyObject* list, Number number) {
-  return answer(list, [&]() -> PyObject* {
+  return answer_for(list, [&]() -> PyObject* {
     std::string found(PyList_GET_SIZE(list) * sizeof(uint64_t), '\0');
     auto* out = reinterpret_cast<uint64_t*>(found.data());
     if (!each(list, [&](PyObject* tensor, Py_ssize_t i) { out[i] = number(tensor); }))
@@ -69,14 +45,9 @@ PyObject* numbers(PyObject* list, Number number) {
   });
 }
 
-// The callers keep the objects alive while they compare, so an address identifies one.
-PyObject* identities(PyObject*, PyObject* list) {
-  return numbers(list, [](PyObject* tensor) { return reinterpret_cast<uint64_t>(tensor); });
-}
-
 PyObject* addresses(PyObject*, PyObject* list) {
   return numbers(list, [](PyObject* tensor) {
-    return reinterpret_cast<uint64_t>(impl_of(tensor)->mutable_data());
+    return static_cast<uint64_t>(address_of(impl_of(tensor)));
   });
 }
 
@@ -115,27 +86,9 @@ PyObject* leaf_versions(PyObject*, PyObject* values) {
   return versions == nullptr ? nullptr : Py_BuildValue("NO", versions, on_gpu ? Py_True : Py_False);
 }
 
-// Appends everything about a tensor's layout. Returns false if the tensor is not dense.
-bool describe(const at::TensorImpl* impl, std::vector<int64_t>& kind) {
-  if (impl->layout() != at::kStrided) return false;
-  const auto sizes = impl->sizes();
-  const bool contiguous = impl->is_contiguous();
-  kind.push_back(static_cast<int64_t>(impl->key_set().raw_repr()));  // kind of device, negation bit
-  kind.push_back(
-      static_cast<int64_t>(impl->dtype().toScalarType()) << 32 |
-      static_cast<int64_t>(impl->device().index() + 1) << 16 |
-      static_cast<int64_t>(sizes.size()) << 1 | static_cast<int64_t>(contiguous));
-  for (const int64_t size : sizes) kind.push_back(size);
-  // Contiguous strides follow from the sizes, and are left out because most tensors have them.
-  if (!contiguous) {
-    for (const int64_t stride : impl->strides()) kind.push_back(stride);
-  }
-  return true;
-}
-
 // facts([lists]): the layout and the addresses of the elements, 64 bits each, as in _facts.py.
 PyObject* facts(PyObject*, PyObject* lists) {
-  return answer(lists, [&]() -> PyObject* {
+  return answer_for(lists, [&]() -> PyObject* {
     static std::vector<int64_t> kind, pointers;  // reused by the next call; the GIL protects them
     kind.clear();
     pointers.clear();
@@ -148,7 +101,7 @@ PyObject* facts(PyObject*, PyObject* lists) {
         PyObject* tensor = PyList_GET_ITEM(list, i);
         if (!is_plain(tensor)) Py_RETURN_NONE;
         at::TensorImpl* impl = impl_of(tensor);
-        pointers.push_back(reinterpret_cast<int64_t>(impl->mutable_data()));
+        pointers.push_back(address_of(impl));
         // A tensor of the first list has been described there.
         if (k > 0 && tensor == PyList_GET_ITEM(first, i))
           kind.push_back(-1);
@@ -164,7 +117,7 @@ PyObject* facts(PyObject*, PyObject* lists) {
 
 // Returns True if all tensors are dense.
 PyObject* dense(PyObject*, PyObject* list) {
-  return answer(list, [&]() -> PyObject* {
+  return answer_for(list, [&]() -> PyObject* {
     bool strided = true;
     const bool plain = each(list, [&](PyObject* tensor, Py_ssize_t) {
       strided = strided && impl_of(tensor)->layout() == at::kStrided;
@@ -175,7 +128,7 @@ PyObject* dense(PyObject*, PyObject* list) {
 }
 
 PyObject* grads(PyObject*, PyObject* list) {
-  return answer(list, [&]() -> PyObject* {
+  return answer_for(list, [&]() -> PyObject* {
     // An unset slot of a list that PyList_New returned is null, so the list can be dropped
     // half-way.
     PyObject* found = PyList_New(PyList_GET_SIZE(list));
@@ -191,7 +144,7 @@ PyObject* grads(PyObject*, PyObject* list) {
 }
 
 PyObject* count_write(PyObject*, PyObject* list) {
-  return answer(list, [&]() -> PyObject* {
+  return answer_for(list, [&]() -> PyObject* {
     // Checked before the first write, because Python would count the writes again.
     if (!each(list, [](PyObject*, Py_ssize_t) {})) Py_RETURN_NONE;
     each(list, [](PyObject* tensor, Py_ssize_t) { impl_of(tensor)->bump_version(); });
@@ -199,33 +152,20 @@ PyObject* count_write(PyObject*, PyObject* list) {
   });
 }
 
-// prepare(a plain tensor, the address of its TensorImpl, type of parameters): True if the pointer
-// to the TensorImpl was found exactly once in the tensor's object.
-PyObject* prepare(PyObject*, PyObject* args) {
-  PyObject *tensor = nullptr, *parameter = nullptr;
-  unsigned long long address = 0;
-  if (!PyArg_ParseTuple(args, "OKO", &tensor, &address, &parameter)) return nullptr;
-  int found = 0;
-  for (Py_ssize_t at = sizeof(PyObject); at + 8 <= Py_TYPE(tensor)->tp_basicsize; at += 8) {
-    uint64_t word = 0;
-    std::memcpy(&word, reinterpret_cast<char*>(tensor) + at, sizeof word);
-    if (word == address) {
-      offset = at;
-      found++;
-    }
-  }
-  tensor_type = Py_TYPE(tensor);
-  parameter_type = reinterpret_cast<PyTypeObject*>(parameter);
-  return PyBool_FromLong(found == 1);
-}
-
 PyMethodDef methods[] = {
-    {"identities", identities, METH_O, ""}, {"addresses", addresses, METH_O, ""},
-    {"versions", versions, METH_O, ""},     {"facts", facts, METH_O, ""},
+    {"addresses", addresses, METH_O, ""},
+    {"versions", versions, METH_O, ""},
     {"leaf_versions", leaf_versions, METH_O, ""},
-    {"dense", dense, METH_O, ""},           {"grads", grads, METH_O, ""},
+    {"facts", facts, METH_O, ""},
+    {"dense", dense, METH_O, ""},
+    {"grads", grads, METH_O, ""},
     {"count_write", count_write, METH_O, ""},
     {"prepare", prepare, METH_VARARGS, ""},
+    {"steady_record", steady_record, METH_VARARGS, ""},
+    {"steady_same", steady_same, METH_O, ""},
+    {"steady_same_gradients", steady_same_gradients, METH_O, ""},
+    {"steady_untouched", steady_untouched, METH_O, ""},
+    {"steady_wrote", steady_wrote, METH_O, ""},
     {"run_under", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_under)), METH_FASTCALL,
      ""},
     {nullptr, nullptr, 0, nullptr},

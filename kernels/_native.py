@@ -68,7 +68,7 @@ def _built() -> str:
     torch_folder = Path(torch.__file__).parent
     command = [
         *compiler.split(),
-        *("-std=c++20", "-O1", "-shared", "-fPIC", "-w"),
+        *("-std=c++20", "-O2", "-shared", "-fPIC", "-w"),
         f"-I{torch_folder / 'include'}",
         f"-I{sysconfig.get_paths()['include']}",
         str(folder / "_native.cpp"),

@@ -47,6 +47,7 @@ class Plan:
         tables: tables of ``lists`` without ``scalars``, on these devices.
         scalar_tables: tables of ``scalars``.
         copies: list name, place, and the copy that kernels access instead of the tensor there.
+        launches: launches that read the tables, by name.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Plan:
         self._names = list(lists)
         self._kind, self._pointers = facts
         # kept with the plan, because they read its tables
-        self._launches: dict[Hashable, Any] = {}
+        self.launches: dict[Hashable, Any] = {}
         self.devices = _kernel_devices(lists)
         # a table's rows have one number of elements for all lists, which step counts do not share
         shaped = {name: tensors for name, tensors in lists.items() if name not in scalars}
@@ -89,11 +90,25 @@ class Plan:
                 part.send_pointers(name, numbers_of(pointers))
         self._pointers = facts.pointers
 
+    def slots(self, name: str) -> dict[int, int]:
+        """Return the address in main memory of each pointer of a list, by place of the tensor.
+
+        Tensors without elements have none. ``send_written`` sends what was written there.
+        """
+        return dict(slot for part in self._parts[name] for slot in part.slots(name))
+
+    def send_written(self, name: str) -> None:
+        """Send the pointers of one list after other code has written them to the slots."""
+        for part in self._parts[name]:
+            part.send_row(name)
+        # not known here: the next lists that are compared send all pointers
+        self._pointers = b""
+
     def prepared(self, name: Hashable, prepare: Callable[[], T]) -> T:
         """Return the result of ``prepare``, which is called once for each name."""
-        if name not in self._launches:
-            self._launches[name] = prepare()
-        found: T = self._launches[name]
+        if name not in self.launches:
+            self.launches[name] = prepare()
+        found: T = self.launches[name]
         return found
 
     def _moved_lists(self, facts: Facts) -> Iterator[tuple[str, bytes]]:

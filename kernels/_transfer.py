@@ -1,9 +1,12 @@
 """Copies between devices. The host waits only if it is the one that reads the result."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+_KNOWN = Tensor, "cpu", torch.float32
 
 
 def upload(values: Tensor, target: Tensor) -> None:
@@ -32,8 +35,16 @@ def in_main_memory(flag: Tensor | None) -> float | None:
 
     The value is read from memory without an op of torch, so it costs little and counts as no wait.
     """
-    # a subclass or a fake tensor may have no memory at this address
-    plain = type(flag) is Tensor and flag.device.type == "cpu" and flag.dtype is torch.float32
-    if flag is None or not plain or torch.compiler.is_compiling():
+    if flag is None:
         return None
-    return ctypes.c_float.from_address(flag.data_ptr()).value
+    known = all_in_main_memory([flag])
+    return None if known is None else known[0]
+
+
+def all_in_main_memory(flags: Sequence[Tensor]) -> list[float] | None:
+    """Return the values of 0-d FP32 tensors on the CPU, or None if any tensor is another one."""
+    # a subclass or a fake tensor may have no memory at its address
+    kinds = {(type(flag), flag.device.type, flag.dtype) for flag in flags}
+    if kinds != {_KNOWN} or torch.compiler.is_compiling():
+        return None
+    return [ctypes.c_float.from_address(flag.data_ptr()).value for flag in flags]

@@ -14,7 +14,7 @@ from tritonamp.kernels._memory_order import BLOCK, in_order_of_memory
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._random_bits import random_bits_twin
-from tritonamp.kernels._state_formats import StateFormat, format_of
+from tritonamp.kernels._state_formats import RANDOM_DTYPES, StateFormat, format_of
 from tritonamp.kernels._tables import NUM_WARPS, Table
 from tritonamp.kernels._update_kernel import count_steps_kernel, update_kernel
 from tritonamp.kernels._update_lists import (
@@ -127,8 +127,8 @@ class Update(Implementations):
         """Tell whether there are no remainders, changes, codes and random bits."""
         if "remainders" in tensors or "changes" in tensors:
             return False
-        dtypes = {t.dtype for name in self.states for t in tensors[name]}
-        return not any(format_of(dtype, "steps" in tensors).is_random for dtype in dtypes)
+        dtypes = {state.dtype for name in self.states for state in tensors[name]}
+        return "steps" not in tensors or dtypes.isdisjoint(RANDOM_DTYPES)
 
     # the kernel
 

@@ -1,7 +1,6 @@
 """The lists and hyperparameters of one optimizer's step, and how they reach the device."""
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from tritonamp.kernels._facts import use_native
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch, Operand
-from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._transfer import in_main_memory, transfer
 
@@ -35,6 +34,8 @@ class UpdateLists:
             itself where it is FP32); "changes", the memory of ``_change_bits``.
         rules: hyperparameters by group.
         groups: number of each tensor's group.
+        launches: launches of this step with their devices; None: no kernel has run. A step on the
+            same tensors may repeat them.
     """
 
     def __init__(
@@ -43,42 +44,16 @@ class UpdateLists:
         self.tensors = tensors
         self.rules = rules
         self.groups = groups
+        self.launches: Sequence[tuple[Launch, torch.device]] | None = None
         self._numbers: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def numbers(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return hyperparameters, float64 (groups, n), and groups, int32, on the device."""
         if device not in self._numbers:
-            rows, tensors = self._rows(device)
-            # In memory on the device instead of kernel arguments, so that a schedule of the
-            # learning rate neither recompiles a kernel nor re-captures a graph.
             memory = self.tensors.memory
-            # FP64, as in torch, because kernels compute 1 - beta and bias corrections from them
-            numbers = memory.sent_rows("rules", rows, torch.float64, device)
-            for g, k, value in tensors:
-                numbers[g, k].copy_(transfer(value, device))
             places = memory.sent_rows("groups", [self.groups], torch.int32, device)[0]
-            self._numbers[device] = numbers, places
+            self._numbers[device] = send_rules(memory, self.rules, device), places
         return self._numbers[device]
-
-    def _rows(self, device: torch.device) -> tuple[list[Sequence[Any]], list[tuple[Any, ...]]]:
-        """Return rows of numbers by group, and (group, place, value) of tensors on a device."""
-        rows: list[Sequence[Any]] = []
-        tensors = []
-        for g, rule in enumerate(self.rules):
-            row: list[Any] = list(rule.numbers())
-            rows.append(row)
-            for k, value in enumerate(row):
-                if not isinstance(value, Tensor):
-                    continue
-                # A CPU tensor is read at no cost. A tensor on a device is copied there instead,
-                # because reading it would make the host wait, and a captured graph has to see its
-                # later values.
-                if value.device.type == "cpu" != device.type:
-                    row[k] = float(value)
-                else:
-                    row[k] = None
-                    tensors.append((g, k, value))
-        return rows, tensors
 
     def overflow(self, device: torch.device) -> Tensor:
         """Return int32 flags by number, not 0 where a finite value became inf in half precision."""
@@ -89,16 +64,20 @@ class UpdateLists:
         rules, groups = self.numbers(device)
         return groups, rules, Operand.GRAD_SCALE, Operand.FOUND_INF, self.overflow(device)
 
-    def rows(self, names: Sequence[str]) -> Iterator[tuple[Any, Any, int]]:
-        """Yield the tensors at each place, complex ones as real ones, with rule and number.
+    def rows(self, names: Sequence[str]) -> list[tuple[tuple[Any, ...], Any, int]]:
+        """Return the tensors at each place, complex ones as real ones, with rule and number.
 
-        Missing lists yield None.
+        Missing lists give None.
         """
-        found = map(self.tensors.get, names)
-        lists = [itertools.repeat(None) if tensors is None else tensors for tensors in found]
-        for row, number in zip(zip(*lists, strict=False), self.tensors.numbers, strict=True):
-            real = _as_real(row) if row[0] is not None and row[0].is_complex() else row
-            yield real, self.rules[self.groups[number]], number
+        lists = self.tensors.named(names)
+        return [
+            (
+                _as_real(row) if row[0] is not None and row[0].is_complex() else row,
+                self.rules[self.groups[number]],
+                number,
+            )
+            for row, number in zip(zip(*lists, strict=True), self.tensors.numbers, strict=True)
+        ]
 
     def run(
         self,
@@ -127,7 +106,7 @@ class UpdateLists:
     def _is_in_main_memory(self, found_inf: Tensor | None) -> bool:
         """Tell whether all parameters and the flag that decides a skip are in main memory."""
         known = found_inf is None or in_main_memory(found_inf) is not None
-        return known and all(p.device.type == "cpu" for p in self.tensors["params"])
+        return known and {p.device.type for p in self.tensors["params"]} <= {"cpu"}
 
     def launch(
         self,
@@ -148,7 +127,7 @@ class UpdateLists:
         operands = {}
         for device in plan.devices:
             self.numbers(device)  # sends the hyperparameters that have changed
-            operands[device] = self._operands(device, grad_scale, found_inf)
+            operands[device] = operands_of(self.tensors.memory, device, grad_scale, found_inf)
 
         # all kernels are compiled before the first one runs, so that a failure leaves no half step
         def prepare() -> list[tuple[Launch, torch.device]]:
@@ -159,21 +138,71 @@ class UpdateLists:
             return made
 
         key = launches, len(self.rules)
-        for launch, device in plan.prepared(key, prepare):
+        self.launches = plan.prepared(key, prepare)
+        for launch, device in self.launches:
             launch(*operands[device])
 
-    def _operands(
-        self, device: torch.device, grad_scale: Tensor | None, found_inf: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the factor on gradients and the skip flag, by ``Operand``, FP32 on the device."""
-        if grad_scale is None:
-            grad_scale = self.tensors.kept("one", (), torch.float32, device).fill_(1.0)
-        if found_inf is None:
-            found_inf = self.tensors.kept("zero", (), torch.float32, device)
-        elif found_inf.dtype is not torch.float32:
-            # a kernel is compiled for the dtype of its flag, so all steps pass one dtype
-            found_inf = (found_inf != 0).float()
-        return transfer(grad_scale, device).float(), transfer(found_inf, device)
+
+def send_rules(memory: Memory, rules: Sequence[Hyperparameters], device: torch.device) -> Tensor:
+    """Return hyperparameters on the device, float64 (groups, n); changed ones are sent.
+
+    Args:
+        memory: memory of the steps.
+        rules: hyperparameters by group.
+        device: device of the step.
+    """
+    rows, tensors = _rows(rules, device)
+    # In memory on the device instead of kernel arguments, so that a schedule of the learning rate
+    # neither recompiles a kernel nor re-captures a graph. FP64, as in torch, because kernels
+    # compute 1 - beta and bias corrections from them.
+    numbers = memory.sent_rows("rules", rows, torch.float64, device)
+    for g, k, value in tensors:
+        numbers[g, k].copy_(transfer(value, device))
+    return numbers
+
+
+def _rows(
+    rules: Sequence[Hyperparameters], device: torch.device
+) -> tuple[list[Sequence[Any]], list[tuple[Any, ...]]]:
+    """Return rows of numbers by group, and (group, place, value) of tensors on a device."""
+    rows: list[Sequence[Any]] = []
+    tensors = []
+    for g, rule in enumerate(rules):
+        row: list[Any] = list(rule.numbers())
+        rows.append(row)
+        for k, value in enumerate(row):
+            if not isinstance(value, Tensor):
+                continue
+            # A CPU tensor is read at no cost. A tensor on a device is copied there instead,
+            # because reading it would make the host wait, and a captured graph has to see its
+            # later values.
+            if value.device.type == "cpu" != device.type:
+                row[k] = float(value)
+            else:
+                row[k] = None
+                tensors.append((g, k, value))
+    return rows, tensors
+
+
+def operands_of(
+    memory: Memory, device: torch.device, grad_scale: Tensor | None, found_inf: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the factor on gradients and the skip flag, by ``Operand``, FP32 on the device.
+
+    Args:
+        memory: memory of the steps.
+        device: device of the step.
+        grad_scale: 0-d factor on the gradients, or None for 1.
+        found_inf: 0-d flag, not 0 for a skip, or None for 0.
+    """
+    if grad_scale is None:
+        grad_scale = memory.kept("one", (), torch.float32, device).fill_(1.0)
+    if found_inf is None:
+        found_inf = memory.kept("zero", (), torch.float32, device)
+    elif found_inf.dtype is not torch.float32:
+        # a kernel is compiled for the dtype of its flag, so all steps pass one dtype
+        found_inf = (found_inf != 0).float()
+    return transfer(grad_scale, device).float(), transfer(found_inf, device)
 
 
 class PendingWrites:
@@ -216,8 +245,8 @@ def unscaled(grad: Tensor, grad_scale: Tensor | None, maximize: bool, dtype: tor
     return -grad if maximize else grad
 
 
-def _as_real(row: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _as_real(row: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return a row with views of complex tensors; a tensor that stands in two places stays one."""
     complex_ones = {id(t): t for t in row if t is not None and t.is_complex()}
     real = {key: torch.view_as_real(tensor) for key, tensor in complex_ones.items()}
-    return [real.get(id(tensor), tensor) for tensor in row]
+    return tuple(real.get(id(tensor), tensor) for tensor in row)

@@ -1,15 +1,17 @@
 """Largest magnitude and sum of squares of gradients, the basis of a step's decision. 2 B/param."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._blocks import Scratch, blocks
+from tritonamp.kernels._blocks import Scratch, block_size, cut, reused
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._launch import Launch, run_again
 from tritonamp.kernels._magnitudes import float_bits, magnitude
 from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped, build_name, shipped_lists
 from tritonamp.kernels._tables import Table, chunk_bounds, element_pointer
@@ -17,6 +19,7 @@ from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 _WARPS = 4
+_STATS = "grad_stats"  # name of its launches in a plan
 _VECTORS = 4  # of 16 bytes that a thread waits for
 
 
@@ -58,14 +61,8 @@ def grad_stats_kernel(
 def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
     # gradients alone: other lists would be described and compared for nothing
     with lists.launches(names=("grads",)) as plan:
-        results, launches = plan.prepared("grad_stats", lambda: _prepared(lists, plan.tables))
-        for amax, squares in results:
-            # atomics accumulate, so the maxima of the step before have to go
-            amax.zero_()
-            if len(results) > 1:
-                squares.zero_()  # other devices leave the chunks of this one empty
-        for each in launches:
-            each()
+        prepared = plan.prepared(_STATS, lambda: _prepared(lists, plan.tables))
+        results = prepared.run()
     if len(results) == 1 and results[0][0].device == device:
         return results[0]
     # each device has zeros for the chunks of the others, so that sums are sums of disjoint parts
@@ -73,10 +70,43 @@ def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor,
     return amaxes.amax(0), sums.sum(0)
 
 
-def _prepared(
-    lists: TensorLists, tables: Sequence[Table]
-) -> tuple[list[tuple[Tensor, Tensor]], list[Launch]]:
-    """Return results by device, and the launches that write them."""
+class Prepared(NamedTuple):
+    """The launches on the tables of one plan.
+
+    Attributes:
+        results: largest magnitudes and sums of squares, for each device.
+        launches: launches that write the results.
+    """
+
+    results: list[tuple[Tensor, Tensor]]
+    launches: list[Launch]
+
+    def run(self) -> list[tuple[Tensor, Tensor]]:
+        """Run the launches, and return the results."""
+        for amax, squares in self.results:
+            # atomics accumulate, so the maxima of the step before have to go
+            amax.zero_()
+            if len(self.results) > 1:
+                squares.zero_()  # other devices leave the chunks of this one empty
+        for launch in self.launches:
+            launch()
+        return self.results
+
+    def run_again(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Run the launches, all on one device, and return its results."""
+        amax, squares = self.results[0]
+        amax.zero_()
+        run_again(self.launches, device)
+        return amax, squares
+
+
+def prepared_stats(plan: Plan) -> Prepared | None:
+    """Return the launches of an earlier ``grad_stats`` on lists of this plan; None: none ran."""
+    found: Prepared | None = plan.launches.get(_STATS)
+    return found
+
+
+def _prepared(lists: TensorLists, tables: Sequence[Table]) -> Prepared:
     results, launches = [], []
     chunks = sum(t.chunks for t in tables)
     devices = dict.fromkeys(t.device for t in tables)
@@ -87,7 +117,7 @@ def _prepared(
         squares = lists.kept("squares", (room,), torch.float32, on)[:chunks]
         results.append((amax, squares))
         launches += [_launch_of(t, amax, squares) for t in tables if t.device == on]
-    return results, launches
+    return Prepared(results, launches)
 
 
 def _launch_of(t: Table, amax: Tensor, squares: Tensor) -> Launch:
@@ -104,27 +134,27 @@ def _launch_of(t: Table, amax: Tensor, squares: Tensor) -> Launch:
 
 
 def grad_stats_torch(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
-    scratch, nothing = Scratch(), torch.zeros((), device=device)
+    size, scratch, nothing = block_size(), Scratch(), torch.zeros((), device=device)
     lowest, highest, norms = [nothing] * lists.size, [nothing] * lists.size, [nothing]
     for i, grad in zip(lists.numbers, lists["grads"] if len(lists) else (), strict=True):
         g = grad.detach() if grad.numel() else grad.new_zeros(1)
-        extremes = torch.aminmax(g.abs() if g.is_complex() else g)
-        lowest[i], highest[i] = (extreme.to(device) for extreme in extremes)
-        norms += [torch.linalg.vector_norm(part).to(device) for part in _widened(g, scratch)]
+        low, high = torch.aminmax(g.abs() if g.is_complex() else g)
+        lowest[i], highest[i] = low.to(device), high.to(device)
+        norms += _norms(g, device, size, scratch)
     # "nothing" comes first in each list, because stack refuses an empty list
     amax = torch.stack([nothing, *lowest, nothing, *highest]).view(2, -1).abs().amax(0)
     return amax[1:].float(), torch.stack(norms)[1:].square().float()
 
 
-def _widened(g: Tensor, scratch: Scratch) -> Iterator[Tensor]:
-    """Yield parts of ``g`` in FP32 or wider; each part reuses the memory of the one before."""
+def _norms(g: Tensor, device: torch.device, size: int, scratch: Scratch) -> list[Tensor]:
+    """Return norms of blocks of ``g``, computed in FP32 or wider, on ``device``."""
     dtype = torch.promote_types(g.dtype, torch.float32)
-    if dtype == g.dtype:
-        yield g
-        return
-    for (block,) in blocks(g):
-        plain = type(block) is Tensor and block.device.type == "cpu" and block.is_contiguous()
-        yield scratch("wide", block, dtype).copy_(block) if plain else block.to(dtype)
+    parts = None if dtype == g.dtype else cut((g,), size)
+    if parts is None:
+        return [torch.linalg.vector_norm(g.to(dtype)).to(device)]
+    # a large tensor is widened block by block, in memory that stays in the cache
+    wide = (reused(scratch, "wide", part, dtype).copy_(part) for (part,) in parts)
+    return [torch.linalg.vector_norm(part).to(device) for part in wide]
 
 
 def grad_stats(

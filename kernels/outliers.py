@@ -14,11 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._decision import (
+    LIMITS,
+    OUTLYING,
+    RECORD,
+    Evidence,
+    total_norm,
+    unscaled_amax,
+)
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
-from tritonamp.kernels.decide import LOSS, OUTLYING, RECORD, Evidence, total_norm, unscaled_amax
 from tritonamp.kernels.device import tl, triton
 
 SIZE = 64  # values kept, that of this step included
@@ -102,7 +109,7 @@ def _limit(
 def outliers_kernel(
     amax_ptr, square_ptr, flag_ptr, earlier_ptr, used_ptr, loss_ptr, window_ptr, numbers_ptr,
     out_ptr, n, parts, power,
-    RECORD_AT: tl.constexpr, OUTLYING: tl.constexpr, SIZE: tl.constexpr, MOST: tl.constexpr,
+    LIMITS: tl.constexpr, OUTLYING: tl.constexpr, SIZE: tl.constexpr, MOST: tl.constexpr,
     MIDDLE: tl.constexpr, TO_SIGMA: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
@@ -137,13 +144,13 @@ def outliers_kernel(
             window_ptr + 3 * SIZE, tl.where(seen + 1 < 2 * SIZE, seen + 1, SIZE).to(tl.float32)
         )
     if found:
-        tl.store(numbers_ptr + RECORD_AT, loss.to(tl.float64))
-        tl.store(numbers_ptr + RECORD_AT + 1, loss_middle.to(tl.float64))
-        tl.store(numbers_ptr + RECORD_AT + 2, loss_limit.to(tl.float64))
-        tl.store(numbers_ptr + RECORD_AT + 3, norm.to(tl.float64))
-        tl.store(numbers_ptr + RECORD_AT + 4, norm_middle.to(tl.float64))
-        tl.store(numbers_ptr + RECORD_AT + 5, norm_limit.to(tl.float64))
-        tl.store(numbers_ptr + RECORD_AT + 6, tl.div_rn(power, TO_SIGMA).to(tl.float64))
+        tl.store(numbers_ptr + LIMITS, loss.to(tl.float64))
+        tl.store(numbers_ptr + LIMITS + 1, loss_middle.to(tl.float64))
+        tl.store(numbers_ptr + LIMITS + 2, loss_limit.to(tl.float64))
+        tl.store(numbers_ptr + LIMITS + 3, norm.to(tl.float64))
+        tl.store(numbers_ptr + LIMITS + 4, norm_middle.to(tl.float64))
+        tl.store(numbers_ptr + LIMITS + 5, norm_limit.to(tl.float64))
+        tl.store(numbers_ptr + LIMITS + 6, tl.div_rn(power, TO_SIGMA).to(tl.float64))
 
 
 def outliers_triton(
@@ -154,9 +161,9 @@ def outliers_triton(
     numbers: Tensor,
     flag: Tensor,
 ) -> None:
-    tensors = (*evidence, used_scale, loss, limit.window, numbers, flag)
+    tensors = (*evidence[:4], used_scale, loss, limit.window, numbers, flag)
     sizes = len(evidence.amax), len(evidence.square_sum), _TO_SIGMA * limit.sigmas
-    constants = (LOSS, OUTLYING, SIZE, MOST, _MIDDLE, _TO_SIGMA, LEAST, _BLOCK, _PART)
+    constants = (LIMITS, OUTLYING, SIZE, MOST, _MIDDLE, _TO_SIGMA, LEAST, _BLOCK, _PART)
     Launch(outliers_kernel, (1, 1, 1), sizes, constants, 1)(*tensors)
 
 
@@ -168,7 +175,8 @@ def outliers_torch(
     numbers: Tensor,
     flag: Tensor,
 ) -> None:
-    amax, square_sum, nonfinite, found_earlier = evidence
+    amax, square_sum, nonfinite, found_earlier, _ = evidence
+    assert nonfinite is not None and found_earlier is not None
     window, power = limit.window, _TO_SIGMA * limit.sigmas
     inv_scale = used_scale.double().reciprocal().float()
     norm = square_sum.double().sum().sqrt().float() * inv_scale
@@ -189,7 +197,7 @@ def outliers_torch(
     window[-1] = torch.where(counts, after, seen).float()
     sigmas = torch.full_like(norm, limit.sigmas)
     told = torch.stack([loss, middles[0], limits[0], norm, middles[1], limits[1], sigmas]).double()
-    places = slice(LOSS, RECORD)
+    places = slice(LIMITS, RECORD)
     numbers[places] = torch.where(found, told, numbers[places])
     flag.copy_(torch.where(found, OUTLYING, nonfinite))
 
@@ -220,11 +228,11 @@ def outliers(
     MOST of the last SIZE - 1 were outliers.
 
     Args:
-        evidence: evidence of the decision, the same on all ranks.
+        evidence: evidence of the decision, with flags, the same on all ranks.
         used_scale: 0-d float32, the loss scale that the backward used.
         loss: 0-d float32, the same on all ranks; NaN if not known.
         limit: definition of an outlier, with the window.
-        numbers: numbers of the decision's Record. For an outlier, those from ``LOSS`` on
+        numbers: numbers of the decision's Record. For an outlier, those from ``LIMITS`` on
             receive the loss, its median and its limit, the same of the norm, and ``sigmas``.
         flag: 0-d float32, which receives OUTLYING for an outlier, else ``evidence.loss_nonfinite``.
         backend: "auto", "triton" or "eager".

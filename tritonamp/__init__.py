@@ -11,7 +11,6 @@ from tritonamp.casts.user_functions import promote_function as promote_function
 from tritonamp.casts.user_functions import register_float_function as register_float_function
 from tritonamp.casts.user_functions import register_half_function as register_half_function
 from tritonamp.casts.user_functions import register_promote_function as register_promote_function
-from tritonamp.diagnosis.log import NonFiniteError as NonFiniteError
 from tritonamp.kernels.device import UnsupportedDeviceError as UnsupportedDeviceError
 from tritonamp.policy import O0 as O0
 from tritonamp.policy import O1 as O1
@@ -22,6 +21,7 @@ from tritonamp.runtime import Amp as Amp
 from tritonamp.runtime import enable as enable
 from tritonamp.runtime import handle as handle
 from tritonamp.scaler import GradScaler as GradScaler
+from tritonamp.step.outcome import NonFiniteError as NonFiniteError
 
 if TYPE_CHECKING:
     from tritonamp import optim as optim

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tritonamp.diagnosis.log import COUNTS
+from tritonamp.kernels._decision import COUNTS
 from tritonamp.kernels.outliers import WINDOW
 from tritonamp.policy import STATES
 from tritonamp.scaler import GradScaler

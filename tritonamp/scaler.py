@@ -4,20 +4,22 @@ import functools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from tritonamp.kernels._decision import OUTLYING, Evidence, new_verdicts, nonfinite_flag
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._inference import leaves_inference_mode
+from tritonamp.kernels._loss_scale import ScaleRule, ScaleState
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels._optimizers import IN_OPTIM
 from tritonamp.kernels._squares import NO_SQUARES, squares_of
 from tritonamp.kernels._transfer import transfer
-from tritonamp.kernels.decide import OUTLYING, Evidence, ScaleRule, ScaleState, decide
+from tritonamp.kernels.decide import decide
 from tritonamp.kernels.device import is_capturing, refuse_capture, world_size
 from tritonamp.kernels.grad_stats import grad_stats
 from tritonamp.policy import HALF_DTYPES
@@ -25,6 +27,14 @@ from tritonamp.policy import HALF_DTYPES
 MODES = ("interval", "headroom")
 HEADROOM = 2.0**12  # of float16's 65504
 FAULT_FLOOR = 1.0
+_MOST_USERS = 8  # of a scale, those that are gone included, before these are left out
+
+
+class ScaleUser(Protocol):
+    """A user of the scale between the forward of a loss and the decision on its gradients."""
+
+    def keep_scale(self) -> None:
+        """Copy the scale, which is about to move, if it will be needed."""
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -138,6 +148,7 @@ class GradScaler(torch.amp.GradScaler):
         self._scaled = False  # was any loss?
         self.is_replayed = False
         self._memories = _memories_of_gradients()
+        self._users: list[weakref.ref[ScaleUser]] = []
         self._init_hysteresis_tracker = hysteresis
         self._init_ceiling = max_scale
 
@@ -180,7 +191,9 @@ class GradScaler(torch.amp.GradScaler):
                 )
             items = [self.scale(item) for item in outputs]
             return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
-        scaled, nonfinite = scale_loss(outputs, self.scale_tensor(outputs.device))
+        scale = self.scale_tensor(outputs.device)
+        scaled = widened(outputs) * transfer(scale, outputs.device)
+        nonfinite = transfer(nonfinite_flag(outputs.detach()), scale.device)
         assert self._loss_nonfinite is not None
         # in place: replays of a CUDA graph do it again
         torch.maximum(self._loss_nonfinite, nonfinite, out=self._loss_nonfinite)
@@ -194,6 +207,27 @@ class GradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
         return self._scale
+
+    def lend_scale(self, user: ScaleUser, device: torch.device) -> Tensor:
+        """Return an alias of the scale. Whatever moves the scale tells ``user`` first.
+
+        The alias has its own count of writes: autograd may save it, though the scale moves.
+
+        Args:
+            user: user of the alias; only a weak reference is kept.
+            device: as for ``scale_tensor``.
+        """
+        if len(self._users) > _MOST_USERS:
+            self._users = [known for known in self._users if known() is not None]
+        self._users.append(weakref.ref(user))
+        return self.scale_tensor(device).data
+
+    def before_move(self, by: ScaleUser | None = None) -> None:
+        """Have the users of the scale, but ``by``, copy it, because it is about to move."""
+        for known in self._users:
+            user = known()
+            if user is not None and user is not by:
+                user.keep_scale()
 
     # Private. GradScaler of torch 2.11 to 2.15 calls it where it first needs the scale. Our other
     # tensors on the device are made together with the scale.
@@ -335,12 +369,12 @@ class GradScaler(torch.amp.GradScaler):
         elif world_size() > 1:  # no rank may act on a flag of its own
             flag = torch.zeros_like(flag)
         self._loss_nonfinite.copy_(flag)
-        verdict = self._scale.new_zeros(4)
+        verdict = new_verdicts(1, self._scale.device)[0]
         evidence = Evidence(amax, square_sum, flag, flag)
-        how = None, None, self.rule, squares_of([optimizer]), None, verdict
+        how = None, None, self.rule, squares_of([optimizer]), None, verdict.numbers
         decide(evidence, self._scale, *how)
         self.note_amax(amax)
-        found_inf, _, grad_scale, flag = verdict.unbind()
+        _, found_inf, _, grad_scale, flag = verdict
         self.note_flag(flag)
         if not allow_fp16:
             with torch.no_grad():
@@ -449,6 +483,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         for optimizer in filter(keeps_masters, self._memories):
             optimizer._narrow_gradients()  # type: ignore[attr-defined]  # where nothing has stepped
+        self.before_move()
         if new_scale is not None:
             super().update(new_scale)
             self._largest = None
@@ -484,8 +519,8 @@ class GradScaler(torch.amp.GradScaler):
             loss_nonfinite = torch.where(loss_nonfinite >= OUTLYING, loss_nonfinite, 0.0)
         amax = nothing if largest is None else largest.reshape(1)
         evidence = Evidence(amax, nothing, loss_nonfinite, found_inf)
-        unscaled, verdict = torch.ones_like(found_inf), found_inf.new_empty(4)
-        decide(evidence, unscaled, None, self.scale_state, rule, NO_SQUARES, None, verdict)
+        unscaled, (verdict, *_) = torch.ones_like(found_inf), new_verdicts(1, found_inf.device)
+        decide(evidence, unscaled, None, self.scale_state, rule, NO_SQUARES, None, verdict.numbers)
         # other ranks see the gradients of this loss, and not the loss: their scale knows no floor
         if floor is not None and world_size() == 1:
             scale.copy_(torch.maximum(scale, floor))
@@ -514,12 +549,13 @@ class GradScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         state["_init_hysteresis_tracker"], state["_init_ceiling"] = self._hysteresis_and_ceiling()
         passing = ("_memory", "_scale_state", "_loss_nonfinite", "_largest", "_process_group")
-        return {**state, **dict.fromkeys(passing), "_memories": None}
+        return {**state, **dict.fromkeys(passing), "_memories": None, "_users": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._scaled = self.is_replayed = False
         self._memories = _memories_of_gradients()
+        self._users = []
 
     @leaves_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -527,6 +563,7 @@ class GradScaler(torch.amp.GradScaler):
 
         A scale beyond a bound becomes the bound.
         """
+        self.before_move()
         super().load_state_dict(state_dict)
         if not self._enabled:
             return
@@ -581,19 +618,9 @@ def is_watched(optimizer: Any) -> bool:
     )
 
 
-def scale_loss(loss: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``loss * scale``, and a 0-d flag: was the loss non-finite?
-
-    A half loss is scaled in FP32, because 65536 times a half loss would be inf.
-    """
-    value = loss.detach()
-    # Not 0 of inf and NaN alone: fewer launches than isfinite. Not in place, which would save one
-    # more: DTensor refuses that for a loss of which each rank has a summand.
-    nonfinite = (value - value) != 0
-    if nonfinite.dim():
-        nonfinite = nonfinite.any()
-    wide = loss.float() if loss.dtype in HALF_DTYPES else loss
-    return wide * transfer(scale, loss.device), transfer(nonfinite.float(), scale.device)
+def widened(loss: Tensor) -> Tensor:
+    """Return a half loss in FP32, because 65536 times a half loss would be inf."""
+    return loss.float() if loss.dtype in HALF_DTYPES else loss
 
 
 def _of_all_ranks(amax: Tensor, flag: Tensor, groups: Sequence[Any]) -> tuple[Tensor, Tensor]:

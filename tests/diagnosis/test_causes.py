@@ -5,7 +5,6 @@ alarm.
 import logging
 import weakref
 from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from torch import nn
 
 import tritonamp
 from tritonamp.diagnosis.causes import Cause
-from tritonamp.diagnosis.log import StepLog
-from tritonamp.kernels.decide import RECORD
+from tritonamp.kernels._decision import RECORD
+from tritonamp.step.decision_log import DecisionLog
 
 INF, NAN = float("inf"), float("nan")
 
@@ -326,18 +325,16 @@ def test_the_rank_is_named(start: Any, caplog: Any, monkeypatch: pytest.MonkeyPa
 def test_what_was_noted_stays_with_its_names_and_ranks(device: torch.device) -> None:
     first, second = nn.Linear(2, 1, device=device), nn.Linear(3, 1, device=device)
     known = {first.weight: "first.weight", first.bias: "first.bias"}
-    log = StepLog(
-        SimpleNamespace(parameters=lambda: known, tensors=dict, writers=dict), torch.float16
-    )
+    place = DecisionLog(lambda: known).device_record.place
     params = [first.weight, first.bias]
-    alone = log.record([params], device)
+    alone = place([params], device, ())
     alone.numbers[RECORD:] = torch.tensor([1.0, 2.0])
-    paired = log.record([params], device, [4, 6])
+    paired = place([params], device, [4, 6])
     assert paired.numbers[RECORD:].tolist() == [0.0, 0.0, 1.0, 2.0]
     assert paired.places.tolist() == [2, 3, 0, 1]  # of the two ranks, behind the two parameters
     paired.numbers[RECORD:] = torch.tensor([5.0, 6.0, 1.0, 2.0])
     known[second.weight] = "second.weight"
-    grown = log.record([[*params, second.weight]], device, [4, 6])
+    grown = place([[*params, second.weight]], device, [4, 6])
     assert grown.numbers[RECORD:].tolist() == [5.0, 6.0, 1.0, 2.0, 0.0]
     assert grown.places.tolist() == [3, 4, 0, 1, 2]
 

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 import tritonamp
 from tritonamp.commands.error_pages import Section, find, sections
 from tritonamp.diagnosis.skips import Cause, Explanation, Skip
-from tritonamp.kernels.decide import OVERFLOW
+from tritonamp.kernels._decision import OVERFLOW
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "tritonamp/diagnosis/errors.md"

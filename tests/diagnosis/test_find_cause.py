@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tritonamp.diagnosis.causes import Cause, Explanation, Skip, find_cause
 from tritonamp.diagnosis.skips import NO_STEPS, Steps, Writer
-from tritonamp.kernels.decide import FAULT, HUGE, OVERFLOW
+from tritonamp.kernels._decision import FAULT, HUGE, OVERFLOW
 
 INF, NAN = math.inf, math.nan
 FP32_MAX = torch.finfo(torch.float32).max

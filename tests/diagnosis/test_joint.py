@@ -10,7 +10,7 @@ from tritonamp.diagnosis.joint import Finding, explanation_of_all, finding_of_al
 from tritonamp.diagnosis.replay.faults import FaultReport, Remedy
 from tritonamp.diagnosis.replay.verdicts import Event
 from tritonamp.diagnosis.skips import Cause, Explanation, Skip
-from tritonamp.kernels.decide import FAULT, OVERFLOW
+from tritonamp.kernels._decision import FAULT, OVERFLOW
 from tritonamp.watched.places import Place
 
 

@@ -9,12 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tritonamp.diagnosis.log import COUNTS, StepLog
+from tritonamp.diagnosis.clipping import ClippedGradients
+from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.metrics import metrics
+from tritonamp.diagnosis.observer import StepObserver
+from tritonamp.diagnosis.scaled_gradients import ScaledGradients
 from tritonamp.diagnosis.skips import Writer
-from tritonamp.kernels.decide import (
+from tritonamp.diagnosis.unseen_writes import UnseenWrites
+from tritonamp.kernels._decision import (
     AMAX,
     CLEAN,
+    COUNTS,
     FAULT,
     NORM,
     OVERFLOW,
@@ -22,8 +27,10 @@ from tritonamp.kernels.decide import (
     SCALE,
     SKIPPED,
     SKIPPED_SCALE,
-    ScaleRule,
 )
+from tritonamp.kernels._loss_scale import ScaleRule
+from tritonamp.step.decision_log import DecisionLog
+from tritonamp.step.outcome import Outcome
 
 RULE = ScaleRule(2.0, 0.5, 2000, 1, 2.0**-24, 2.0**24)
 
@@ -36,6 +43,10 @@ class Names(NamedTuple):
     writers: Callable[[], Mapping[str, Writer]] = dict
 
 
+def unclipped() -> ClippedGradients:
+    return ClippedGradients(dict, ScaledGradients(list, list, list))
+
+
 class Noted:
     """A log of one parameter, and the decisions that the device notes for it."""
 
@@ -44,9 +55,12 @@ class Noted:
     ) -> None:
         self.param = nn.Parameter(torch.ones(1))
         names = Names(lambda: {self.param: "p"}, lambda: tensors or {})
-        self.log = StepLog(names, torch.float16, log_skips)
+        self.decisions = DecisionLog(names.parameters)
+        self.log = StepLog(self.decisions, names, torch.float16, log_skips)
+        self.decisions.observer = StepObserver(self.log, UnseenWrites(dict), unclipped())
         self.params = [[self.param]]
-        self.numbers = self.log.record(self.params, torch.device("cpu")).numbers
+        place = self.decisions.device_record.place
+        self.numbers = place(self.params, torch.device("cpu"), ()).numbers
 
     def decide(
         self,
@@ -66,7 +80,7 @@ class Noted:
                 self.numbers[SKIPPED], self.numbers[SKIPPED_SCALE] = outcome, scale
                 self.numbers[RECORD] = amax
         if read:
-            self.log.decided(rule, ())
+            self.decisions.decided(Outcome(rule), looked=True)
             self.log.collect(wait=True)
 
     @property
@@ -127,7 +141,7 @@ def test_a_state_that_is_loaded_ends_a_run(caplog: pytest.LogCaptureFixture) -> 
         for _ in range(7):
             noted.decide(OVERFLOW)
         noted.log.load_counts(counts, (5.0, 6.0))
-        assert noted.log.counts() == counts and noted.log.last_good() == (5.0, 6.0)
+        assert noted.decisions.counts() == counts and noted.decisions.last_good() == (5.0, 6.0)
         noted.decide(OVERFLOW)
     assert warned(caplog) == []
     assert caplog.messages[-1].startswith("step 8 skipped (4 of 8): scale overflow: ")
@@ -143,7 +157,7 @@ def test_steps_and_skips_are_kept_one_by_one() -> None:
     assert one == (1, None, 4.0, 3.0, (), "", None)
     assert two == (2, "scale overflow", 8.0, None, ("p",), noted.last, None)
     assert noted.log.last.skip.scale == 8.0
-    assert noted.log.last_good() == (3.0, 2.0)
+    assert noted.decisions.last_good() == (3.0, 2.0)
     assert noted.log.stats() == {
         "steps": 1,
         "skipped": 1,
@@ -239,12 +253,12 @@ def test_since_when_parameters_are_bad() -> None:
 
 def test_numbers_stay_where_they_are_until_the_ranks_are_others() -> None:
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    log = StepLog(Names(lambda: {first: "first", second: "second"}), torch.float16)
+    place = DecisionLog(lambda: {first: "first", second: "second"}).device_record.place
     cpu = torch.device("cpu")
-    numbers = log.record([[first]], cpu, [4, 6]).numbers
-    assert log.record([[first], [second]], cpu, [4, 6]).numbers is numbers
+    numbers = place([[first]], cpu, [4, 6]).numbers
+    assert place([[first], [second]], cpu, [4, 6]).numbers is numbers
     numbers[RECORD:] = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert log.record([[first]], cpu, [5, 7]).numbers[RECORD:].tolist() == [0.0, 0.0, 3.0, 4.0]
+    assert place([[first]], cpu, [5, 7]).numbers[RECORD:].tolist() == [0.0, 0.0, 3.0, 4.0]
 
 
 # For loggers
@@ -288,8 +302,8 @@ def test_metrics_take_what_has_arrived_and_leave_the_rest() -> None:
     noted, waited = Noted(), []
     noted.decide(CLEAN)
     noted.decide(CLEAN, scale=4096.0, read=False)
-    noted.log.decided(RULE, ())
-    (buffer, _), *_ = noted.log._device_record._readback._started
+    noted.decisions.decided(Outcome(RULE))
+    (buffer, _), *_ = noted.decisions.device_record._readback._started
     buffer.is_filled = lambda wait: bool(waited.append(wait))  # not yet
     assert metrics(noted.log)["amp/scale"] == 1024.0
     del buffer.is_filled

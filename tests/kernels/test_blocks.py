@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonamp.kernels import _blocks, _cpu_steps
-from tritonamp.kernels._blocks import blocks, overflows
+from tritonamp.kernels import _blocks, _cpu_steps, grad_stats
+from tritonamp.kernels._blocks import blocks, may_overflow, overflows
 from tritonamp.kernels._cpu_steps import adamw_on_cpu, lion_on_cpu, sgd_on_cpu
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._update import Update
@@ -39,11 +39,15 @@ UPDATES: dict[str, tuple[Any, ...]] = {  # operation, its form in main memory, r
 }
 
 
+def make_blocks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    for module in (_blocks, _cpu_steps, grad_stats):
+        monkeypatch.setattr(module, "block_size", lambda: size)
+
+
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 64 elements, a whole number of vectors, and results that are written at once."""
-    monkeypatch.setattr(_blocks, "block_size", lambda: 64)
-    monkeypatch.setattr(_cpu_steps, "_MOST_WAITING", 256)
+    """Blocks of 64 elements, a whole number of vectors."""
+    make_blocks(monkeypatch, 64)
 
 
 def tensors() -> list[Tensor]:
@@ -97,8 +101,8 @@ def test_bits(
     how = update, rule, half, scale, skip, *moment
     expected = updated(update.in_torch, *how)
     whole = updated(on_cpu, *how)
-    monkeypatch.setattr(_blocks, "block_size", lambda: 64)
-    monkeypatch.setattr(_cpu_steps, "_MOST_WAITING", 256)
+    make_blocks(monkeypatch, 64)
+    monkeypatch.setattr(_cpu_steps, "_MOST_WAITING", 256)  # results are written at once
     for found in (whole, updated(on_cpu, *how)):
         for a, b in zip(expected, found, strict=True):
             assert torch.equal(a, b)
@@ -143,6 +147,17 @@ def test_overflow_is_of_finite_values(half: torch.dtype, extra: float) -> None:
         )
 
 
+@pytest.mark.parametrize("extra", [1.0, INF, 65520.0])
+def test_one_look_at_several_tensors_finds_an_overflow(extra: float) -> None:
+    """In whichever tensor it is, whatever the others hold."""
+    quiet = torch.zeros(0), torch.ones(3), torch.full((2,), -65519.0, dtype=torch.float64)
+    values = [*quiet, torch.tensor(extra)]
+    assert not may_overflow(quiet[:2], HALVES)
+    assert may_overflow(values, HALVES)  # FP64 is not looked at
+    assert may_overflow([*quiet[:2], values[-1]], HALVES) == (extra != 1.0)
+    assert may_overflow(values[-1:], [torch.bfloat16]) == (extra == INF)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES, torch.float64], ids=str)
 @pytest.mark.parametrize("value", [0.0, INF, -INF, NAN])
 def test_statistics_are_those_of_each_tensor_alone(dtype: torch.dtype, value: float) -> None:
@@ -165,14 +180,15 @@ def test_memory_of_an_update_does_not_grow_with_the_parameters(
     count: int, numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scratch of blocks, and results that wait; of whole tensors 14 bytes a parameter and more."""
-    monkeypatch.setattr(_blocks, "block_size", lambda: 1 << 17)
+    make_blocks(monkeypatch, 1 << 17)
     largest = 0
     store = _cpu_steps.CpuUpdate.store
 
-    def noting(self: Any, target: Tensor, value: Tensor) -> None:
+    def noting(self: Any, *results: Any) -> None:
         nonlocal largest
-        store(self, target, value)
-        kept = [*self._scratch._memory.values(), *(value for _, value in self._results)]
+        store(self, *results)
+        values = (value for _, value in self.waiting)
+        kept = {id(v): v for v in (*self._scratch.values(), *values)}.values()
         largest = max(largest, sum(v.nbytes for v in kept))
 
     params = [torch.randn(numel) for _ in range(count)]

@@ -3,6 +3,7 @@ twin alike.
 """
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -12,20 +13,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.conftest import numpy_warns
-from tritonamp.kernels._multi_tensor import TensorLists
-from tritonamp.kernels._squares import LARGEST_SQUARE, NO_SQUARES, Squares
-from tritonamp.kernels.decide import (
+from tritonamp.kernels._decision import (
+    COUNTS,
     EXCEEDING,
+    FAULT,
     HUGE,
+    LIMITS,
+    LOSS,
     RECORD,
     SQUARES,
+    VETO,
     VETOED,
     Evidence,
     Record,
-    ScaleRule,
-    ScaleState,
-    decide,
+    Undo,
+    new_verdicts,
 )
+from tritonamp.kernels._loss_scale import ScaleRule, ScaleState
+from tritonamp.kernels._multi_tensor import TensorLists
+from tritonamp.kernels._squares import LARGEST_SQUARE, NO_SQUARES, Squares
+from tritonamp.kernels.decide import decide
 from tritonamp.kernels.device import INTERPRETED, why_not_triton
 from tritonamp.kernels.grad_stats import grad_stats
 
@@ -270,29 +277,34 @@ RULE = ScaleRule(2.0, 0.5, 2, 1, 2.0**-24, 2.0**24)
 def judge(
     amax: Any,
     square_sum: Any = None,
-    loss_nonfinite: float = 0.0,
+    loss_nonfinite: float | None = 0.0,
     scale: float = 1.0,
     max_norm: float | None = None,
-    found_earlier: float = 0.0,
+    found_earlier: float | None = 0.0,
     state: ScaleState | None = None,
     rule: ScaleRule = RULE,
     record: Record | None = None,
     *,
     squares: Squares = NO_SQUARES,
+    loss: Tensor | None = None,
+    undo: Undo | None = None,
     device: torch.device,
     backend: str,
 ) -> tuple[float, float, float]:
     square_sum = [0.0] * len(amax) if square_sum is None else square_sum
     nonfinite, earlier, used_scale = (
-        torch.tensor(value, device=device) for value in (loss_nonfinite, found_earlier, scale)
+        None if value is None else torch.tensor(value, device=device)
+        for value in (loss_nonfinite, found_earlier, scale)
     )
     stats = (
         torch.as_tensor(values, dtype=torch.float32, device=device) for values in (amax, square_sum)
     )
-    verdict = torch.full((4,), -7.0, device=device)
-    evidence = Evidence(*stats, nonfinite, earlier)
-    decide(evidence, used_scale, max_norm, state, rule, squares, record, verdict, backend)
+    verdict = new_verdicts(1, torch.device(device))[0].numbers.fill_(-7.0)
+    evidence = Evidence(*stats, nonfinite, earlier, loss)
+    decide(evidence, used_scale, max_norm, state, rule, squares, record, verdict, backend, undo)
     found_inf, norm, factor, flag = verdict.tolist()
+    if loss_nonfinite is None:
+        loss_nonfinite = float(loss is not None and not loss.isfinite())
     assert flag in (loss_nonfinite, EXCEEDING) or loss_nonfinite != loss_nonfinite
     return found_inf, norm, factor
 
@@ -473,36 +485,38 @@ def test_the_scale_that_the_backward_used_may_be_the_one_that_moves(
     device: torch.device, backend: str
 ) -> None:
     """The gradients are unscaled by what it was."""
-    state, verdict = scale_state(device, 8.0, 1, 1), torch.zeros(4, device=device)
+    state, verdict = scale_state(device, 8.0, 1, 1), new_verdicts(1, device)[0].numbers
     stats, zero = torch.ones(1, device=device), torch.zeros((), device=device)
     numbers = torch.zeros(RECORD, dtype=torch.float64, device=device)
-    record = Record(numbers, torch.zeros(0, dtype=torch.int64, device=device))
+    record = Record(numbers, torch.zeros(0, dtype=torch.int64, device=device), [])
     how = None, state, RULE, NO_SQUARES, record, verdict, backend
-    decide(Evidence(stats, stats, zero, zero), state.scale, *how)
+    decide(Evidence(stats, stats, zero, zero, zero + 5.0), state.scale, *how)
     assert (state.scale.item(), verdict.tolist()) == (16.0, [0.0, 0.125, 0.125, 0.0])
     stats = stats * INF
-    decide(Evidence(stats, stats, zero, zero), state.scale, *how)
+    decide(Evidence(stats, stats, zero, zero, zero + 6.0), state.scale, *how)
     assert state.scale.item() == 8.0
     numbers = numbers.tolist()
-    assert numbers == [1.0, 1.0, *[0.0] * 4, 0.125, 0.125, 0.0, 16.0, 1.0, 16.0, *[0.0] * 7]
+    assert numbers == [1.0, 1.0, *[0.0] * 4, 0.125, 0.125, 0.0, 16.0, 1.0, 16.0, 6.0, *[0.0] * 7]
 
 
 def record_of(device: torch.device, places: list[int]) -> Record:
     numbers = torch.arange(100.0, 100.0 + RECORD + len(places), dtype=torch.float64, device=device)
-    return Record(numbers, torch.tensor(places, dtype=torch.int64, device=device))
+    return Record(numbers, torch.tensor(places, dtype=torch.int64, device=device), [])
 
 
 def known(record: Record) -> list[float]:
-    """Return the numbers that a decision writes; the count of outliers and their numbers stay.
+    """Return the numbers that a decision without a loss writes, but for NaN as its loss.
+
+    The count of outliers and their numbers stay.
 
     No optimizer squares here, so that the bound of squares is 0 from the first clean one on.
     """
     clean, overflow, fault, outlier, veto, huge, norm, amax, bound, *others = (
         record.numbers.tolist()
     )
-    assert (outlier, huge, others[3:10]) == (103, 105, list(range(112, 119)))
-    assert bound == (0.0 if clean > 100 else 108)
-    return [clean, overflow, fault, veto, norm, amax, *others[:3], *others[10:]]
+    assert (outlier, huge, others[4:11]) == (103, 105, list(range(113, 120)))
+    assert bound == (0.0 if clean > 100 else 108) and math.isnan(others[3])
+    return [clean, overflow, fault, veto, norm, amax, *others[:3], *others[11:]]
 
 
 def test_the_record_by_hand(device: torch.device, backend: str) -> None:
@@ -512,7 +526,7 @@ def test_the_record_by_hand(device: torch.device, backend: str) -> None:
         {"record": record, "device": device, "backend": backend},
     )
     judge([1.0, 2.0, 3.0], [4.0], scale=0.5, **at)
-    assert known(record) == [101, 101, 102, 104, 4.0, 6.0, 0.5, 110, 111, *range(119, 123)]
+    assert known(record) == [101, 101, 102, 104, 4.0, 6.0, 0.5, 110, 111, *range(120, 124)]
     judge([1.0, 2.0, INF], [9.0], scale=4.0, **at)
     assert known(record) == [101, 102, 102, 104, 4, 6, 4.0, 1.0, 4.0, INF, 0.0, 1.0, INF]
     judge([5.0, 2.0, 3.0], [9.0], scale=8.0, loss_nonfinite=1.0, **at)
@@ -540,7 +554,8 @@ def test_the_record_of_many(device: torch.device, backend: str, names: int) -> N
     )
     counts = [100, 102, 102, 103, 104, 105]
     found = record.numbers[:RECORD].tolist()
-    assert found == [*counts, 106, 107, 108, 1, 1, 1, *range(112, 119)]
+    assert math.isnan(found.pop(LOSS))
+    assert found == [*counts, 106, 107, 108, 1, 1, 1, *range(113, 120)]
 
 
 def test_a_record_of_nothing(device: torch.device, backend: str) -> None:
@@ -550,6 +565,75 @@ def test_a_record_of_nothing(device: torch.device, backend: str) -> None:
     assert judge([], **at) == (0.0, 0.0, 1.0)
     judge([], loss_nonfinite=1.0, scale=2.0, **at)
     assert known(record) == [101, 101, 103, 104, 0.0, 0.0, 2.0, 2.0, 2.0, 0.0, 0.0]
+
+
+LOSSES = [
+    (5.0, torch.float32),
+    (0.0, torch.float32),
+    (-3.4e38, torch.float32),
+    (INF, torch.float32),
+    (-INF, torch.float32),
+    (NAN, torch.float32),
+    (1e300, torch.float64),
+    (INF, torch.float64),
+]
+
+
+@pytest.mark.parametrize(("value", "dtype"), LOSSES)
+@pytest.mark.parametrize("flag", [None, 0.0, 1.0, VETOED])
+def test_the_loss_is_noted_and_judged_unless_there_is_a_flag(
+    device: torch.device, backend: str, value: float, dtype: torch.dtype, flag: float | None
+) -> None:
+    record, loss = record_of(device, []), torch.tensor(value, dtype=dtype, device=device)
+    flags = {"loss_nonfinite": flag, "found_earlier": flag}
+    found = judge([1.0], **flags, loss=loss, record=record, device=device, backend=backend)[0]
+    counts, noted = record.numbers[:6].tolist(), record.numbers[LOSS].cpu()
+    assert torch.equal(noted, loss.double().cpu()) or noted.isnan() & loss.isnan().cpu()
+    clean = COUNTS["clean"]
+    outcome = FAULT if flag is None and not math.isfinite(value) else clean
+    outcome = {1.0: FAULT, VETOED: VETO}.get(flag, outcome)
+    assert counts == [100 + i + (i == outcome) for i in range(6)]
+    assert (found != 0.0) == (outcome != clean)
+
+
+def test_an_unknown_loss_without_a_flag_is_finite(device: torch.device, backend: str) -> None:
+    at = {"loss_nonfinite": None, "found_earlier": None, "device": device, "backend": backend}
+    assert judge([1.0], **at)[0] == 0.0
+    assert judge([INF], **at)[0] == 1.0
+
+
+@pytest.mark.parametrize("names", [0, 3, 1024, 1100])
+@pytest.mark.parametrize("moves", [True, False])
+@pytest.mark.parametrize("amax", [1.0, INF])
+def test_a_decision_is_undone_to_the_bit(
+    device: torch.device, backend: str, names: int, moves: bool, amax: float
+) -> None:
+    """And decided again with the same result; a decision that is kept stays as it is."""
+    record, state = record_of(device, [0] * names), scale_state(device, 3.0, 7, 2)
+    at = {"state": state if moves else None, "record": record, "device": device}
+    moved = record.numbers, *state
+    before, after = [tensor.clone() for tensor in moved], []
+    for unless in (None, 0.0, 2.0):
+        undo = Undo(record, state if moves else None)
+        judge([amax], scale=3.0, undo=undo, backend=backend, **at)
+        after.append([tensor.tolist() for tensor in moved])
+        assert not torch.equal(record.numbers, before[0])
+        undo(None if unless is None else torch.tensor(unless, device=device))
+        if unless != 2.0:
+            assert all(map(torch.equal, moved, before))
+        undo()  # only once
+    assert str(after[0]) == str(after[1]) == str(after[2])
+    assert str([tensor.tolist() for tensor in moved]) == str(after[2])
+
+
+def test_nothing_is_restored_that_no_decision_has_moved(device: torch.device) -> None:
+    record, other = record_of(device, [0]), torch.ones(3, device=device)
+    undo = Undo(record, None, [other, record.numbers[LIMITS:RECORD]])
+    undo.memory.fill_(-1.0)
+    record.numbers[LIMITS:RECORD] = other.zero_()[0]
+    undo()
+    assert other.tolist() == [1.0] * 3
+    assert record.numbers.tolist() == list(range(100, 100 + RECORD + 1))
 
 
 EDGE = LARGEST_SQUARE**0.5  # the largest gradient whose square is within the bound
@@ -602,6 +686,8 @@ FLAGS = st.sampled_from([0.0, 0.0, 1.0, 2.0, VETOED, INF])
     st.sampled_from([None, (1.0, 0, 1), (2.0**-24, 1, 0), (2.0**24, 1, 3), (3.0, 0, 2)]),
     st.one_of(st.none(), st.lists(st.integers(-1, 2), max_size=3)),
     st.sampled_from([NO_SQUARES, Squares(0.75, 0.25), Squares(1.0, 1.0), Squares(0.0, 2.0**20)]),
+    st.sampled_from([None, 0.5, INF, NAN]),
+    st.booleans(),
 )
 def test_the_kernel_decides_like_its_twin(
     amax: list[float],
@@ -613,11 +699,14 @@ def test_the_kernel_decides_like_its_twin(
     state: tuple[float, int, int] | None,
     places: list[int] | None,
     squares: Squares,
+    value: float | None,
+    flagged: bool,
 ) -> None:
     """Bit by bit, but for the norm in FP64: summed in another order it may round to the next
     FP32 number, and the clip coefficient adds two roundings of its own.
     """
     rule = RULE._replace(hysteresis=2)
+    loss = None if value is None else torch.tensor(value, device=AT)
     results = []
     for backend in FORMS:
         moved = scale_state(AT, *state) if state else None
@@ -629,14 +718,15 @@ def test_the_kernel_decides_like_its_twin(
         verdict = judge(
             amax,
             square_sum,
-            fault,
+            fault if flagged else None,
             scale,
             max_norm,
-            earlier,
+            earlier if flagged else None,
             moved,
             rule,
             record,
             squares=squares,
+            loss=loss,
             device=AT,
             backend=backend,
         )
@@ -648,7 +738,10 @@ def test_the_kernel_decides_like_its_twin(
     torch.testing.assert_close(torch.tensor(verdict), torch.tensor(other[0]), **close)
     assert moved == other[1]
     torch.testing.assert_close(torch.tensor(numbers), torch.tensor(other[2]), **close)
-    assert numbers[:6] + numbers[7:RECORD] == other[2][:6] + other[2][7:RECORD]
+    for found in numbers, other[2]:
+        # the loss is compared above; NaN is equal to nothing
+        del found[LOSS : LOSS + 1]
+    assert numbers[:6] + numbers[7 : RECORD - 1] == other[2][:6] + other[2][7 : RECORD - 1]
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])

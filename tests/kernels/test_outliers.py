@@ -5,7 +5,7 @@ import torch
 from covering import more
 
 from tests.kernels.conftest import numpy_warns
-from tritonamp.kernels.decide import LOSS, OUTLYING, RECORD, Evidence
+from tritonamp.kernels._decision import LIMITS, OUTLYING, RECORD, Evidence
 from tritonamp.kernels.outliers import Limit, new_window, outliers
 
 pytestmark = numpy_warns
@@ -32,4 +32,4 @@ def test_a_run_step_by_step(triton_device: torch.device, lowest: float) -> None:
         found += [step] if flags[0] == OUTLYING else []
     assert found == [75, 76, 77, 78], "four of 64"
     assert windows[0][-1] == 64 + (119 - 64), "the fault of step 20 was not kept"
-    assert numbers[0][LOSS + 3] > numbers[0][LOSS + 5]
+    assert numbers[0][LIMITS + 3] > numbers[0][LIMITS + 5]

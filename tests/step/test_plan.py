@@ -19,9 +19,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.profiler import ProfilerActivity
+from two_ways import plainly
 
 import tritonamp
-from tritonamp.kernels import _facts, _multi_tensor, _native
+from tritonamp.kernels import _facts, _native
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._update_lists import UpdateLists
 
@@ -71,7 +72,7 @@ def again(plans: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     launch = UpdateLists.launch
 
     def spied(self: UpdateLists, plan: Plan, *args: Any) -> None:
-        noted.append(bool(plan._launches))
+        noted.append(bool(plan.launches))
         launch(self, plan, *args)
 
     monkeypatch.setattr(UpdateLists, "launch", spied)
@@ -274,13 +275,6 @@ def trained(
         for i in range(4):
             run.next_step(change if i == 2 else nothing)
         return run.everything()
-
-
-def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each step look at everything, in Python."""
-    monkeypatch.setattr(_multi_tensor, "PLAIN_STEPS", True)
-    monkeypatch.setattr(_facts, "PLAIN_STEPS", True)
-    monkeypatch.setattr(_facts, "_native", _facts._InPython)
 
 
 Compared = Callable[[Callable[[], list[Tensor]]], list[bool]]

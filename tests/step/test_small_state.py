@@ -17,6 +17,7 @@ from gpuless.real_cuda import AnyCuda
 from helpers import Net, same, snapshot, storage_bytes, take_step
 from runs import FORMS, OPTIMIZERS, Classifying, labelled, started
 from torch import Tensor, nn
+from two_ways import steps
 
 import tritonamp
 
@@ -227,14 +228,11 @@ def test_a_skip_changes_no_bit(run: Any, form: str, level: str) -> None:
 
 
 @each_small
-def test_plans_make_no_difference(run: Any, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tritonamp.kernels import _facts, _multi_tensor
-
+def test_plans_make_no_difference(run: Any, form: str) -> None:
     found = []
     for plain in (False, True):
-        monkeypatch.setattr(_multi_tensor, "PLAIN_STEPS", plain)
-        monkeypatch.setattr(_facts, "PLAIN_STEPS", plain)
-        found.append(run(form, backend="auto").steps(0, 1, 2, 3).everything())
+        with steps(plain):
+            found.append(run(form, backend="auto").steps(0, 1, 2, 3).everything())
     assert same(*found)
 
 

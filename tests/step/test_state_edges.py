@@ -42,7 +42,7 @@ class Convolution(Training):
 
     def stepped(self, seed: int) -> list[Tensor]:
         if not self.remembers:
-            self.amp._parts.weights[self.optimizer]._memory.forget_plans()
+            self.amp._parts.weights[self.optimizer].memory.forget_plans()
         self.step(batch(seed, 2, 3, 6, 6, device=self.device))
         return self.masters() + [t.clone() for t in tensors_of(self.optimizer.state_dict())]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.skips import NO_STEPS, Cause, Explanation, Skip, Steps, Writer
-from tritonamp.kernels.decide import FAULT, HUGE, OUTLIER, VETO
+from tritonamp.kernels._decision import FAULT, HUGE, OUTLIER, VETO
 from tritonamp.watched.ops import nonfinite_samples
 
 # factor over the last step's gradients that a scale looking for its level does not run into

@@ -90,14 +90,14 @@ class ClippedGradients:
             together.
 
     Attributes:
-        is_due: function that returns whether ``look`` wants the gradients of this step.
+        collect: function that reads the numbers that have arrived, as ``Looks.collect``.
     """
 
     def __init__(self, names: Callable[[], Mapping[Tensor, str]], scaled: ScaledGradients) -> None:
         self._names = names
         self._scaled = scaled
         self._looks = Looks(self._read)
-        self.is_due = self._looks.is_due
+        self.collect = self._looks.collect
         # of the last looks: the norm of all gradients, and their largest element
         self._totals: dict[Hashable, list[tuple[float, float]]] = {}
 
@@ -108,11 +108,13 @@ class ClippedGradients:
         """Measure gradients on the device.
 
         Args:
-            key: name of the sequence of steps, as for ``is_due``.
+            key: name of the sequence of steps, by which their totals are compared.
             params: parameters of the model.
             grads: dense gradient of each parameter.
             scale: 0-d tensor, the loss scale that the gradients carry.
         """
+        if self._looks.has_ended:
+            return
         pairs = [
             (p, g)
             for p, g in zip(params, grads, strict=True)

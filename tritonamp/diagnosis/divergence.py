@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.diagnosis.fault_counts import is_power_of_two
-
 # factors over earlier values; see Growth
 _MOVED, _GREW, _EXPLODED = 2.0, 4.0, 16.0
 _LOSS_GREW, _LOSS_EXPLODED, _NORM_GREW = 10.0, 100.0, 10.0
@@ -99,14 +97,11 @@ class WeightSizes:
     def __init__(self, tensors: Callable[[], Mapping[Tensor, str]]) -> None:
         self._ask_tensors = tensors
         self._measured: list[tuple[Tensor, dict[str, Tensor]]] = []  # counts, and sizes
-        self._seen = 0  # steps
 
-    def before_step(self, counts: Tensor) -> None:
-        """Note that a step is about to be taken, or skipped; ``counts`` include it."""
-        self._seen += 1
-        if is_power_of_two(self._seen):
-            norm = functools.partial(torch.linalg.vector_norm, ord=math.inf)
-            self._measured.append((counts.clone(), self._sizes(norm)))
+    def measure(self, counts: Tensor) -> None:
+        """Measure before a step is taken, or skipped; ``counts`` include it."""
+        norm = functools.partial(torch.linalg.vector_norm, ord=math.inf)
+        self._measured.append((counts.clone(), self._sizes(norm)))
 
     def _sizes(self, size: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Return ``size`` of each trainable parameter by name, 0-d on the device."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tritonamp.diagnosis.records import StepRecord
 from tritonamp.diagnosis.skips import Cause, Explanation
-from tritonamp.kernels.decide import CLEAN, NORM
+from tritonamp.kernels._decision import CLEAN, NORM
 
 MOST = 1000  # steps
 
@@ -73,7 +73,7 @@ class History:
         self.records.append(record)
 
     def begin_skip(self, step: int, untouched: bool) -> None:
-        """Note a skip before its cause is known; ``untouched`` as in ``Attached``."""
+        """Note a skip before its cause is known; ``untouched`` as in ``Outcome``."""
         if not self.since:
             self.wrote = step - 1 if untouched and self.last_taken == step - 1 else 0
 

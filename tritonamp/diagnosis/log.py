@@ -1,4 +1,4 @@
-"""Outcome and cause of each step, recorded on the device and read on the host later."""
+"""Outcome and cause of each step, found from the numbers that the device has written."""
 
 import functools
 import logging
@@ -11,26 +11,31 @@ from torch import Tensor
 
 from tritonamp.diagnosis.batches import data_in
 from tritonamp.diagnosis.causes import find_cause
-from tritonamp.diagnosis.device_record import COUNTS as COUNTS
-from tritonamp.diagnosis.device_record import DeviceRecord
 from tritonamp.diagnosis.divergence import Fp32Run, Growth, WeightSizes, growth_of
 from tritonamp.diagnosis.fault_counts import is_power_of_two
 from tritonamp.diagnosis.history import History
-from tritonamp.diagnosis.records import Attached, StepRecord
+from tritonamp.diagnosis.records import StepRecord
 from tritonamp.diagnosis.replay import Snapshot
 from tritonamp.diagnosis.skips import Explanation, Skip, Steps, Writer
-from tritonamp.kernels import decide
-from tritonamp.kernels.decide import Record, ScaleRule
+from tritonamp.kernels._decision import (
+    AMAX,
+    CLEAN,
+    COUNTS,
+    LIMITS,
+    LOSS,
+    NORM,
+    RECORD,
+    SCALE,
+    SKIPPED,
+    SKIPPED_SCALE,
+)
 from tritonamp.kernels.device import is_distributed, rank
-from tritonamp.readback import Reading
+from tritonamp.step.decision_log import DecisionLog
+from tritonamp.step.outcome import Outcome
 
 logger = logging.getLogger("tritonamp")
 
 _LONG_RUN = 8  # skips in a row that are worth a warning
-
-
-class NonFiniteError(RuntimeError):
-    """Raised under ``on_nonfinite="raise"`` for skips that no lower scale could have avoided."""
 
 
 class RunNames(Protocol):
@@ -47,92 +52,60 @@ class RunNames(Protocol):
 
 
 class StepLog:
-    """Counts of all decisions, a history of the last ones, and the causes of skips.
+    """A history of the last steps, and the causes of skips.
 
     Args:
+        decisions: log of all decisions, whose numbers are explained here.
         names: names in the models.
         dtype: half dtype of the policy.
         log_skips: whether each skip becomes a line of the log once its numbers have arrived.
     """
 
-    def __init__(self, names: RunNames, dtype: torch.dtype, log_skips: bool = False) -> None:
+    def __init__(
+        self, decisions: DecisionLog, names: RunNames, dtype: torch.dtype, log_skips: bool = False
+    ) -> None:
+        self._decisions = decisions
         self._model_names = names
         self._limit = torch.finfo(dtype).max
         self._log_skips = log_skips
-        self._sizes = WeightSizes(names.tensors)
-        read_all = functools.partial(self.collect, wait=True)
-        self._device_record = DeviceRecord(names.parameters, read_all)
-        self._rule: ScaleRule | None = None  # of the last decision
+        self.sizes = WeightSizes(names.tensors)
         self.history = History()
         self.last: Explanation | None = None  # of the last skip
         self.batches: Sequence[Snapshot] = ()  # its forwards
-        # called after each decision, with the counts by outcome, on the device
-        self.after_decision: Callable[[Tensor], None] | None = None
-
-    # a decision
-
-    def record(
-        self, params: Sequence[list[Tensor]], device: torch.device, ranks: Sequence[int] = ()
-    ) -> Record:
-        """Return the record for a decision. Arguments are those of ``DeviceRecord.place``."""
-        return self._device_record.place(params, device, ranks)
-
-    def decided(
-        self,
-        rule: ScaleRule,
-        batches: Sequence[Snapshot],
-        loss: Tensor | None = None,
-        untouched: bool = False,
-    ) -> None:
-        """Process the results that have arrived, and start copying those of a new decision.
-
-        ``untouched`` is that of ``Attached``; ``loss`` is 0-d on the device, or None if not known.
-        """
-        self._rule = rule
-        counts = self._device_record.counts
-        assert counts is not None  # ``record`` came first
-        self._device_record.note_loss(loss)
-        if self.after_decision is not None:
-            self.after_decision(counts)
-        if self._device_record.is_captured:
-            return
-        self.collect()
-        self._sizes.before_step(counts)
-        self._device_record.start_reading(Attached(rule, batches, untouched))
-
-    def undo(self) -> None:
-        """Forget the last decision, which was undone."""
-        self._device_record.cancel_last_reading()
-
-    def decided_again(self, rule: ScaleRule) -> None:
-        """Copy the results of the last decision again, after it was undone, perhaps made again."""
-        if not self._device_record.is_captured:
-            self._device_record.start_reading(Attached(rule, ()), again=True)
 
     def collect(self, wait: bool = False) -> None:
-        """Process the results that have arrived. With ``wait``, wait for all that were started."""
-        for reading in self._device_record.readings(wait):
-            self._process(reading)
+        """Process the numbers that have arrived. With ``wait``, wait for all that were started."""
+        self._decisions.collect(wait)
+        self._add_taken()
 
-    # its results
+    def _add_taken(self) -> None:
+        """Note the taken steps whose numbers have arrived."""
+        while self._decisions.taken:
+            values = self._decisions.taken.popleft()
+            taken, _ = self.history.update_counts(values[: len(COUNTS)])
+            if taken:
+                step, scale, norm = self.history.step, values[SCALE], values[NORM]
+                loss = _finite(values[LOSS])
+                self.history.add_step(StepRecord(step, None, scale, norm, loss=loss))
 
-    def _process(self, reading: Reading) -> None:
-        values, attached = reading
-        loss = values[-1] if math.isfinite(values[-1]) else None
+    def skipped(self, values: Sequence[float], outcome: Outcome) -> None:
+        """Note a decision whose numbers show other skips than the one before.
+
+        Args:
+            values: numbers of the record.
+            outcome: the decision.
+        """
+        self._add_taken()
         taken, skipped = self.history.update_counts(values[: len(COUNTS)])
-        step = self.history.step
-        if skipped:
-            self.history.begin_skip(step, attached.untouched)
-            found = self._explain(values[:-1], attached, loss, exact=not taken)
-            self.last = found
-            self.batches = attached.batches
-            self.history.add_skip(found, values[decide.SCALE])
-            if self._log_skips:
-                self._say(found)
-        elif taken:
-            self.history.add_step(
-                StepRecord(step, None, values[decide.SCALE], values[decide.NORM], loss=loss)
-            )
+        if not skipped:  # a skip was taken back
+            return
+        self.history.begin_skip(self.history.step, outcome.untouched)
+        found = self._explain(values, outcome, _finite(values[LOSS]), exact=not taken)
+        self.last = found
+        self.batches = outcome.forwards
+        self.history.add_skip(found, values[SCALE])
+        if self._log_skips:
+            self._say(found)
 
     def _say(self, found: Explanation) -> None:
         # skips 1, 2, 4, 8...: a run that skips all the time must not fill the log
@@ -144,28 +117,28 @@ class StepLog:
         log(found.line(*facts) + found.hint)
 
     def _explain(
-        self, values: Sequence[float], attached: Attached, loss: float | None, exact: bool
+        self, values: Sequence[float], outcome: Outcome, loss: float | None, exact: bool
     ) -> Explanation:
         """Explain a skip from the numbers of the device, without the loss. See ``Skip``."""
-        rule, step = attached.rule, int(sum(values[: len(COUNTS)]))
+        rule, step = outcome.rule, int(sum(values[: len(COUNTS)]))
         skip = Skip(
-            outcome=int(values[decide.SKIPPED]),
+            outcome=int(values[SKIPPED]),
             step=step,
             exact=exact,
             skipped=_skipped(values),
             since=self.history.since or step,
-            scale=values[decide.SKIPPED_SCALE],
+            scale=values[SKIPPED_SCALE],
             lowest=rule.min_scale,
             fixed=rule.min_scale == rule.max_scale,
-            amax=self._device_record.by_name(values),
-            before=values[decide.AMAX],
+            amax=self._decisions.device_record.by_name(values),
+            before=values[AMAX],
             limit=self._limit,
-            by_rank=self._device_record.by_rank(values),
+            by_rank=self._decisions.device_record.by_rank(values),
             wrote=self.history.wrote,
             loss=loss,
-            outlier=tuple(values[decide.LOSS : decide.RECORD]),
+            outlier=tuple(values[LIMITS:RECORD]),
         )
-        return self._find_cause(skip, attached.batches)
+        return self._find_cause(skip, outcome.forwards)
 
     def _find_cause(
         self,
@@ -179,19 +152,19 @@ class StepLog:
 
     def _growth(self, loss: float | None) -> Growth:
         good = [(r.step, r.loss, r.grad_norm) for r in self.history.records if r.cause is None]
-        return growth_of(good, loss, self.history.taken, self._sizes)
+        return growth_of(good, loss, self.history.taken, self.sizes)
 
     # questions about all decisions
 
     def explanation(self) -> Explanation | None:
         """Explain the last skip; None: no step was skipped. Reads the device."""
         self.collect(wait=True)
-        values = self._device_record.values()
+        values = self._decisions.device_record.values()
         unseen = _skipped(values) > self.history.skipped
-        if values[decide.SKIPPED] and self._rule is not None and (unseen or self.last is None):
+        if values[SKIPPED] and self._decisions.rule is not None and (unseen or self.last is None):
             # left by a CUDA graph, whose decisions are not copied one by one
-            exact = values[decide.CLEAN] == self.history.taken
-            return self._explain(values, Attached(self._rule, ()), None, exact)
+            exact = values[CLEAN] == self.history.taken
+            return self._explain(values, Outcome(self._decisions.rule), None, exact)
         return self.last
 
     def reconsidered(self, in_fp32: Callable[[], Fp32Run | None]) -> Explanation | None:
@@ -226,41 +199,28 @@ class StepLog:
         growth = self._growth(self.history.records[-1].loss)
         return growth.words(None) if growth.has_run_away else ""
 
-    @property
-    def any_taken(self) -> Tensor | None:
-        """Whether any step was taken, 0-d bool on the device; None: there was no decision."""
-        counts = self._device_record.counts
-        return None if counts is None else counts[decide.CLEAN] > 0
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of decisions by outcome of ``COUNTS``. Reads the device."""
-        values = self._device_record.values()
-        return {name: int(values[slot]) for name, slot in COUNTS.items()}
-
     def stats(self) -> dict[str, Any]:
         """Return the numbers as plain values. Reads the device."""
-        counts, last = self.counts(), self.explanation()
+        counts, last = self._decisions.counts(), self.explanation()
         return {
             "steps": counts.pop("clean"),
             "skipped": sum(counts.values()),
             **counts,
             "last_skip_reason": None if last is None else last.cause.value,
-            "grad_norm": self.last_good()[0],
+            "grad_norm": self._decisions.last_good()[0],
         }
 
-    def last_good(self) -> tuple[float, float]:
-        """Return norm and largest magnitude of the last good step's gradients. Reads the device."""
-        values = self._device_record.values()
-        return values[decide.NORM], values[decide.AMAX]
-
     def load_counts(self, counts: Mapping[str, int], last_good: Sequence[float]) -> None:
-        """Continue from results of ``counts`` and ``last_good``."""
+        """Continue from results of ``DecisionLog.counts`` and ``DecisionLog.last_good``."""
         self.collect(wait=True)
-        by_outcome = [float(counts.get(name, 0)) for name in COUNTS]
-        self._device_record.load([*by_outcome, *last_good])
-        self.history.load(by_outcome)
+        self._decisions.load_counts(counts, last_good)
+        self.history.load([float(counts.get(name, 0)) for name in COUNTS])
+
+
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None
 
 
 def _skipped(values: Sequence[float]) -> int:
     """Return the number of decisions to skip, given the numbers of a record."""
-    return int(sum(values[: len(COUNTS)]) - values[decide.CLEAN])
+    return int(sum(values[: len(COUNTS)]) - values[CLEAN])

@@ -1,12 +1,8 @@
-"""Records of a step, and of a decision under way, on the host."""
+"""Records of a step, and of the values in it, on the host."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-
-from tritonamp.diagnosis.replay import Snapshot
-from tritonamp.kernels.decide import ScaleRule
 
 DIRECTIONS = "forward", "backward"
 
@@ -35,14 +31,6 @@ class StepRecord(NamedTuple):
     parameters: tuple[str, ...] = ()
     detail: str = ""
     loss: float | None = None
-
-
-class Attached(NamedTuple):
-    """Facts that the host knows about a decision."""
-
-    rule: ScaleRule  # rule of the loss scale
-    batches: Sequence[Snapshot]  # forwards that led to the decision
-    untouched: bool = False  # whether only the last step has written to the parameters since it
 
 
 class RangeRecord(NamedTuple):

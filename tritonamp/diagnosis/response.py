@@ -10,13 +10,14 @@ from tritonamp.casts.healing import Healing
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.fault_counts import HEAL_AFTER, FaultCounts, is_power_of_two
 from tritonamp.diagnosis.joint import Finding, explanation_of_all
-from tritonamp.diagnosis.log import NonFiniteError, StepLog
+from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.remedies import CURED_BY_FP32
 from tritonamp.diagnosis.replay import FaultReport, Remedy
 from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.skips import Cause, Explanation
 from tritonamp.distributed.replay_ranks import ReplayRanks
 from tritonamp.policy import Policy
+from tritonamp.step.outcome import NonFiniteError
 
 logger = logging.getLogger("tritonamp")
 

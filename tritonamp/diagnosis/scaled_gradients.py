@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritonamp.class_swap import is_installed
 from tritonamp.scaler import keeps_masters
+from tritonamp.step.hooks import of_plain_steps
 from tritonamp.watched.frames import outwards, user_line
 
 logger = logging.getLogger("tritonamp")
@@ -178,5 +179,6 @@ def _is_scalers_step() -> bool:
     return any(isinstance(f.f_locals.get("self"), torch.amp.GradScaler) for f, _ in frames)
 
 
+of_plain_steps.add(before_step)
 _watched = _Watched()
 acquire, release = _watched.acquire, _watched.release

@@ -9,8 +9,8 @@ import torch
 
 from tritonamp.diagnosis.divergence import Fp32Run, Growth
 from tritonamp.diagnosis.replay.faults import listed
+from tritonamp.kernels._decision import HUGE, OVERFLOW
 from tritonamp.kernels._squares import LARGEST_SQUARE
-from tritonamp.kernels.decide import HUGE, OVERFLOW
 from tritonamp.names import short
 
 _FP32_MAX = torch.finfo(torch.float32).max

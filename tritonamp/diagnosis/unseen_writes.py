@@ -23,13 +23,13 @@ class UnseenWrites:
         names: function that returns the name of each parameter.
 
     Attributes:
-        is_due: function that returns whether ``look`` wants the weights before this step.
+        collect: function that reads the numbers that have arrived, as ``Looks.collect``.
     """
 
     def __init__(self, names: Callable[[], Mapping[Tensor, str]]) -> None:
         self._names = names
         self._looks = Looks(self._read)
-        self.is_due = self._looks.is_due
+        self.collect = self._looks.collect
 
     def look(self, params: Sequence[Tensor], unlike: Sequence[Tensor]) -> None:
         """Start reading how many elements differ. A later step reads the numbers and may warn.
@@ -39,7 +39,7 @@ class UnseenWrites:
             unlike: for each parameter, the number of elements that are not the rounded master, 0-d
                 on the device.
         """
-        if unlike:
+        if unlike and not self._looks.has_ended:
             counts = [count.to(unlike[0].device, torch.float64) for count in unlike]
             self._looks.start(torch.stack(counts), params)
 

@@ -17,9 +17,9 @@ from tritonamp.distributed.parted import PartedCheck
 from tritonamp.distributed.pipeline import pipeline_work
 from tritonamp.distributed.sharding import Sharding, find_sharding
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._decision import Evidence
 from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.kernels._shards import is_sharded
-from tritonamp.kernels.decide import Evidence
 from tritonamp.kernels.device import rank
 from tritonamp.watched.forwards import Spectator
 
@@ -215,8 +215,8 @@ class Ranks(Spectator):
         """Return the same evidence on all ranks, by a collective that the host does not wait for.
 
         Args:
-            mine: evidence of this rank's gradients and losses. Squares of sharded gradients are
-                divided by the number of ranks that count them.
+            mine: evidence of this rank's gradients and losses, with flags. Squares of sharded
+                gradients are divided by the number of ranks that count them.
             scale: the loss scale, 0-d, which should be the same on all ranks.
             taken: number of steps taken so far, 0-d, which should be the same on all ranks.
             loss: loss of this rank, 0-d; NaN if unknown.
@@ -239,6 +239,7 @@ class Ranks(Spectator):
                     "ranks may have run out of batches: give all ranks as many"
                 )
             return self._of_gradients(mine), torch.full_like(loss, math.nan), mine.square_sum
+        assert mine.loss_nonfinite is not None and mine.found_earlier is not None
         zero = torch.zeros_like(scale)
         amax = mine.amax.max() if len(mine.amax) else zero
         row = [
@@ -294,6 +295,7 @@ class Ranks(Spectator):
 
     def _of_gradients(self, mine: Evidence) -> Evidence:
         """Return evidence without a collective, from gradients that DDP made equal on all ranks."""
+        assert mine.loss_nonfinite is not None
         zero = torch.zeros_like(mine.loss_nonfinite)
         earlier = zero if mine.found_earlier is mine.loss_nonfinite else mine.found_earlier
         by_rank = zero.expand(len(self.members))

@@ -150,13 +150,13 @@ class Amp:
             raise ValueError(f"loss: expected a Tensor, got {type(loss).__name__}")
         if not isinstance(loss_id, int):
             raise ValueError(f"loss_id: expected an int, got {loss_id!r}")
-        feeds = self._check_fed(optimizer)
-        self._parts.first_loss.check_loss(loss)
+        feeds, parts = self._check_fed(optimizer), self._built
+        parts.first_loss.check_loss(loss)
         if scaler is None:
             scaler = self._scalers.get(loss_id)
         if scaler is None:
             scaler = self._scalers[loss_id] = self.scaler.clone()
-        return self._parts.pending.open_decision(scaler, loss, feeds)
+        return parts.pending.open_decision(scaler, loss, feeds)
 
     def pipeline_loss(
         self, loss_fn: Callable[..., Tensor], process_group: Any = None
@@ -200,14 +200,17 @@ class Amp:
 
     def _check_fed(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
         """Return the optimizers that the caller means, all enabled here; None means all."""
-        feeds = self._parts.optimizers if optimizer is None else as_list(optimizer)
+        parts = self._parts
+        if optimizer is None and parts.optimizers:
+            return parts.optimizers
+        feeds = [] if optimizer is None else as_list(optimizer)
         if not feeds:
             raise RuntimeError(
                 "this model was enabled without an optimizer: call amp.disable(), then "
                 "tritonamp.enable(model, optimizer, ...)"
             )
         for i, o in enumerate(feeds):
-            if o not in self._parts.weights:
+            if o not in parts.weights:
                 raise ValueError(
                     f"optimizer {i}: expected one given to tritonamp.enable, got "
                     f"{type(o).__name__}, which was not: enable it with the model"
@@ -319,7 +322,7 @@ class Amp:
                 "amp.veto(): expected a call between amp.backward(loss) and optimizer.step(), got "
                 "one before any backward or after the step"
             )
-        self._parts.stepper.decider.veto(flag)
+        self._parts.pending.veto(flag)
 
     def _fed_optimizers(self, caller: str) -> list[Optimizer]:
         pending = self._parts.pending.fed_optimizers()
@@ -593,7 +596,7 @@ class Amp:
         self._check_fed(None)
         parts = self._parts
         self._ranges = LiveRanges(parts.models, every, parts.backend.requested)
-        parts.log.after_decision = self._ranges.after_decision
+        parts.decisions.after_decision = self._ranges.after_decision
         return self._ranges
 
     def ranges(self) -> list[RangeRecord]:
@@ -687,16 +690,16 @@ class Amp:
         scalers = {loss_id: scaler.state_dict() for loss_id, scaler in self._scalers.items()}
         faults = {
             **self._parts.response.counts.to_dict(),
-            "last_good": list(self._parts.log.last_good()),
+            "last_good": list(self._parts.decisions.last_good()),
         }
         return ResumeState(
             scalers=scalers,
-            counts=self._parts.log.counts(),
+            counts=self._parts.decisions.counts(),
             loss_scale=self.policy.loss_scale,
             healed=self._parts.healing.names,
             faults=faults,
             schedulers=self._parts.schedulers.state(),
-            outliers=self._parts.stepper.decider.outlier_windows.state(self._scalers),
+            outliers=self._parts.pending.outlier_windows.state(self._scalers),
             state=self.policy.state,
         ).to_dict()
 
@@ -720,7 +723,7 @@ class Amp:
                 self._scalers[loss_id].load_state_dict(scaler_state)
         self._parts.log.load_counts(state.counts, state.faults.get("last_good", (0.0, 0.0)))
         self._parts.response.counts = FaultCounts.of(state.faults)
-        self._parts.stepper.decider.outlier_windows.load_state(state.outliers, self._scalers)
+        self._parts.pending.outlier_windows.load_state(state.outliers, self._scalers)
         self._parts.schedulers.load_state(state.schedulers)
         for weights in self._parts.weights.values():
             if weights.changes is not None:

@@ -19,6 +19,7 @@ from tritonamp.class_swap import base_class, install
 from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.clipping import ClippedGradients
 from tritonamp.diagnosis.log import StepLog
+from tritonamp.diagnosis.observer import StepObserver
 from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.response import Response
 from tritonamp.diagnosis.scaled_gradients import ScaledGradients
@@ -34,7 +35,7 @@ from tritonamp.kernels.device import Backend
 from tritonamp.names import parameter_names, tensor_names
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
-from tritonamp.step.decider import Decider
+from tritonamp.step.decision_log import DecisionLog
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
 from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload, check_offload
@@ -101,7 +102,8 @@ class Parts:
         weights: optimizer to its master weights.
         healing: modules that compute in FP32 since a fault.
         forwards: last forwards, recorded for a replay.
-        log: log of all steps.
+        decisions: log of all decisions.
+        log: history of all steps, with the causes of skips.
         response: reporter of skips, which carries out ``on_nonfinite``.
         replays: runner that runs batches again.
         pending: decisions that optimizers wait for.
@@ -142,7 +144,9 @@ class Parts:
 
     def _add_diagnosis(self, policy: Policy) -> None:
         names, together = _Names(self.models, self.weights), ReplayRanks(self.ranks)
-        self.log = StepLog(names, policy.dtype, log_skips=policy.on_nonfinite == "skip")
+        self.decisions = DecisionLog(names.parameters)
+        log_skips = policy.on_nonfinite == "skip"
+        self.log = StepLog(self.decisions, names, policy.dtype, log_skips)
         forwards, healing = self.forwards, self.healing
         self.replays = Replays(self.models, policy, self.log, forwards, healing, together)
         self.response = Response(policy, self.log, healing, forwards, self.replays, together)
@@ -150,37 +154,30 @@ class Parts:
     def _add_step(self, request: Request, offload: Offload | None) -> None:
         policy, backend, scaler = request.policy, request.backend.requested, request.scaler
         weights, ranks = self.weights, self.ranks
-        self.pending = PendingDecisions(policy, backend, scaler, weights, ranks)
+        self.pending = PendingDecisions(
+            policy, backend, scaler, weights, ranks, self.decisions, self.forwards
+        )
         self.scaled_gradients = ScaledGradients(
             partial(_scaled_params, policy, self.pending, weights),
             partial(_params_without_optimizer, policy, self.models, weights),
             partial(_half_params, self.models),
         )
         names = _Names(self.models, weights).tensors
-        decider = Decider(
-            weights,
-            self.pending,
-            self.log,
-            self.forwards,
-            ranks,
-            policy.skip_outliers,
-            UnseenWrites(names),
-            ClippedGradients(names, self.scaled_gradients),
-        )
+        clipped = ClippedGradients(names, self.scaled_gradients)
+        self.decisions.observer = StepObserver(self.log, UnseenWrites(names), clipped)
         self.stepper = Stepper(
             policy,
             backend,
             scaler,
             weights,
             self.pending,
-            decider,
             ranks,
             self.response,
             self.fp32_values.asleep,
             offload,
             request.around_step,
         )
-        self.schedulers = SchedulerSteps(self.stepper.outcomes, self.log, ranks)
+        self.schedulers = SchedulerSteps(self.stepper.outcomes, self.decisions, ranks)
         self.sleep = Sleep(self.models, self.stepper)
         for optimizer in self.optimizers:
             install(optimizer, EnabledOptimizer, self.stepper)

@@ -5,20 +5,30 @@ from enum import Enum
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonamp.distributed.ranks import Ranks
+from tritonamp.kernels._decision import (
+    CLEAN,
+    LIMITS,
+    RECORD,
+    VETOED,
+    Evidence,
+    Record,
+    Undo,
+    Verdict,
+    new_verdicts,
+    nonfinite_flag,
+)
+from tritonamp.kernels._loss_scale import ScaleRule
 from tritonamp.kernels._squares import NO_SQUARES, OF_ANY_MEAN, squares_of
 from tritonamp.kernels._transfer import transfer
-from tritonamp.kernels.decide import CLEAN, DECIDE, VETOED, Evidence, Record, decide
-from tritonamp.kernels.grad_stats import grad_stats
+from tritonamp.kernels.decide import DECIDE, decide
 from tritonamp.kernels.outliers import Limit, outliers
-from tritonamp.policy import HALF_DTYPES
 from tritonamp.scaler import GradScaler
-from tritonamp.step.gradients import Gradients
+from tritonamp.step.gradients import Gradients, Stats
 from tritonamp.step.master_weights import MasterWeights
-
-Stats = tuple[Tensor, Tensor]
-"""Results of ``grad_stats``: largest magnitude of each parameter's gradient, sums of squares."""
+from tritonamp.step.steady_step import SteadyStep
 
 
 class Phase(Enum):
@@ -40,27 +50,6 @@ class Phase(Enum):
     ANSWERED = "decided, and the policy has said what is to be done about a skip"
 
 
-class Undo:
-    """Copies of tensors that a decision is about to move; a call restores the old values."""
-
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._before = [(tensor, tensor.clone()) for tensor in tensors]
-
-    def __bool__(self) -> bool:
-        return len(self._before) > 0
-
-    def __call__(self, unless: Tensor | None = None) -> None:
-        """Restore the tensors, once.
-
-        Args:
-            unless: 0-d flag; the tensors stay as they are if it is not 0. None: always restore.
-        """
-        # in place: kernels, and graphs that have captured them, know the tensors by their addresses
-        for tensor, value in self._before:
-            tensor.copy_(value if unless is None else torch.where(unless != 0, tensor, value))
-        self._before.clear()
-
-
 class Decision:
     """The life of one scaled loss, up to the step or skip of the optimizers that it feeds.
 
@@ -69,9 +58,10 @@ class Decision:
 
     Attributes:
         scaler: scaler of the loss.
-        scale: loss scale of the backward, 0-d.
+        scale: loss scale of the backward, 0-d: an alias of the scaler's until the scale moves. Not
+            valid while the decision is made.
         loss_nonfinite: 0-d flag, 1 if the loss is inf or NaN, VETOED after a veto; the maximum over
-            micro-batches.
+            micro-batches. None: ``decide`` judges ``loss``.
         loss: sum of the micro-batches' losses, 0-d; None: the loss is not known.
         waiting: master weights of the optimizers that have not stepped yet.
         moves_scale: whether ``decide`` moves the scale; otherwise the user calls ``scaler.update``.
@@ -84,19 +74,24 @@ class Decision:
         norm: 2-norm of the unscaled gradients, 0-d.
         grad_scale: factor that unscales and clips a scaled gradient, 0-d.
         max_norm: 2-norm to which the gradients are clipped; None: they are not clipped.
+        rule: rule of the loss scale; set by ``decide``.
     """
+
+    rule: ScaleRule
 
     def __init__(
         self,
         scaler: GradScaler,
-        scale: Tensor,
-        loss_nonfinite: Tensor,
+        scale_device: torch.device,
+        verdict: Verdict,
+        loss_nonfinite: Tensor | None,
         waiting: Iterable[MasterWeights],
         moves_scale: bool,
         backend: str,
     ) -> None:
         self.scaler = scaler
-        self.scale = scale
+        self.scale = scaler.lend_scale(self, scale_device)
+        self._borrows = True
         self.loss_nonfinite = loss_nonfinite
         self.loss: Tensor | None = None
         self.waiting = list(waiting)
@@ -106,9 +101,7 @@ class Decision:
         self.blocks = 0
         self.zeroed: set[MasterWeights] = set()
         self.max_norm: float | None = None
-        # ``decide`` writes all four numbers at once. Zeros would cost each loss a launch.
-        self._verdict = scale.new_empty(4)
-        self.found_inf, self.norm, self.grad_scale, self._flag = self._verdict.unbind()
+        self._verdict, self.found_inf, self.norm, self.grad_scale, self._flag = verdict
         self._found_earlier: Tensor | None = None
         # Valid until the next ``grad_stats`` of the same optimizer, which writes to the same
         # memory.
@@ -116,28 +109,54 @@ class Decision:
         # Copies, for gradients that were unscaled since. A decision that is made again needs their
         # statistics with the scale, which the tensors no longer have.
         self._judged: dict[MasterWeights, Stats] = {}
-        self._undo = Undo()
+        self._undo: Undo | None = None
         self._backend = backend
 
     @property
     def can_be_undone(self) -> bool:
         """Whether ``undo`` would take the decision back, since no optimizer has acted on it."""
-        return self.is_decided and bool(self._undo)
+        return self.is_decided and self._undo is not None
 
     @property
     def is_decided(self) -> bool:
         """Whether ``found_inf``, ``norm`` and ``grad_scale`` are valid."""
         return self.phase in (Phase.DECIDED, Phase.ANSWERED)
 
-    def add_loss(self, loss: Tensor) -> None:
-        """Add the loss of a micro-batch, a tensor of any shape, to ``loss``."""
-        loss = transfer(loss, self.scale.device).detach()
-        # a sum of half losses may be inf though none of them is
-        if loss.dtype in HALF_DTYPES:
-            loss = loss.float()
+    def keep_scale(self) -> None:
+        """Copy the scale, which is about to move, unless this decision has moved it before.
+
+        Such a decision restores the scale if it is undone.
+        """
+        if self._borrows and self.waiting and not (self.is_decided and self.moves_scale):
+            # the same tensor with other memory, because autograd has saved it for the backward
+            self.scale.data = self.scale.clone()
+            self._borrows = False
+
+    def add_loss(self, loss: Tensor, at_once: bool) -> None:
+        """Add the loss of a micro-batch to ``loss``.
+
+        Args:
+            loss: a tensor of any shape, in FP32 or wider, without gradients.
+            at_once: judge the loss now; otherwise ``decide`` judges the loss of a single batch.
+        """
+        alone = self.loss is None and self.loss_nonfinite is None
+        if alone and not at_once and _is_number(loss, self.scale.device):
+            self.loss = loss
+            return
+        nonfinite = transfer(nonfinite_flag(loss), self.scale.device)
+        # each loss by itself, because a sum of finite ones may be inf
+        self.loss_nonfinite = nonfinite if alone else torch.maximum(self._flag_of_loss(), nonfinite)
+        loss = transfer(loss, self.scale.device)
         if loss.dim():
             loss = loss.sum()
         self.loss = loss if self.loss is None else self.loss + loss
+
+    def _flag_of_loss(self) -> Tensor:
+        """Return ``loss_nonfinite``, which is made here where ``decide`` would judge the loss."""
+        if self.loss_nonfinite is None:
+            known = torch.zeros_like(self.scale) if self.loss is None else self.loss
+            self.loss_nonfinite = nonfinite_flag(known)
+        return self.loss_nonfinite
 
     def veto(self, flag: bool | Tensor) -> None:
         """Have the optimizers skip if ``flag`` is True. Call it before ``decide``.
@@ -147,12 +166,12 @@ class Decision:
         """
         # A bool is filled in on the device, because a copy from main memory would wait.
         if isinstance(flag, bool):
-            wanted = torch.full_like(self.loss_nonfinite, VETOED * flag)
+            wanted = torch.full_like(self.scale, VETOED * flag)
         else:
             wanted = transfer(flag, self.scale.device) * VETOED
         # Not in place: the flag may be the scaler's own, which learns of a veto by ``note_flag``
         # when the decision is made.
-        self.loss_nonfinite = torch.maximum(self.loss_nonfinite, wanted)
+        self.loss_nonfinite = torch.maximum(self._flag_of_loss(), wanted)
 
     def unscale(self, weights: MasterWeights) -> None:
         """Unscale one optimizer's gradients and keep their statistics. Call it after ``decide``."""
@@ -164,23 +183,24 @@ class Decision:
         if self.is_decided:
             self.unscale(weights)
             return
-        verdict = torch.zeros_like(self._verdict)
-        flag, rule = self.loss_nonfinite, self.scaler.rule
+        verdict = new_verdicts(1, self.scale.device)[0]
+        rule = self.scaler.rule
         # The gradients carry one scale at a time. Their statistics are taken now, since the
         # decision comes after the other loss has added gradients with another scale.
-        stats = self._stats_of(weights, None)
-        evidence = Evidence(*stats, flag, flag)
+        stats = self._stats_of(weights)
+        flag = self.loss_nonfinite
+        evidence = Evidence(*stats, flag, flag, self.loss)
         # Neither scale nor record moves: the loss is decided once, when all its gradients are
         # known. Squares are judged then, too, with the gradients of all optimizers.
-        how = None, None, rule, NO_SQUARES, None, verdict, self._backend
+        how = None, None, rule, NO_SQUARES, None, verdict.numbers, self._backend
         decide(evidence, self.scale, *how)
         self._keep_stats(weights, stats)
         earlier = self._found_earlier
         # Micro-batches may be unscaled early one after another, and ``_judged`` has statistics of
         # the last one only: inf or NaN of an earlier one is remembered here.
-        found = verdict[0]
+        found = verdict.found_inf
         self._found_earlier = found if earlier is None else torch.maximum(earlier, found)
-        weights.unscale_(verdict[2])
+        weights.unscale_(verdict.grad_scale)
 
     def decide(
         self,
@@ -189,7 +209,7 @@ class Decision:
         max_norm: float | None = None,
         undoable: bool = False,
         outlying: Limit | None = None,
-        known: Mapping[MasterWeights, Gradients] | None = None,
+        known: Mapping[MasterWeights, Gradients | SteadyStep] | None = None,
     ) -> None:
         """Judge the gradients of all waiting optimizers, and move the scale.
 
@@ -200,50 +220,36 @@ class Decision:
             undoable: keep copies, so that ``undo`` may follow. Eager torch in one process always
                 keeps copies.
             outlying: window of the scaler with the limit for outliers; None: no step is an outlier.
-            known: gradients by optimizer, where the caller has them already.
+            known: by optimizer, gradients that the caller has already, or the last step if this one
+                is like it.
         """
         self.max_norm = max_norm
-        stats = [self._stats_of(weights, (known or {}).get(weights)) for weights in self.waiting]
-        self._stats = dict(zip(self.waiting, stats, strict=True))
-        amax, square_sum = self._joined_stats(stats)
-        # Eager torch decides and steps by many operations, any of which may raise (out of memory,
-        # Ctrl-C), so it keeps copies at every step. A kernel is one launch, and a GPU keeps copies
-        # on request only: they would be launches of every step.
-        eager = not DECIDE.uses_triton(self._backend, self.scale)
-        if undoable or (eager and not ranks.several):
-            moved = [self.scaler.scale_memory] if self.moves_scale else []
-            window = [] if outlying is None else [outlying.window]
-            self._undo = Undo([*moved, record.numbers, *window])
+        self._stats = {w: self._stats_of(w, known and known.get(w)) for w in self.waiting}
+        amax, square_sum = self._joined_stats([*self._stats.values()])
         flag = self.loss_nonfinite
-        earlier = flag if self._found_earlier is None else self._found_earlier
-        # Before outliers and the decision itself. Both have to see the same numbers, to the last
-        # bit, on all ranks, or one rank would step where another one skips.
-        if ranks.several:
-            mine = Evidence(amax, square_sum, flag, earlier)
-            taken = record.numbers[CLEAN]
-            evidence, loss, squares = ranks.agree(mine, self.scale, taken, self._loss())
-            amax, square_sum, agreed, earlier = evidence
-            # in place, because the flag is the scaler's own where the user has scaled the loss
-            flag.copy_(agreed)
-        if outlying is not None:
-            if not ranks.several:
-                loss, squares = self._loss(), square_sum
-            evidence = Evidence(amax, squares, flag, earlier)
-            # ``outliers`` reads one flag and writes another
-            flag = torch.empty_like(flag)
-            outliers(evidence, self.scale, loss, outlying, record.numbers, flag, self._backend)
+        evidence = Evidence(amax, square_sum, flag, flag, self.loss)
+        # Eager torch decides and steps by many operations, any of which may raise (out of memory,
+        # Ctrl-C), so it can undo every step. A kernel is one launch, and on a GPU a step that
+        # raises is undone only if it was asked for: it would be memory of every step.
+        eager = not DECIDE.uses_triton(self._backend, self.scale)
+        if self.moves_scale:
+            self.scaler.before_move(by=self)
+        if undoable or (eager and not ranks.several):
+            self._undo = self._undo_of(record, outlying)
+        if self._found_earlier is not None or ranks.several or outlying is not None:
+            evidence = self._with_flags(evidence, ranks, record, outlying)
         # With ``backoff_on_fault`` a fault moves the scale as an overflow does, while the record
         # notes which of the two it was. So the scale moves by a second call, which ignores a
         # fault's flag.
         apart = self.moves_scale and self.scaler.backoff_on_fault
         state = self.scaler.scale_state if self.moves_scale and not apart else None
-        evidence = Evidence(amax, square_sum, flag, earlier)
-        rule = self.scaler.rule
+        self.rule = self.scaler.rule
         # A stage of a pipeline does not know the optimizers of other stages. All take the bound
         # that holds for any mean of squares, so that they decide alike.
-        bound = OF_ANY_MEAN if ranks.staged else squares_of(w.optimizer for w in self.waiting)
-        how = max_norm, state, rule, bound, record, self._verdict, self._backend
-        decide(evidence, self.scale, *how)
+        bound = OF_ANY_MEAN if ranks.staged else squares_of([w.optimizer for w in self.waiting])
+        how = max_norm, state, self.rule, bound, record, self._verdict, self._undo
+        DECIDE.run(self._backend, not eager, evidence, self.scale, *how)
+        amax = evidence.amax
         if apart:
             self.scaler.note_amax(amax)
             self.scaler.move_scale(self.found_inf, self._flag)
@@ -255,6 +261,43 @@ class Decision:
                 self.scaler.record_decision(weights.optimizer, self.found_inf, amax)
         # last: after an exception above the decision is still to be made
         self.phase = Phase.DECIDED
+
+    def _undo_of(self, record: Record, outlying: Limit | None) -> Undo:
+        """Return the ``Undo`` of a decision that is about to be made."""
+        others = []
+        if outlying is not None:
+            others += [outlying.window, record.numbers[LIMITS:RECORD]]
+        state = self.scaler.scale_state if self.moves_scale else None
+        if state is not None and self.scaler.backoff_on_fault:
+            # moved by a call of its own
+            others.append(self.scaler.scale_memory)
+            state = None
+        return Undo(record, state, others)
+
+    def _with_flags(
+        self, evidence: Evidence, ranks: Ranks, record: Record, outlying: Limit | None
+    ) -> Evidence:
+        """Return the evidence of all ranks, with flags, of which an outlier is one."""
+        flag = self._flag_of_loss()
+        earlier = flag if self._found_earlier is None else self._found_earlier
+        evidence = evidence._replace(loss_nonfinite=flag, found_earlier=earlier)
+        loss, squares = self._loss(), evidence.square_sum
+        # Before outliers and the decision itself. Both have to see the same numbers, to the last
+        # bit, on all ranks, or one rank would step where another one skips.
+        if ranks.several:
+            taken = record.numbers[CLEAN]
+            agreed, loss, squares = ranks.agree(evidence, self.scale, taken, loss)
+            assert agreed.loss_nonfinite is not None
+            # in place, because the flag is the scaler's own where the user has scaled the loss
+            flag.copy_(agreed.loss_nonfinite)
+            evidence = agreed._replace(loss_nonfinite=flag, loss=self.loss)
+        if outlying is not None:
+            # ``outliers`` reads one flag and writes another
+            told = torch.empty_like(flag)
+            known = evidence._replace(square_sum=squares)
+            outliers(known, self.scale, loss, outlying, record.numbers, told, self._backend)
+            evidence = evidence._replace(loss_nonfinite=told)
+        return evidence
 
     def _loss(self) -> Tensor:
         """Return the loss, 0-d float32 on the device of the scale; NaN if the loss is not known."""
@@ -270,10 +313,18 @@ class Decision:
         """
         moved = self.can_be_undone
         # also after a ``decide`` that failed half-way, when nothing is decided
-        self._undo()
+        self._restore()
         if moved:
             self.phase = Phase.REOPENED
         return moved
+
+    def _restore(self, unless: Tensor | None = None) -> None:
+        """Restore what ``decide`` has moved; ``unless`` is that of ``Undo``."""
+        if self._undo is not None:
+            if self.moves_scale:
+                self.scaler.before_move(by=self)
+            self._undo(unless)
+            self._undo = None
 
     def give_up(self, skip: Tensor) -> None:
         """Restore scale and record, because no step follows.
@@ -281,11 +332,13 @@ class Decision:
         Args:
             skip: 0-d flag; scale and record stay as they are if it is not 0.
         """
-        self._undo(unless=skip)
+        self._restore(unless=skip)
 
     def drop_copies(self) -> None:
         """Drop the copies, because an optimizer has stepped or skipped."""
-        self._undo = Undo()
+        if self._undo is not None:
+            self._undo.drop()
+            self._undo = None
 
     def _keep_stats(self, weights: MasterWeights, stats: Stats) -> None:
         """Keep copies of statistics, because the kernels write the next ones to the same memory."""
@@ -300,30 +353,19 @@ class Decision:
         amax, square_sum = zip(*stats, strict=True) if stats else ((), ())
         return torch.cat([empty, *amax]), torch.cat([empty, *square_sum])
 
-    def _dense_stats(self, weights: MasterWeights, gradients: Gradients) -> Stats:
-        """Return statistics of dense gradients, of which several ranks may hold the same."""
-        stats = []
-        for lists, copies in weights.by_copies(gradients):
-            amax, square_sum = grad_stats(lists, self.scale.device, self._backend)
-            # The ranks add up their sums of squares. A gradient that several of them hold counts
-            # once, so each of them gives its share.
-            stats.append((amax, square_sum if copies == 1 else square_sum / copies))
-        if len(stats) == 1:
-            return stats[0]
-        amaxes, square_sums = zip(*stats, strict=True)
-        return torch.stack(amaxes).amax(0), torch.cat(square_sums)
-
-    def _stats_of(self, weights: MasterWeights, gradients: Gradients | None) -> Stats:
+    def _stats_of(
+        self, weights: MasterWeights, known: Gradients | SteadyStep | None = None
+    ) -> Stats:
         """Return statistics of one optimizer's gradients that carry, or carried, this scale."""
-        device = self.scale.device
         if weights.decision is not self:
             # The gradients were unscaled early, or cleared. The present ones are of another loss.
+            device = self.scale.device
             nothing = torch.zeros(len(weights.parameters()), device=device)
             return self._judged.get(weights, (nothing, torch.zeros(0, device=device)))
-        if gradients is None:
-            gradients = weights.gradients()
-        amax, square_sum = self._dense_stats(weights, gradients)
-        if not gradients.any_sparse:
-            return amax, square_sum
-        sparse = grad_stats(weights.sparse_gradients(), device, self._backend)
-        return torch.maximum(amax, sparse[0]), torch.cat([square_sum, sparse[1]])
+        return weights.statistics(self, known, self._backend)
+
+
+def _is_number(loss: Tensor, device: torch.device) -> bool:
+    """Tell whether a kernel on ``device`` can read the loss."""
+    on_device = loss.device == device and not is_traceable_wrapper_subclass(loss)
+    return on_device and not loss.dim() and loss.dtype in (torch.float32, torch.float64)

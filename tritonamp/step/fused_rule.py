@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.kernels._optimizers import OPTIMIZERS
+from tritonamp.kernels._state_formats import FORMATS
 from tritonamp.kernels._update_lists import Hyperparameters
 from tritonamp.policy import STATES
 
@@ -91,9 +92,13 @@ class FusedRule:
         return found
 
     @functools.cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the hyperparameters in a group; "betas", a pair, stands there once."""
+        return tuple(dict.fromkeys(map(_key, self.update.rule._fields)))
+
+    @functools.cached_property
     def _read(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-        # "betas", a pair, is read once
-        return operator.itemgetter(*dict.fromkeys(map(_key, self.update.rule._fields)))
+        return operator.itemgetter(*self.keys)
 
     @functools.cached_property
     def _betas(self) -> int | None:
@@ -109,6 +114,10 @@ class FusedRule:
     def keys_of(self, group: Mapping[str, Any]) -> list[str]:
         """Return the keys of the state that the group's parameters have."""
         return [key for name, key in self.state_keys.items() if self.has(name, group)]
+
+    def counts_in(self, state: str, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Tell whether state in the format ``state`` holds step counts, as codes always do."""
+        return self.counts_steps or (FORMATS[state].in_blocks and any(map(self.keys_of, groups)))
 
     def check_format(self, state: str, group: Mapping[str, Any]) -> None:
         """Raise ValueError if a group has state that needs "fp32", and ``state`` is another."""

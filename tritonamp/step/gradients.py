@@ -4,10 +4,19 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from tritonamp.distributed.sharding import Sharding
 from tritonamp.kernels._facts import dense
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
+from tritonamp.kernels._shards import is_sharded
+from tritonamp.kernels._transfer import transfer
+from tritonamp.kernels.grad_stats import grad_stats
+from tritonamp.step.stepped_params import SteppedParams
+
+Stats = tuple[Tensor, Tensor]
+"""Results of ``grad_stats``: largest magnitude of each parameter's gradient, sums of squares."""
 
 
 class GradientState(Enum):
@@ -85,3 +94,110 @@ class Gradients(NamedTuple):
             copies=copies,
         )
         return cls(lists, known_as, any_sparse)
+
+    def stats(self, stepped: SteppedParams, device: torch.device, backend: str) -> Stats:
+        """Return statistics of all gradients, of which several ranks may hold the same.
+
+        Args:
+            stepped: parameters of the optimizer.
+            device: device of the results.
+            backend: "auto", "triton" or "eager".
+        """
+        found = []
+        for lists, copies in _by_copies(self.lists, stepped.copies):
+            amax, square_sum = grad_stats(lists, device, backend)
+            # The ranks add up their sums of squares. A gradient that several of them hold counts
+            # once, so each of them gives its share.
+            found.append((amax, square_sum if copies == 1 else square_sum / copies))
+        if self.any_sparse:
+            found.append(grad_stats(_sparse_values(stepped.params), device, backend))
+        if len(found) == 1:
+            return found[0]
+        amaxes, square_sums = zip(*found, strict=True)
+        return torch.stack(amaxes).amax(0), torch.cat(square_sums)
+
+
+def _by_copies(lists: TensorLists, copies: Sequence[int]) -> list[tuple[TensorLists, int]]:
+    """Return gradients in groups, each with the number of ranks that hold the same.
+
+    Args:
+        lists: gradients of one step.
+        copies: number of ranks that hold each of the optimizer's parameters; empty: one rank each.
+    """
+    kinds = sorted(set(copies)) or [1]
+    if len(kinds) == 1:
+        return [(lists, kinds[0])]
+    found: dict[int, dict[int, Tensor]] = {kind: {} for kind in kinds}
+    for i, grad in zip(lists.numbers, lists["grads"], strict=True):
+        found[copies[i]][i] = grad
+    # Each group has statistics in memory of its own. In one memory the second group's would
+    # overwrite the first one's.
+    return [
+        (
+            TensorLists(
+                memory=lists.memory.part(kind),
+                numbers=list(grads),
+                size=lists.size,
+                grads=list(grads.values()),
+            ),
+            kind,
+        )
+        for kind, grads in found.items()
+    ]
+
+
+def _sparse_values(params: Sequence[Tensor]) -> TensorLists:
+    """Return the values of sparse gradients, coalesced in place, as the list "grads".
+
+    Args:
+        params: all parameters of one optimizer.
+    """
+    values = {}
+    for i, param in enumerate(params):
+        if param.grad is not None and param.grad.is_sparse:
+            # Rows of a sparse gradient may repeat. A sum of two of them may be inf though
+            # neither is.
+            param.grad = param.grad.coalesce()
+            values[i] = param.grad._values()
+    return TensorLists(numbers=list(values), size=len(params), grads=list(values.values()))
+
+
+def add_up_summands(params: Sequence[Any], sharding: Sharding | None) -> None:
+    """Add up gradients of which tensor parallelism has left each rank a summand.
+
+    These are gradients of norms under sequence parallelism. All ranks take part.
+
+    Args:
+        params: parameters of the model.
+        sharding: how parameters are spread over ranks; None: each rank has whole parameters.
+    """
+    # FSDP2 has added its gradients up in the backward
+    if sharding is None or sharding.gathered:
+        return
+    for param in filter(is_sharded, params):
+        if is_sharded(param.grad) and param.grad.placements != param.placements:
+            param.grad = param.grad.redistribute(placements=param.placements)
+
+
+def unscaled(param: Tensor, master: Tensor, grad_scale: Tensor, lent: bool) -> Tensor | None:
+    """Return the true gradient of a parameter, in FP32 or wider; None if it has no gradient.
+
+    Args:
+        param: parameter of the model.
+        master: tensor that the optimizer steps on.
+        grad_scale: factor that unscales and clips, 0-d.
+        lent: whether the FP32 value of ``param`` is lent.
+    """
+    grad = param.grad
+    if grad is None:
+        return None
+    if grad.is_sparse:
+        grad = grad.coalesce()
+    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    grad_scale = transfer(grad_scale, grad.device)
+    if lent:
+        return wide * grad_scale
+    if param is master and not grad.is_sparse:
+        # An FP32 gradient is multiplied in place, and copied to itself, which does nothing.
+        return grad.copy_(wide.mul_(grad_scale))
+    return (wide * grad_scale).to(master.dtype)

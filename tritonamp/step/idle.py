@@ -5,7 +5,7 @@ import logging
 from torch.optim import Optimizer
 
 from tritonamp.class_swap import base_class
-from tritonamp.step.masters import Masters
+from tritonamp.step.master_weights import MasterWeights
 from tritonamp.watched.frames import user_line
 
 logger = logging.getLogger("tritonamp")
@@ -26,7 +26,7 @@ class IdleSteps:
         self._tried = 0
         self._has_warned = False
 
-    def note(self, masters: Masters, tried: int) -> None:
+    def note(self, masters: MasterWeights, tried: int) -> None:
         """Count a step without gradients, and warn at the third in a row.
 
         Args:

@@ -101,9 +101,6 @@ def _step(
 ) -> None:
     from tritonamp.kernels import muon as _muon  # here, because few runs step by it
 
-    # Asked for its side effect: it keeps the plan of these lists in the memory, by which the next
-    # step sees that the state is in shape. The launches below work on other lists.
-    lists.tensors.uses_triton(backend, _muon.MUON)
     matrices = lists
     if any(isinstance(rule, AdamRule) for rule in lists.rules):
         matrices = _lists_of_kind(lists, MuonRule, (*MUON.state_keys,))

@@ -1,18 +1,14 @@
 """FP32 masters kept as the half parameter and 16 more bits: who can keep them, and their files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonamp.kernels._memory_order import (
-    in_memory_of,
-    in_order_of_memory,
-    memory_strides,
-    padded,
-)
+from tritonamp.fp32_values import Fp32Values
+from tritonamp.kernels._memory_order import in_memory_of, in_order_of_memory
 from tritonamp.kernels._packed_masters import join_master
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._state_formats import FORMATS, is_in_blocks
@@ -104,9 +100,24 @@ def joined(held: Tensor, remainder: Tensor, strides: tuple[int, ...], dtype: tor
     return torch.where(half.float() == held, in_memory_of(half, flat), held.float())
 
 
-def has_master(state: Mapping[str, Any]) -> bool:
-    """Tell whether one parameter's loaded state has an FP32 master, packed or not."""
-    return REMAINDER in state or "master_param" in state
+@torch.no_grad()
+def load_master(state: dict[str, Any], param: Tensor, fp32_values: Fp32Values) -> None:
+    """Move the FP32 master in one parameter's loaded state, packed or not, into the FP32 value.
+
+    Args:
+        state: state of the parameter; the keys of a master are removed.
+        param: parameter of the model, loaded before.
+        fp32_values: FP32 values of the models' half tensors.
+    """
+    if REMAINDER not in state and "master_param" not in state:
+        return
+    held = fp32_values.get(param) if param in fp32_values else param
+    held.copy_(take_master(state, held))
+    # Packing rounds ties of bfloat16 away from 0, a step rounds them to even: the half parameter
+    # follows its master, as after a step.
+    if held is not param:
+        param.copy_(held)
+        fp32_values.mark_rounded(fp32_values.indices([param]))
 
 
 @torch.no_grad()
@@ -134,47 +145,3 @@ def take_master(state: dict[str, Any], held: Tensor) -> Tensor:
 def has_codes(state: Mapping[str, Any]) -> bool:
     """Tell whether one parameter's state has moments in codes."""
     return any(isinstance(x, Tensor) and is_in_blocks(x.dtype) for x in state.values())
-
-
-def order_problems(state: Mapping[str, Any], param: Tensor) -> Iterator[str]:
-    """Yield why codes and remainders in a state cannot be those of ``param``, given their strides.
-
-    Codes and remainders have one dimension, so only their strides show a parameter of another
-    shape.
-    """
-    strides = state.get(ORDER)
-    if strides is None or not (REMAINDER in state or has_codes(state)):
-        return
-    fits = isinstance(strides, (tuple, list)) and len(strides) == param.ndim
-    if fits:
-        like = torch.empty_strided(param.shape, strides, device="meta")
-        fits = memory_strides(like) == tuple(strides)
-    if not fits:
-        yield f"{ORDER} {strides}, which no dense tensor of shape {tuple(param.shape)} has"
-
-
-def remainder_problems(state: Mapping[str, Any], param: Tensor, enabled: bool) -> Iterator[str]:
-    """Yield why the remainder in a state cannot be that of ``param``.
-
-    Args:
-        state: state of one parameter, with the key ``REMAINDER``.
-        param: the parameter.
-        enabled: whether the optimizer is enabled. Half parameters have FP32 values then, which hold
-            values of either half dtype.
-    """
-    remainder, n = state[REMAINDER], param.numel()
-    if not isinstance(remainder, Tensor) or remainder.ndim != 1:
-        yield f"{REMAINDER} that is no tensor of one dimension"
-    elif remainder.dtype is not torch.int16 or remainder.numel() != padded(n):
-        yield (
-            f"{REMAINDER} of {remainder.numel()} {remainder.dtype}, where {n} elements, in whole "
-            f"blocks, take {padded(n)} torch.int16"
-        )
-    half_dtype = state.get(HALF_DTYPE, param.dtype)
-    if half_dtype not in HALF_DTYPES:
-        yield f"{REMAINDER} without {HALF_DTYPE}, the dtype of the half values that it belongs to"
-    elif not enabled and param.dtype in HALF_DTYPES and param.dtype is not half_dtype:
-        yield (
-            f"{REMAINDER} of {half_dtype} values for a parameter of {param.dtype} (load it after "
-            "tritonamp.enable, or a state_dict() without packed=True)"
-        )

@@ -1,7 +1,8 @@
 """Pending decisions: a loss opens one, and it ends when all its optimizers have stepped."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,11 +10,22 @@ from torch.optim import Optimizer
 
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.distributed.sharding import full_tensor
+from tritonamp.kernels._decision import Verdict, new_verdicts
 from tritonamp.kernels._dynamo import between_graphs
+from tritonamp.kernels._inference import leaves_inference_mode
+from tritonamp.kernels._transfer import transfer
+from tritonamp.kernels.device import is_capturing
 from tritonamp.policy import Policy
-from tritonamp.scaler import GradScaler, scale_loss
+from tritonamp.scaler import GradScaler, widened
 from tritonamp.step.decision import Decision, Phase
+from tritonamp.step.decision_log import DecisionLog
+from tritonamp.step.gradients import Gradients
 from tritonamp.step.master_weights import MasterWeights
+from tritonamp.step.outcome import Forwards, Outcome, found_inf_of
+from tritonamp.step.outliers import OutlierWindows
+from tritonamp.step.steady_step import SteadyStep
+
+_VERDICTS = 64  # that are made at once
 
 
 class PendingDecisions:
@@ -24,13 +36,13 @@ class PendingDecisions:
         backend: "auto", "triton" or "eager".
         scaler: scaler that the user may drive in a ``torch.amp`` loop.
         weights: optimizer to its master weights.
-        ranks: processes that train together.
+        ranks: processes that decide together.
+        log: log of all decisions.
+        forwards: recorded forwards since the last decision.
 
     Attributes:
-        on_given_up: function that is called with decisions that end without a step or skip.
+        outlier_windows: losses and norms of the last steps, if the policy skips outliers.
     """
-
-    on_given_up: Callable[[Sequence[Decision]], None]
 
     def __init__(
         self,
@@ -39,12 +51,19 @@ class PendingDecisions:
         scaler: GradScaler,
         weights: dict[Optimizer, MasterWeights],
         ranks: Ranks,
+        log: DecisionLog,
+        forwards: Forwards,
     ) -> None:
+        self.outlier_windows = OutlierWindows(policy.skip_outliers)
         self._policy = policy
         self._backend = backend
         self._scaler = scaler
         self._weights = weights
         self._ranks = ranks
+        self._log = log
+        self._forwards = forwards
+        self._turns = itertools.count()
+        self._verdicts: list[Verdict] = []  # of later decisions
         self._decisions: list[Decision] = []
         self._has_last_stage = False
         # vetoes of losses that the user has scaled, because the step opens their decision
@@ -76,17 +95,13 @@ class PendingDecisions:
         # Before the search for an open decision: a batch whose gradients the user has cleared is
         # not judged with this loss.
         self._end_zeroed(weights)
-        candidates = (d for d in self._decisions if d.scaler is scaler and d.phase is Phase.OPEN)
-        joined = next((d for d in candidates if set(d.waiting) & set(weights)), None)
-        # A copy, because decisions on other losses move the scaler's own scale before this decision
-        # is made. Micro-batches add up their gradients, so they have one scale.
-        scale = scaler.scale_tensor(loss.device).clone() if joined is None else joined.scale
-        scaled, nonfinite = scale_loss(loss, scale)
+        joined = self._open_one(scaler, weights)
+        # micro-batches add up their gradients, so they have one scale
+        decision = joined or self._new_decision(scaler, loss.device, None, [], True)
+        wide = widened(loss)
+        scaled = wide * transfer(decision.scale, loss.device)
         if joined is None:
-            decision = Decision(scaler, scale, nonfinite, [], True, self._backend)
             self._decisions.append(decision)
-        else:
-            decision = joined
         for w in weights:
             if w not in decision.waiting:
                 decision.waiting.append(w)
@@ -97,9 +112,8 @@ class PendingDecisions:
                 w.begin_scaled(decision)
         # kept, so that a failed backward leaves the micro-batches before it as they were
         before = decision.loss_nonfinite, decision.loss
-        if joined is not None:
-            decision.loss_nonfinite = torch.maximum(decision.loss_nonfinite, nonfinite)
-        decision.add_loss(loss)
+        # Several ranks judge at once: clients average a loss over ranks, in place, before the step.
+        decision.add_loss(wide.detach(), at_once=self._ranks.several)
         decision.blocks += 1
         try:
             yield scaled
@@ -114,6 +128,39 @@ class PendingDecisions:
             raise
         finally:
             decision.blocks -= 1
+
+    def _open_one(self, scaler: GradScaler, weights: Sequence[MasterWeights]) -> Decision | None:
+        """Return the open decision that a loss joins; None: the loss opens one of its own."""
+        for decision in self._decisions:
+            is_open = decision.scaler is scaler and decision.phase is Phase.OPEN
+            if is_open and not set(weights).isdisjoint(decision.waiting):
+                return decision
+        return None
+
+    def _new_decision(
+        self,
+        scaler: GradScaler,
+        device: torch.device,
+        loss_nonfinite: Tensor | None,
+        waiting: Iterable[MasterWeights],
+        moves_scale: bool,
+    ) -> Decision:
+        """Return a decision. The arguments are those of ``Decision``."""
+        where = scaler.scale_tensor(device).device
+        known = self._verdicts
+        if not known or known[-1].numbers.device != where or is_capturing(where):
+            known = self._more_verdicts(where)
+        verdict = known.pop()
+        return Decision(
+            scaler, device, verdict, loss_nonfinite, waiting, moves_scale, self._backend
+        )
+
+    @leaves_inference_mode
+    def _more_verdicts(self, device: torch.device) -> list[Verdict]:
+        if is_capturing(device):  # each replay writes there
+            return new_verdicts(1, device)
+        self._verdicts = new_verdicts(_VERDICTS, device)
+        return self._verdicts
 
     def begin_backward(self, loss: Tensor) -> Tensor:
         """Open or join the decision of a pipeline's loss whose backward begins.
@@ -203,23 +250,118 @@ class PendingDecisions:
             if w in waiting or self._is_earlier_stage or (by_hand and w.with_gradient() > 0)
         ]
 
-    def decided(self) -> list[Decision]:
-        """Return the decisions that are made."""
-        return [decision for decision in self._decisions if decision.is_decided]
+    # making decisions, and taking them back
+
+    def decide(
+        self,
+        decision: Decision,
+        max_norm: float | None = None,
+        undoable: bool = False,
+        known: Mapping[MasterWeights, Gradients | SteadyStep] | None = None,
+    ) -> None:
+        """Make a decision and log it, unless it was made before.
+
+        Args:
+            decision: the decision.
+            max_norm: 2-norm to which the gradients are clipped; None: they are not clipped.
+            undoable: as for ``Decision.decide``.
+            known: as for ``Decision.decide``.
+        """
+        if decision.is_decided:
+            return
+        looked = self._log.look(decision)
+        self._make(decision, max_norm, undoable, known)
+        try:
+            waiting = decision.waiting
+            untouched = all([w.is_untouched for w in waiting])
+            # A forward that trains other optimizers alone belongs to their decision. A GAN makes
+            # its fakes before the discriminator's step, and goes back through them after it.
+            others = [w.parameters() for w in self._weights.values() if w not in waiting]
+            forwards = self._forwards.pop_all(others)
+            self._log.decided(Outcome(decision.rule, forwards, untouched), looked)
+        except BaseException:
+            # The log has noted nothing, so only the decision is undone. Several ranks keep it: the
+            # others may not have failed, and this one would decide again without them.
+            if not self._ranks.several:
+                decision.undo()
+            raise
+
+    def _make(
+        self,
+        decision: Decision,
+        max_norm: float | None,
+        undoable: bool,
+        known: Mapping[MasterWeights, Gradients | SteadyStep] | None = None,
+    ) -> None:
+        """Make a decision on the present gradients."""
+        # Numbers of turns order decisions that move the same scale, record and window. They are
+        # taken back in the reverse order, because each restores the values that it has found.
+        decision.turn = next(self._turns)
+        params, device = [w.stepped.params for w in decision.waiting], decision.scale.device
+        record = self._log.device_record.place(params, device, self._ranks.members)
+        outlying = self.outlier_windows.limit(decision.scaler, device)
+        decision.decide(record, self._ranks, max_norm, undoable, outlying, known)
+
+    def undo(self, decisions: Sequence[Decision]) -> None:
+        """Take back decisions that a failed step has made, so that the step can be repeated."""
+        for decision in reversed(decisions):
+            # A decision without copies stays decided, and its entry in the log stays with it.
+            if decision.undo():
+                self._log.undo()
+
+    def _give_up(self, decisions: Sequence[Decision]) -> None:
+        """Take back early decisions to step, because the user has cleared their gradients.
+
+        Decisions to skip stay. Their gradients did overflow, and a loop that drops batches whose
+        norm is not finite would otherwise never see a lower scale.
+        """
+        # The device knows whether to skip, and the host does not ask: the flag goes along as a
+        # tensor.
+        skip = found_inf_of(decisions)
+        for decision in sorted(decisions, key=lambda decision: decision.turn, reverse=True):
+            decision.give_up(skip)
+        self._log.decided_again(decisions[-1].scaler.rule)
 
     def veto(self, flag: bool | Tensor) -> None:
         """Have all optimizers that a loss feeds skip if ``flag`` is True.
 
-        The caller has undone decisions that were made.
+        A decision that was made early is made again, on the same statistics. Several ranks decide
+        again by a collective, for which the host does not wait.
 
         Args:
             flag: a bool, or a 0-d bool tensor on any device.
+
+        Raises:
+            RuntimeError: one of several optimizers that a loss feeds has stepped; or ranks may be
+                missing here, which would step all the same.
         """
+        if self._ranks.several and self._ranks.may_be_missing:
+            raise RuntimeError(
+                "amp.veto() inside of model.join(): expected all ranks, got some that may have run "
+                "out of batches and would step all the same: skip the batch on all ranks instead"
+            )
+        decided = sorted((d for d in self._decisions if d.is_decided), key=lambda d: d.turn)
+        if not all(decision.can_be_undone for decision in decided):
+            raise RuntimeError(
+                "amp.veto() after an optimizer.step(): expected a call before the first of the "
+                "optimizers that a loss feeds has stepped, since all of them step, or none: call "
+                "amp.veto(flag) directly after amp.backward(loss)"
+            )
+        # The last decision first, because each restores the values that it has found.
+        for decision in reversed(decided):
+            decision.undo()
         for decision in self._decisions:
             decision.veto(flag)
         waiting = {w for decision in self._decisions for w in decision.waiting}
         for w in {self._weights[o] for o in self.fed_optimizers()} - waiting:
             self._vetoes[w] = self._vetoes[w] | flag if w in self._vetoes else flag
+        for decision in decided:
+            # in the order of before, with the same norm: without a veto the bits are those of one
+            # decision
+            self._make(decision, decision.max_norm, True)
+            self._log.decided_again(decision.rule)
+
+    # which decisions an optimizer waits for
 
     def decisions_of(self, optimizer: Optimizer, moves_scale: bool) -> list[Decision]:
         """Return the decisions that ``optimizer`` waits for.
@@ -255,9 +397,7 @@ class PendingDecisions:
         if by_hand is None and self._policy.scales_loss and not self._may_lack_loss(w):
             raise RuntimeError(_no_backward(w.with_gradient()))
         device = next((p.device for p in w.parameters()), torch.device("cpu"))
-        scale = self._scaler.scale_tensor(device)
-        waiting = [w]
-        flag = torch.zeros_like(scale) if by_hand is None else by_hand
+        waiting, flag = [w], by_hand
         # No ``update`` will read and reset the flag of these losses, so this decision takes it
         # over.
         if by_hand is not None and moves_scale:
@@ -266,14 +406,8 @@ class PendingDecisions:
         # all of them step, or none.
         if self._ranks.staged or (by_hand is not None and moves_scale):
             waiting += self._others_with_gradients(w)
-        decision = Decision(
-            self._scaler,
-            scale.clone(),
-            flag,
-            waiting,
-            moves_scale or by_hand is None,
-            self._backend,
-        )
+        moves_scale |= by_hand is None
+        decision = self._new_decision(self._scaler, device, flag, waiting, moves_scale)
         self._decisions.append(decision)
         for waits in waiting:
             waits.begin_scaled(decision)
@@ -312,7 +446,7 @@ class PendingDecisions:
         # nothing else waits for, ends without either.
         given_up = [d for d in decisions if d.can_be_undone and d.waiting == [w]]
         if given_up:
-            self.on_given_up(given_up)
+            self._give_up(given_up)
         w.clear()
         self._vetoes.pop(w, None)
         self._remove(w, decisions)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonamp.diagnosis.log import StepLog
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.kernels.device import is_capturing
 from tritonamp.readback import Readback
+from tritonamp.step.decision_log import DecisionLog
 from tritonamp.step.outcomes import NO_STEPS, StepOutcomes
 
 # Calls with an unknown outcome, after which the host waits for the oldest one. Without a bound, a
@@ -34,7 +34,7 @@ class SteppedScheduler:
     Args:
         scheduler: any object with ``step()``.
         outcomes: step outcomes of the scheduler's optimizer.
-        log: log of all steps.
+        log: log of all decisions.
         state: a result of ``state``, to continue from; None: the scheduler begins.
     """
 
@@ -42,7 +42,7 @@ class SteppedScheduler:
         self,
         scheduler: Any,
         outcomes: StepOutcomes,
-        log: StepLog,
+        log: DecisionLog,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -138,12 +138,12 @@ class SchedulerSteps:
 
     Args:
         outcomes: step outcomes by optimizer.
-        log: log of all steps.
+        log: log of all decisions.
         ranks: processes that train together, which must learn of an outcome at the same call.
     """
 
     def __init__(
-        self, outcomes: Mapping[Optimizer, StepOutcomes], log: StepLog, ranks: Ranks
+        self, outcomes: Mapping[Optimizer, StepOutcomes], log: DecisionLog, ranks: Ranks
     ) -> None:
         self._outcomes = outcomes
         self._log = log

@@ -9,7 +9,7 @@ from torch import Tensor
 from tritonamp.policy import HALF_DTYPES
 
 
-class _Own(NamedTuple):
+class Own(NamedTuple):
     """The own gradient of a parameter that shows another gradient.
 
     Attributes:
@@ -36,14 +36,17 @@ class ShownGradients:
 
     Args:
         grad_dtype: dtype of the gradients that backwards make; None: the parameter's dtype.
+
+    Attributes:
+        own: own gradient of each parameter that shows another one.
     """
 
     def __init__(self, grad_dtype: torch.dtype | None = None) -> None:
         self._grad_dtype = grad_dtype
-        self._own: dict[Tensor, _Own] = {}  # by parameter
+        self.own: dict[Tensor, Own] = {}
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self.own)
 
     def show(self, param: Tensor, grad: Tensor | None) -> None:
         """Let ``.grad`` of ``param`` show ``grad``.
@@ -51,32 +54,32 @@ class ShownGradients:
         If a gradient is shown already, the user has assigned the present ``.grad`` since then. The
         present one becomes the gradient to put back.
         """
-        earlier = self._own.get(param)
+        earlier = self.own.get(param)
         # A parameter that shows a gradient has no ``grad_dtype`` of its own at the moment.
         grad_dtype = param.grad_dtype if earlier is None else earlier.grad_dtype
-        self._own[param] = _Own(param.grad, grad_dtype, grad)
+        self.own[param] = Own(param.grad, grad_dtype, grad)
         # None takes any dtype. If the user clears the gradient now, the next backward makes one in
         # the dtype of the parameter.
         _set_gradient(param, grad, None)
 
     def hidden_gradients(self) -> list[Tensor]:
         """Return the parameters' own gradients, which are to be put back."""
-        return [own.grad for own in self._own.values() if own.grad is not None]
+        return [own.grad for own in self.own.values() if own.grad is not None]
 
     def is_replaced(self, param: Tensor, grad: Tensor | None) -> bool:
         """Tell whether ``grad`` was shown, and the user has assigned another gradient since."""
-        own = self._own.get(param)
+        own = self.own.get(param)
         return own is not None and own.shown is grad and param.grad is not grad
 
     def replace(self, param: Tensor, grad: Tensor | None) -> None:
         """Show another gradient instead of the shown one; the half tensor stays kept."""
-        self._own[param] = self._own[param]._replace(shown=grad)
+        self.own[param] = self.own[param]._replace(shown=grad)
         _set_gradient(param, grad, None)
 
     def put_back(self) -> None:
         """Put the parameters' own gradients back, unless the user has replaced the shown ones."""
-        while self._own:
-            param, own = self._own.popitem()
+        while self.own:
+            param, own = self.own.popitem()
             grad = own.grad if own.grad is not None and param.grad is own.shown else param.grad
             if grad is not None and self._grad_dtype is not None:
                 grad = grad.to(self._grad_dtype)
@@ -98,8 +101,8 @@ class ShownGradients:
     @torch.no_grad()
     def round_back(self) -> None:
         """Round the present ``.grad`` into the half tensors, and put these back into ``.grad``."""
-        while self._own:
-            param, own = self._own.popitem()
+        while self.own:
+            param, own = self.own.popitem()
             grad = param.grad
             if grad is not None and own.grad is not None:
                 # torch copies between dense and sparse tensors in neither direction

@@ -103,7 +103,7 @@ class Sleep:
 
     def _training_tensors(self) -> Iterator[Tensor]:
         for optimizer, w in self._stepper.weights.items():
-            yield from w.memory()
+            yield from w.owned()
             yield from (x for x in leaves(dict(optimizer.state)) if isinstance(x, Tensor))
         for average in self._averages:
             yield from average.memory()

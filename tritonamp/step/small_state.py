@@ -1,26 +1,21 @@
 """Optimizer state in fewer bytes: from FP32 to each of ``policy.STATES``, and back."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonamp.kernels._memory_order import BLOCK, memory_strides
+from tritonamp.kernels._memory_order import memory_strides
 from tritonamp.kernels._optimizers import in_words, keeping
 from tritonamp.kernels._shards import is_sharded
 from tritonamp.kernels._state_formats import FORMATS, STATE_DTYPES, format_of, is_in_blocks
+from tritonamp.kernels.device import refuse_capture
 from tritonamp.policy import HALF_DTYPES, STATES
 from tritonamp.step.fused_rule import FusedRule
-from tritonamp.step.packed_masters import (
-    HALF_DTYPE,
-    ORDER,
-    REMAINDER,
-    has_codes,
-    joined,
-    order_problems,
-)
+from tritonamp.step.offload import Offload
+from tritonamp.step.packed_masters import HALF_DTYPE, ORDER, REMAINDER, joined
 
 
 def check_state(state: str, optimizer: Optimizer, rule: FusedRule | None) -> None:
@@ -50,6 +45,129 @@ def check_state(state: str, optimizer: Optimizer, rule: FusedRule | None) -> Non
             f"state={state!r}: expected parameters in one piece, got sharded ones (FSDP2, "
             "DTensor), whose codes have no shape to shard: use state='bf16'"
         )
+
+
+class StateShape:
+    """The keys, dtypes and devices of one optimizer's state, for parameters of any dtype.
+
+    Args:
+        rule: fused rule of the optimizer.
+        state: format of the moments, among ``policy.STATES``.
+        offload: host memory of the state; None: the state is on the parameters' devices.
+    """
+
+    def __init__(self, rule: FusedRule, state: str, offload: Offload | None) -> None:
+        self._rule = rule
+        self._state = state
+        self._offload = offload
+
+    def bring(
+        self,
+        params: Mapping[int, Tensor],
+        groups: Sequence[dict[str, Any]],
+        group_of: Sequence[int],
+        states: Mapping[Tensor, dict[str, Any]],
+    ) -> set[int]:
+        """Make missing state, and convert state that has another form.
+
+        Args:
+            params: parameters by number, as the groups hold them.
+            groups: groups of the optimizer.
+            group_of: number of the group, by number of the parameter.
+            states: a defaultdict with the state of each parameter, which is changed in place.
+
+        Returns:
+            numbers of the parameters whose moments were made.
+
+        Raises:
+            ValueError: a group has state that this format may not round. No state was made then.
+        """
+        for group in groups:
+            self._rule.check_format(self._state, group)
+        counts, made = self._rule.counts_in(self._state, groups), set()
+        for i, param in params.items():
+            keys = self._rule.keys_of(groups[group_of[i]])
+            # SGD without momentum has no state, and torch leaves no entry for such parameters
+            # either.
+            if not (keys or counts):
+                continue
+            state = states[param]
+            # before the state is made: a parameter without moments takes its first step
+            if any(state.get(key) is None for key in keys):
+                made.add(i)
+            self._bring_one(param, state, keys, counts)
+        return made
+
+    def _bring_one(
+        self, param: Tensor, state: dict[str, Any], keys: Sequence[str], counts: bool
+    ) -> None:
+        self._unpack(param, state)
+        shaped = self._step_count(param, state) if counts else {}
+        shaped |= self._moments(param, state, keys)
+        if shaped:
+            # state that is made inside of a CUDA graph would be zeroed again by each replay
+            refuse_capture(param.device, "the optimizer's state")
+            state.update(shaped)
+        if self._offload is not None:
+            moment_keys = self._rule.state_keys.values()
+            moments = {key: state[key] for key in moment_keys if state.get(key) is not None}
+            unpinned = {k: v for k, v in moments.items() if not self._offload.is_pinned(v)}
+            state |= {k: self._offload.pin(v) for k, v in unpinned.items()}
+
+    def _step_count(self, param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        step = state.get("step", 0.0)
+        if not isinstance(step, Tensor):
+            return {"step": torch.full((), step, dtype=torch.float32, device=param.device)}
+        # torch keeps step counts in main memory, where a kernel cannot count
+        if step.dtype is not torch.float32 or step.device != param.device:
+            return {"step": step.to(param.device, torch.float32)}
+        return {}
+
+    def _moments(
+        self, param: Tensor, state: Mapping[str, Any], keys: Sequence[str]
+    ) -> dict[str, Any]:
+        dtype = moment_dtype(self._state, param)
+        shaped: dict[str, Any] = {}
+        for key in keys:
+            # states of torch's SGD may hold None here
+            moment = state.get(key)
+            if moment is not None and moment.is_sparse:
+                # torch's own step on a sparse gradient has made it, and kernels take dense tensors
+                moment = shaped[key] = moment.to_dense()
+            if moment is not None and moment.dtype == dtype:
+                continue
+            if is_in_blocks(dtype):
+                shaped[key] = coded(moment, param, self._rule.value_kinds[key], self._state)
+                shaped[ORDER] = memory_strides(param)
+            elif moment is None:
+                shaped[key] = torch.zeros_like(
+                    param, dtype=dtype, memory_format=torch.preserve_format
+                )
+            else:
+                shaped[key] = moment.to(dtype)
+        return shaped
+
+    def _unpack(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Turn codes into FP32 moments if another format is wanted, or another order of memory."""
+        codes = {
+            key: state[key]
+            for key in self._rule.state_keys.values()
+            if isinstance(state.get(key), Tensor) and is_in_blocks(state[key].dtype)
+        }
+        # Codes lie in the parameter's order of memory. ``model.to(memory_format=...)`` has changed
+        # that order since, so the codes are made again from FP32.
+        strides = memory_strides(param)
+        wanted = moment_dtype(self._state, param)
+        stays = all(moment.dtype is wanted for moment in codes.values())
+        if not codes or (stays and state.setdefault(ORDER, strides) == strides):
+            return
+        refuse_capture(param.device, "the optimizer's state")
+        if self._offload is not None:
+            self._offload.wait()
+        state |= in_fp32({**codes, ORDER: state.pop(ORDER, strides)}, self._rule, param)
+        # the order of the remainders, which the step has brought into the present one
+        if REMAINDER in state:
+            state[ORDER] = strides
 
 
 def moment_dtype(state: str, param: Tensor) -> torch.dtype:
@@ -89,54 +207,6 @@ def decoded(codes: Tensor, param: Tensor, kind: int, strides: tuple[int, ...]) -
     """
     like = torch.empty_strided(param.shape, strides, device="meta")
     return format_of(codes.dtype, True).read(codes, like, kind, torch.float32)
-
-
-def in_codes(moment: Tensor, param: Tensor) -> bool:
-    """Tell whether a moment of ``param`` is in codes, or was before torch has cast it."""
-    # no parameter has the shape of its codes
-    sizes = _code_sizes(param).values()
-    cast = moment.shape != param.shape and moment.ndim == 1 and len(moment) in sizes
-    return is_in_blocks(moment.dtype) or cast
-
-
-def _code_sizes(param: Tensor) -> dict[torch.dtype, int]:
-    """Return the length of a moment of ``param`` in codes, by the dtype of the codes."""
-    return {f.dtype: f.size(param.numel()) for f in FORMATS.values() if f.in_blocks}
-
-
-def code_problems(state: Mapping[str, Any], rule: FusedRule, param: Tensor) -> Iterator[str]:
-    """Yield why moments in codes, or strides of packed state, cannot be those of ``param``."""
-    yield from order_problems(state, param)
-    sizes = _code_sizes(param)
-    for key in rule.value_kinds:
-        codes = state.get(key)
-        if not isinstance(codes, Tensor) or not in_codes(codes, param):
-            continue
-        if codes.ndim != 1:
-            yield f"{key} of shape {tuple(codes.shape)}, where codes have one dimension"
-            continue
-        if sizes.get(codes.dtype) != codes.numel():
-            takes = in_words([f"{size} {dtype}" for dtype, size in sizes.items()], "or")
-            yield (
-                f"{key} of {codes.numel()} {codes.dtype}, where {param.numel()} elements, in "
-                f"blocks of {BLOCK}, take {takes}"
-            )
-
-
-def refuse_codes(states: Mapping[Any, Mapping[str, Any]], where: str) -> None:
-    """Raise ValueError if a fused step has put moments in codes, which no other step reads.
-
-    Args:
-        states: state of each parameter, by number.
-        where: beginning of the message.
-    """
-    for number, state in states.items():
-        # optimizers of other packages have codes of their own, without strides
-        if ORDER in state and has_codes(state):
-            raise ValueError(
-                f"{where}expected state for the optimizer's own step, got state {number} in codes "
-                "of a fused step: load a state_dict() without packed=True"
-            )
 
 
 def in_fp32(state: Mapping[str, Any], rule: FusedRule, param: Tensor) -> dict[str, Any]:

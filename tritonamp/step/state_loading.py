@@ -7,24 +7,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonamp.class_swap import is_installed
 from tritonamp.kernels._state_formats import STATE_DTYPES, is_in_blocks
 from tritonamp.nested import map_leaves
 from tritonamp.policy import HALF_DTYPES, STATES
 from tritonamp.step.fused_rule import FusedRule
-from tritonamp.step.packed_masters import REMAINDER, remainder_problems, take_master
-from tritonamp.step.rule_table import RULES
+from tritonamp.step.packed_masters import REMAINDER, take_master
 from tritonamp.step.rules import has_half_state, keeps_fp32_state, rule_of
-from tritonamp.step.small_state import (
+from tritonamp.step.small_state import in_fp32, numbered_params
+from tritonamp.step.state_problems import (
+    check_loadable,
     code_problems,
-    in_codes,
-    in_fp32,
-    numbered_params,
-    refuse_codes,
+    counts_by_group,
+    remainder_problems,
 )
-
-_ALL_KEYS = frozenset(key for rule in RULES for key in rule.state_keys.values())
-_SHOWN = 5  # number of problems that an error lists
 
 
 def load_state(
@@ -110,84 +105,11 @@ def _without(state_dict: dict[str, Any], keys: Collection[str]) -> dict[str, Any
     return {**state_dict, "state": states}
 
 
-def check_loadable(optimizer: Optimizer, state_dict: Any, rule: FusedRule | None) -> None:
-    """Raise ValueError, listing the differences, unless the state fits ``optimizer``."""
-    kind = type(optimizer).__name__
-    where = f"{kind}.load_state_dict: "
-    keys = [type(state_dict).__name__]
-    if isinstance(state_dict, Mapping):
-        keys = sorted(map(str, state_dict))
-    if not {"state", "param_groups"} <= set(keys):
-        raise ValueError(
-            f"{where}expected the keys of optimizer.state_dict() (state, param_groups), "
-            f"got {keys[:20]}"
-        )
-    groups = state_dict["param_groups"]
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    got = [len(group["params"]) for group in groups]
-    if got != sizes:
-        raise ValueError(f"{where}expected groups of {sizes} parameters, got groups of {got}")
-    if rule is None:
-        refuse_codes(state_dict["state"], where)
-        return
-    problems = [*rule.group_problems(groups, optimizer.defaults)]
-    states = state_dict["state"]
-    counted = {i for group in groups if _counts_steps(group, states) for i in group["params"]}
-    for number, param in numbered_params(optimizer, state_dict):
-        state, is_counted = states.get(number, {}), number in counted
-        found = _state_problems(rule, state, is_counted, param, is_installed(optimizer))
-        problems += [f"state {number}: {problem}" for problem in found]
-    if problems:
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise ValueError(
-            f"{where}expected the state of {rule.kinds} over parameters of the same shapes in the "
-            f"same order, got {'; '.join(problems[:_SHOWN])}{more}"
-        )
-
-
-def _counts_steps(group: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Tell whether steps are counted by group, as apex's FusedAdam does."""
-    return "step" in group and not any("step" in states.get(i, {}) for i in group["params"])
-
-
-def _state_problems(
-    rule: FusedRule, state: Mapping[str, Any], counted: bool, param: Tensor, enabled: bool
-) -> Iterator[str]:
-    """Yield why one parameter's state cannot be loaded.
-
-    Args:
-        rule: fused rule of the optimizer.
-        state: state of the parameter.
-        counted: whether the group counts the steps.
-        param: the parameter.
-        enabled: whether the optimizer is enabled.
-    """
-    needed = {key for name, key in rule.state_keys.items() if name not in rule.optional}
-    yield from code_problems(state, rule, param)
-    if REMAINDER in state:
-        yield from remainder_problems(state, param, enabled)
-    if rule.counts_steps and not counted:
-        needed.add("step")
-    # An empty state is right: a parameter that never had a gradient has none.
-    if state and not needed <= state.keys():
-        yield f"{sorted(state)} without {sorted(needed - state.keys())}"
-    # torch would keep the moments of another kind of optimizer, and its hyperparameters
-    foreign = _ALL_KEYS.difference(rule.state_keys.values()).intersection(state)
-    if foreign:
-        yield f"{', '.join(sorted(foreign))}, which {rule.kinds} does not keep"
-    for key in (*rule.state_keys.values(), "master_param"):
-        value = state.get(key)
-        if value is not None and not isinstance(value, Tensor):
-            yield f"{key} of type {type(value).__name__}, where a tensor is needed"
-        elif value is not None and value.shape != param.shape and not in_codes(value, param):
-            yield f"{key} of shape {tuple(value.shape)} for a parameter of {tuple(param.shape)}"
-
-
 def _with_step_counts(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the state with the groups' step counts (apex's FusedAdam) moved to parameters."""
     state, groups = dict(state_dict["state"]), []
     for group in state_dict["param_groups"]:
-        if _counts_steps(group, state_dict["state"]):
+        if counts_by_group(group, state_dict["state"]):
             step = torch.as_tensor(group["step"], dtype=torch.float32).reshape(())
             for number in group["params"]:
                 if number in state:

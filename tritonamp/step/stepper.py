@@ -1,10 +1,8 @@
 """From a backward to the new weights: decide, then step or skip."""
 
-import functools
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,24 +10,40 @@ from torch.optim import Optimizer
 
 from tritonamp.asleep import Asleep
 from tritonamp.class_swap import base_class
-from tritonamp.diagnosis.log import NonFiniteError
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.distributed.sharding import by_mesh, total_norm
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.policy import Policy
 from tritonamp.scaler import GradScaler
-from tritonamp.step.decider import Decider, found_inf_of
 from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.fused import FusedStep
+from tritonamp.step.gradients import Gradients
 from tritonamp.step.hooks import owner_of_hooks, run_with_hooks
 from tritonamp.step.idle import IdleSteps
 from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload
+from tritonamp.step.outcome import NonFiniteError, found_inf_of
 from tritonamp.step.outcomes import StepOutcomes
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.plain_backwards import PlainBackwards
 from tritonamp.step.rules import rule_of
 from tritonamp.step.small_state import state_format
+from tritonamp.step.steady_step import SteadyStep
+
+
+class Judged(NamedTuple):
+    """The gradients of one optimizer, and the decision on them.
+
+    Attributes:
+        gradients: gradients that the step uses.
+        grad_scale: factor that unscales and clips the gradients, 0-d; None: they are unscaled
+            already.
+        found_inf: 0-d flag; the optimizer skips if it is not 0.
+    """
+
+    gradients: Gradients
+    grad_scale: Tensor | None
+    found_inf: Tensor
 
 
 class Stepper:
@@ -41,7 +55,6 @@ class Stepper:
         scaler: scaler that the user may drive in a ``torch.amp`` loop.
         weights: optimizer to its master weights.
         pending: pending decisions.
-        decider: maker of the decisions.
         ranks: processes that decide together.
         respond: function that is called after every decision, with whether it was a skip, if the
             policy wants more than skipping.
@@ -50,7 +63,7 @@ class Stepper:
         around_step: function that makes a context manager for each step of an optimizer.
 
     Attributes:
-        scaler, weights, pending, decider, asleep, offload, around_step: the arguments.
+        scaler, weights, pending, asleep, offload, around_step: the arguments.
         outcomes: step outcomes by optimizer.
         plain_backwards: detector of backwards whose loss was not scaled.
     """
@@ -62,7 +75,6 @@ class Stepper:
         scaler: GradScaler,
         weights: dict[Optimizer, MasterWeights],
         pending: PendingDecisions,
-        decider: Decider,
         ranks: Ranks,
         respond: Callable[[bool], None],
         asleep: Asleep,
@@ -72,7 +84,6 @@ class Stepper:
         self.scaler = scaler
         self.weights = weights
         self.pending = pending
-        self.decider = decider
         self.asleep = asleep
         self.offload = offload
         self.around_step = around_step
@@ -112,7 +123,7 @@ class Stepper:
         for decision in self.pending.decisions_of(optimizer, moves_scale=not by_scaler):
             # Copies are kept, since a veto, or a batch that is given up, may take this decision
             # back.
-            self.decider.decide(decision, undoable=True)
+            self.pending.decide(decision, undoable=True)
             # gradients of an earlier loss were unscaled when the next loss was scaled
             if w.decision is decision:
                 decision.unscale(w)
@@ -131,17 +142,19 @@ class Stepper:
         Returns:
             the norm before clipping, 0-d.
         """
-        by_optimizer = [self.pending.decisions_of(o, moves_scale=True) for o in optimizers]
-        decisions = list(dict.fromkeys(itertools.chain(*by_optimizer)))
-        all_scaled = all(self.weights[o].decision in decisions for o in optimizers)
+        decisions: list[Decision] = []
+        for optimizer in optimizers:
+            found = self.pending.decisions_of(optimizer, moves_scale=True)
+            decisions += [decision for decision in found if decision not in decisions]
+        all_scaled = all([self.weights[o].decision in decisions for o in optimizers])
         if len(decisions) == 1 and not decisions[0].is_decided and all_scaled:
             # the step multiplies by the clip coefficient, at no extra pass
-            self.decider.decide(decisions[0], max_norm, undoable=True)
+            self.pending.decide(decisions[0], max_norm, undoable=True)
             return decisions[0].norm
         # Scaled gradients of several losses have no common norm, because each loss has a scale of
         # its own. So all gradients are unscaled, and clipped in place, as true ones are.
         for decision in decisions:
-            self.decider.decide(decision, undoable=True)
+            self.pending.decide(decision, undoable=True)
         norms = [self._true_norm(optimizer) for optimizer in optimizers]
         total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
         total = self._ranks.norm_of_stages(total)
@@ -207,13 +220,12 @@ class Stepper:
             if fused is None:
                 self._step_by_itself(w, decisions)
             else:
-                step = functools.partial(self._step_in_one_pass, w, decisions, fused)
-                run_with_hooks(step, optimizer)
+                run_with_hooks(self._step_in_one_pass, optimizer, w, decisions, fused)
         except BaseException:
             # The decisions are undone, so that the call can be repeated. An optimizer that no
             # longer waits has stepped, and a hook after the step has raised: that step stays.
             if w in decisions[0].waiting:
-                self.decider.undo(undecided)
+                self.pending.undo(undecided)
             raise
         # Every other policy reads the outcome on the host. "skip" never waits for the device.
         if self._policy.on_nonfinite != "skip":
@@ -256,24 +268,66 @@ class Stepper:
 
     def _step_in_one_pass(
         self,
+        _: Optimizer,
         w: MasterWeights,
         decisions: Sequence[Decision],
         fused: FusedStep,
-        optimizer: Optimizer,
     ) -> None:
         # The user's hooks before the step have run. The decision comes after them, because they may
         # have changed the gradients.
-        judged = self.decider.judge(w, decisions)
+        steady = w.steady_step(decisions)
+        if steady is not None:
+            decision = decisions[0]
+            self.pending.decide(decision, known={w: steady})
+            steady.run(decision.grad_scale, decision.found_inf)
+        else:
+            self._build_step(w, decisions, fused)
+        # Before the user's hooks after the step, because values that they write to masters are
+        # newer than the half parameters.
+        w.mark_rounded()
+        self._finish_step(w, decisions)
+
+    @torch.no_grad()
+    def _build_step(
+        self, w: MasterWeights, decisions: Sequence[Decision], fused: FusedStep
+    ) -> None:
+        """Step in one pass from the tensors one by one, and record the step."""
+        judged = self._judge(w, decisions)
         if judged.gradients.any_sparse:
             fused.rule.refuse_sparse()
-        with torch.no_grad():
-            fused.step(*judged)
-            # Before the user's hooks after the step, because values that they write to masters are
-            # newer than the half parameters.
-            if w.changes is not None:
-                w.changes.leave_out(judged.gradients.lists.numbers, judged.found_inf)
-            w.mark_rounded()
-        self._finish_step(w, decisions)
+        holders = None if judged.grad_scale is None else w.grad_holders()
+        updates = fused.step(*judged)
+        if w.changes is not None:
+            w.changes.leave_out(judged.gradients.lists.numbers, judged.found_inf)
+        elif holders is not None and updates is not None:
+            w.record(SteadyStep.of(updates, fused.rule, w.optimizer, holders, w.parameters()))
+
+    def _judge(
+        self, w: MasterWeights, decisions: Sequence[Decision], undoable: bool = False
+    ) -> Judged:
+        """Decide on one optimizer's gradients, and on those of optimizers that share its losses.
+
+        Args:
+            w: master weights of the optimizer.
+            decisions: decisions that the optimizer waits for.
+            undoable: keep copies, so that ``undo`` may follow.
+        """
+        # Before anything reads the lists: masters take over values that a checkpoint or the
+        # user has written to half parameters, and groups that were changed by hand give the
+        # optimizer other lists.
+        w.refresh()
+        gradients = w.gradients()
+        # The same value for statistics and step: its tensors are asked for their facts once.
+        for decision in decisions:
+            self.pending.decide(decision, undoable=undoable, known={w: gradients})
+        if len(decisions) > 1 and w.decision is not None:
+            # the gradients of the other losses are true ones, set aside: add these
+            w.decision.unscale(w)
+            gradients = w.gradients()
+        # True gradients were unscaled with the factors of their own decisions. Another factor would
+        # scale them twice.
+        grad_scale = None if w.has_true_gradients else decisions[0].grad_scale
+        return Judged(gradients, grad_scale, found_inf_of(decisions))
 
     def _step_by_itself(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Run the own step of an optimizer that cannot skip on the device, at one host read.
@@ -281,7 +335,7 @@ class Stepper:
         The user's hooks run at a skip, too, as for optimizers that skip on the device.
         """
         # Several ranks would have to decide again together, and the others may not have failed.
-        judged = self.decider.judge(w, decisions, undoable=not self._ranks.several)
+        judged = self._judge(w, decisions, undoable=not self._ranks.several)
         if bool(judged.found_inf):
             optimizer = owner_of_hooks(w.optimizer)
             run_with_hooks(lambda _: self._finish_step(w, decisions), optimizer)

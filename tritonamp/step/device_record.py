@@ -1,37 +1,18 @@
 """The numbers of decisions: written on the device, copied to the host."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonamp.diagnosis.records import Attached
+from tritonamp.kernels._decision import AMAX, COUNTS, LOSS, RECORD, Record
 from tritonamp.kernels._transfer import upload
-from tritonamp.kernels.decide import (
-    AMAX,
-    CLEAN,
-    FAULT,
-    HUGE,
-    OUTLIER,
-    OVERFLOW,
-    RECORD,
-    VETO,
-    Record,
-)
 from tritonamp.kernels.device import is_capturing, refuse_capture
 from tritonamp.readback import Readback, Reading
+from tritonamp.step.outcome import Outcome
 
-COUNTS = {
-    "clean": CLEAN,
-    "scale_overflows": OVERFLOW,
-    "forward_faults": FAULT,
-    "outliers": OUTLIER,
-    "vetoes": VETO,
-    "huge_gradients": HUGE,
-}
-"""Name of each outcome in states, to the outcome's slot in the record. CLEAN comes first."""
 _KEPT = AMAX + 1  # numbers in front that a checkpoint holds: counts, norm, largest magnitude
 
 
@@ -40,7 +21,7 @@ class DeviceRecord:
 
     ::
 
-        RECORD numbers, see kernels.decide.Record | a magnitude by rank | one by parameter | loss
+        RECORD numbers, see kernels._decision | a magnitude by rank | one by parameter
 
     The record is rebuilt, with its values, when parameters are added or ranks change.
 
@@ -59,12 +40,9 @@ class DeviceRecord:
         self._names = dict(names())
         self._ranks: Sequence[int] = ()
         self._kept = [0.0] * _KEPT  # until there is a record
-        self._copied: Tensor | None = None  # copied to the host as one: numbers, and the loss
-        self._numbers: Tensor | None = None  # view of ``_copied``, as are the next two
+        self._numbers: Tensor | None = None
         # number of decisions by outcome, on the device; None: there was no decision
         self.counts: Tensor | None = None
-        self._loss: Tensor | None = None  # NaN: not known
-        self._knows_loss = False
         # by the ids of a decision's lists of parameters, which are kept so that the ids stay theirs
         self._places: dict[tuple[int, ...], tuple[Record, Sequence[list[Tensor]]]] = {}
         self._outgrown: list[Any] = []  # CUDA graphs that are replayed may still write here
@@ -97,7 +75,7 @@ class DeviceRecord:
             numbers = self._make_room(size, device, ranks)
         of_ranks = range(len(flat), len(flat) + len(ranks))
         found = [*of_ranks, *(positions.get(p, -1) for p in self._names)]
-        record = Record(numbers, _uploaded(torch.tensor(found, dtype=torch.int64), device))
+        record = Record(numbers, _uploaded(torch.tensor(found, dtype=torch.int64), device), [])
         self._places[tuple(map(id, params))] = record, params
         return record
 
@@ -108,39 +86,32 @@ class DeviceRecord:
         by_rank = before[RECORD:first] if ranks == self._ranks else [0.0] * len(ranks)
         kept = before[:RECORD] + by_rank + before[first:]
         values = kept + [0.0] * (size - len(kept))
-        copied = _uploaded(torch.tensor([*values, math.nan], dtype=torch.float64), device)
-        readback = Readback(copied)  # may run out of memory, so before any attribute changes
+        values[LOSS] = math.nan
+        numbers = _uploaded(torch.tensor(values, dtype=torch.float64), device)
+        readback = Readback(numbers)  # may run out of memory, so before any attribute changes
         self._outgrown += [record for record, _ in self._places.values()]
-        self._copied, self._readback = copied, readback
-        self._numbers, self.counts, self._loss = copied[:-1], copied[: len(COUNTS)], copied[-1]
-        self._knows_loss = False
+        self._readback = readback
+        self._numbers, self.counts = numbers, numbers[: len(COUNTS)]
         self._ranks = ranks
         self._places = {}
-        return self._numbers
+        return numbers
 
     # on the way to the host
 
-    def note_loss(self, loss: Tensor | None) -> None:
-        """Note the loss of the decision that was made: 0-d on the device; None: not known."""
-        if self._loss is not None and (loss is not None or self._knows_loss):
-            self._loss.fill_(math.nan) if loss is None else self._loss.copy_(loss)
-            self._knows_loss = loss is not None
-
-    def start_reading(self, attached: Attached, again: bool = False) -> None:
+    def start_reading(self, outcome: Outcome, again: bool = False) -> None:
         """Start copying the record to the host. With ``again``, replace the last copy."""
-        assert self._readback is not None and self._copied is not None
+        assert self._readback is not None and self._numbers is not None
         start = self._readback.restart if again else self._readback.start
-        start(self._copied, attached)
+        start(self._numbers, outcome)
 
     def cancel_last_reading(self) -> None:
         """Drop the copy that was started last."""
         if self._readback is not None:
             self._readback.cancel_last()
 
-    def readings(self, wait: bool) -> Iterator[Reading]:
-        """Yield the copies that have arrived, the loss last; with ``wait`` all started ones."""
-        if self._readback is not None and (wait or not self.is_captured):
-            yield from self._readback.ready(wait)
+    def arrived(self, wait: bool = False) -> Iterable[Reading]:
+        """Return the copies that have arrived; with ``wait`` all started ones."""
+        return () if self._readback is None else self._readback.ready(wait)
 
     @property
     def is_captured(self) -> bool:

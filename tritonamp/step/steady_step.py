@@ -1,0 +1,148 @@
+"""A step that is like the one before repeats its launches."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tritonamp.kernels._launch import run_again
+from tritonamp.kernels._native import PLAIN_STEPS
+from tritonamp.kernels._plan import Plan
+from tritonamp.kernels._steady import Steady
+from tritonamp.kernels._update_lists import UpdateLists, send_rules
+from tritonamp.kernels.device import is_capturing
+from tritonamp.kernels.grad_stats import Prepared, prepared_stats
+from tritonamp.step.fused_rule import FusedRule
+
+_HYPERPARAMETERS, _GRADIENTS = 1, 2  # bits of the answer of ``Steady.same``
+
+
+class SteadyStep:
+    """The launches of one optimizer's last step, for a step on the same tensors.
+
+    ::
+
+        a step is built    -> what it touched is recorded, with its launches
+        the next decision  -> has_like_gradients, stats
+        the next step      -> is_like, run
+
+    Where anything but hyperparameters and addresses of gradients differs, the step is built, and
+    another value is recorded.
+
+    It holds neither gradients nor state, because both may be replaced while it exists.
+
+    Args:
+        touched: everything that the step has touched.
+        updates: lists of the step, with its launches.
+        rule: fused rule of the optimizer.
+        groups: groups of the optimizer.
+        plans: plans of the statistics and of the step.
+        stats: launches of the statistics.
+    """
+
+    def __init__(
+        self,
+        touched: Steady,
+        updates: UpdateLists,
+        rule: FusedRule,
+        groups: Sequence[Mapping[str, Any]],
+        plans: Sequence[Plan],
+        stats: Prepared,
+    ) -> None:
+        assert updates.launches is not None
+        self._touched = touched
+        self._launches = [launch for launch, _ in updates.launches]
+        self._memory = updates.tensors.memory
+        self._rule = rule
+        self._groups = groups
+        self._plans = plans
+        self._stats = stats
+        self._device = plans[1].devices[0]
+
+    @classmethod
+    def of(
+        cls,
+        updates: UpdateLists,
+        rule: FusedRule,
+        optimizer: Optimizer,
+        holders: Sequence[Tensor],
+        params: Sequence[Tensor],
+    ) -> "SteadyStep | None":
+        """Record a step that was just built; None: no step can repeat its launches.
+
+        Args:
+            updates: lists of the step.
+            rule: fused rule of the optimizer.
+            optimizer: the optimizer.
+            holders: tensors whose ``.grad`` the step used, for all parameters of the groups.
+            params: parameters of the model, in the same order.
+        """
+        lists = updates.tensors
+        # a captured step is repeated by its CUDA graph
+        if PLAIN_STEPS or updates.launches is None or is_capturing(params[0].device):
+            return None
+        in_stats, in_step = lists.plan(("grads",)), lists.plan()
+        stats = prepared_stats(in_stats)
+        # Several devices, and copies of tensors with gaps, are work of the host in each step.
+        if stats is None or len(in_step.devices) > 1 or in_stats.copies or in_step.copies:
+            return None
+        plans = in_stats, in_step
+        in_plans = [plan.slots("grads") for plan in plans]
+        slots: list[tuple[int, ...]] = [()] * len(params)
+        for place, number in enumerate(lists.numbers):
+            if place in in_plans[0]:  # else the tensor has no elements
+                slots[number] = tuple(addresses[place] for addresses in in_plans)
+        touched = Steady.record(
+            optimizer=optimizer,
+            keys=rule.keys,
+            holders=holders,
+            params=params,
+            fixed=[lists["remainders"]] if "remainders" in lists else [],
+            slots=slots,
+        )
+        if touched is None:
+            return None
+        return cls(touched, updates, rule, optimizer.param_groups, plans, stats)
+
+    def has_like_gradients(self) -> bool:
+        """Tell whether the gradients are like those of the last step, so that ``stats`` may run."""
+        moved = self._touched.same_gradients()
+        if moved > 0:
+            self._send_gradients()
+        return moved >= 0
+
+    def stats(self) -> tuple[Tensor, Tensor]:
+        """Return the statistics of the gradients, as ``grad_stats`` does."""
+        return self._stats.run_again(self._device)
+
+    def is_like(self) -> bool:
+        """Tell whether this step touches what the last one did, so that ``run`` may follow."""
+        changed = self._touched.same()
+        if changed < 0:
+            return False
+        if changed & _GRADIENTS:
+            self._send_gradients()
+        if changed & _HYPERPARAMETERS:
+            rules = [self._rule.hyperparameters(group) for group in self._groups]
+            send_rules(self._memory, rules, self._device)
+        return True
+
+    def run(self, grad_scale: Tensor, found_inf: Tensor) -> None:
+        """Update parameters, state and half copies, or skip on the device.
+
+        Args:
+            grad_scale: factor on the gradients, 0-d float32.
+            found_inf: 0-d float32 flag; the device skips if it is not 0.
+        """
+        run_again(self._launches, self._device, grad_scale, found_inf)
+        self._touched.wrote()
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether torch has counted no write to the parameters since this step."""
+        return self._touched.untouched()
+
+    def _send_gradients(self) -> None:
+        for plan in self._plans:
+            plan.send_written("grads")
