@@ -161,5 +161,5 @@ def test_names_of_other_projects_are_used():
 
 def test_the_table_of_shared_kernel_files_is_whole():
     table = (ROOT / "kernels" / "README.md").read_text()
-    named = set(re.findall(r"`(_\w+\.(?:py|cpp))`", table))
+    named = set(re.findall(r"`(_\w+\.(?:py|cpp|h))`", table))
     assert named == {p.name for p in (ROOT / "kernels").glob("_[a-z]*.*") if p.is_file()}
