@@ -9,7 +9,7 @@
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 
-#include <exception>
+#include "_tensors.h"
 
 // declared here, because ATen/autocast_mode.h takes ten seconds to compile
 namespace at::autocast {
@@ -93,15 +93,12 @@ PyObject* run_under(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (!PyArg_ParseTuple(given[1], "OO!O!O", &item, &THPDeviceType, &device, &THPDtypeType, &dtype,
                         &cache))
     return nullptr;
-  try {
+  return answer([&]() -> PyObject* {
     ThreadState state(given[0], reinterpret_cast<THPDevice*>(device)->device.type());
     const auto type = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
     if (!state.follow(item, type, cache == Py_True)) return nullptr;
     return PyObject_Call(given[2], given[3], PyDict_GET_SIZE(given[4]) ? given[4] : nullptr);
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
+  });
 }
 
 }  // namespace

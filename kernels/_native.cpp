@@ -68,22 +68,26 @@ bool is_plain_thread() {
 // GPU. None if there is anything else, or the thread is not plain.
 PyObject* leaf_versions(PyObject*, PyObject* values) {
   if (!PyTuple_CheckExact(values) || !is_plain_thread()) Py_RETURN_NONE;
-  const Py_ssize_t count = PyTuple_GET_SIZE(values);
-  bool on_gpu = false;
-  for (Py_ssize_t i = 0; i < count; i++) {
-    PyObject* value = PyTuple_GET_ITEM(values, i);
-    if (!is_plain(value) || impl_of(value)->is_inference()) Py_RETURN_NONE;
-    const auto& tensor = *reinterpret_cast<at::TensorBase*>(reinterpret_cast<char*>(value) + offset);
-    // a view may be part of a graph since its base was written to
-    if (tensor.requires_grad() && (!tensor.is_leaf() || tensor.is_view())) Py_RETURN_NONE;
-    on_gpu = on_gpu || tensor.is_cuda();
-  }
-  PyObject* versions = PyList_New(count);
-  for (Py_ssize_t i = 0; versions != nullptr && i < count; i++) {
-    const auto& counter = impl_of(PyTuple_GET_ITEM(values, i))->version_counter();
-    PyList_SET_ITEM(versions, i, PyLong_FromLong(counter.current_version()));
-  }
-  return versions == nullptr ? nullptr : Py_BuildValue("NO", versions, on_gpu ? Py_True : Py_False);
+  return answer([&]() -> PyObject* {
+    const Py_ssize_t count = PyTuple_GET_SIZE(values);
+    bool on_gpu = false;
+    for (Py_ssize_t i = 0; i < count; i++) {
+      PyObject* value = PyTuple_GET_ITEM(values, i);
+      if (!is_plain(value) || impl_of(value)->is_inference()) Py_RETURN_NONE;
+      const auto& tensor =
+          *reinterpret_cast<at::TensorBase*>(reinterpret_cast<char*>(value) + offset);
+      // a view may be part of a graph since its base was written to
+      if (tensor.requires_grad() && (!tensor.is_leaf() || tensor.is_view())) Py_RETURN_NONE;
+      on_gpu = on_gpu || tensor.is_cuda();
+    }
+    PyObject* versions = PyList_New(count);
+    if (versions == nullptr) return nullptr;
+    for (Py_ssize_t i = 0; i < count; i++) {
+      const auto& counter = impl_of(PyTuple_GET_ITEM(values, i))->version_counter();
+      PyList_SET_ITEM(versions, i, PyLong_FromLong(counter.current_version()));
+    }
+    return Py_BuildValue("NO", versions, on_gpu ? Py_True : Py_False);
+  });
 }
 
 // facts([lists]): the layout and the addresses of the elements, 64 bits each, as in _facts.py.
