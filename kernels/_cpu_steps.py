@@ -164,8 +164,10 @@ def _counted(lists: UpdateLists) -> list[tuple[Any, ...]]:
     counts = all_in_main_memory(tensors["steps"]) or range(len(tensors))
     rows = zip(tensors.numbers, tensors["params"], tensors["steps"], counts, strict=True)
     for number, param, steps, count in rows:
-        group, compute = lists.groups[number], torch.promote_types(param.dtype, torch.float32)
-        step, key = steps + 1, (group, compute, count)
+        # complex tensors are updated as real ones
+        compute = torch.promote_types(param.dtype.to_real(), torch.float32)
+        group, step = lists.groups[number], steps + 1
+        key = group, compute, count
         if key not in corrected:
             rate, root2 = corrected_rates(lists.rules[group], step, compute)
             known = in_main_memory(rate)

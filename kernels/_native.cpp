@@ -164,6 +164,8 @@ PyMethodDef methods[] = {
     {"steady_record", steady_record, METH_VARARGS, ""},
     {"steady_same", steady_same, METH_O, ""},
     {"steady_same_gradients", steady_same_gradients, METH_O, ""},
+    {"steady_sent_gradients", steady_sent_gradients, METH_O, ""},
+    {"steady_sent_hyperparameters", steady_sent_hyperparameters, METH_O, ""},
     {"steady_untouched", steady_untouched, METH_O, ""},
     {"steady_wrote", steady_wrote, METH_O, ""},
     {"run_under", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_under)), METH_FASTCALL,

@@ -12,7 +12,7 @@ struct Steady {
   State state;
   Gradients gradients;
   Tensors tensors;
-  bool changed = false;  // hyperparameters, since `same` has last answered
+  bool changed = false;  // hyperparameters, since the caller has last sent them
 
   // attributes: of the optimizer. The others are tuples. Rows are parameters, in the order of the
   // groups.
@@ -45,10 +45,7 @@ struct Steady {
     // gradients last, because their slots change only if everything is alike
     if (!groups.same(changed) || !state.same() || !tensors.same()) return -1;
     const long moved = gradients.moved();
-    if (moved < 0) return -1;
-    const long answer = (changed ? 1 : 0) | (moved ? 2 : 0);
-    changed = false;
-    return answer;
+    return moved < 0 ? -1 : (changed ? 1 : 0) | (moved ? 2 : 0);
   }
 };
 
@@ -103,6 +100,20 @@ PyObject* steady_same(PyObject*, PyObject* capsule) {
 
 PyObject* steady_same_gradients(PyObject*, PyObject* capsule) {
   return ask_steady(capsule, [](Steady& s) { return PyLong_FromLong(s.gradients.moved()); });
+}
+
+PyObject* steady_sent_gradients(PyObject*, PyObject* capsule) {
+  return ask_steady(capsule, [](Steady& s) {
+    s.gradients.sent();
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject* steady_sent_hyperparameters(PyObject*, PyObject* capsule) {
+  return ask_steady(capsule, [](Steady& s) {
+    s.changed = false;
+    return Py_NewRef(Py_None);
+  });
 }
 
 PyObject* steady_untouched(PyObject*, PyObject* capsule) {

@@ -70,9 +70,10 @@ class Steady:
         return None if found is None else cls(native, *found)
 
     def same_gradients(self) -> int:
-        """Return how many gradients have moved, or -1 if one is unlike.
+        """Return -1 if a gradient is unlike, else how often gradients have moved.
 
-        The slots hold the new addresses of gradients that have moved. At -1 no slot has changed.
+        Moves count since ``sent_gradients``. The slots hold the new addresses. At -1 no slot has
+        changed.
         """
         moved: int = self._native.steady_same_gradients(self._value)
         return moved
@@ -81,12 +82,23 @@ class Steady:
         """Return -1 if anything is unlike, else the sum of what has changed.
 
         Returns:
-            0: nothing. 1: hyperparameters that are floats, which count as known from now on, or
-            hyperparameters that can change in place, which are never known. 2: addresses of
-            gradients, which the slots hold now.
+            0: nothing. 1: hyperparameters that are floats, since ``sent_hyperparameters``, or
+            that can change in place, such as tensors. 2: addresses of gradients, since
+            ``sent_gradients``; the slots hold them.
         """
         changed: int = self._native.steady_same(self._value)
         return changed
+
+    # An answer repeats until the caller has sent what it names. Otherwise an exception between the
+    # answer and the copy to the device, such as Ctrl-C, would leave old numbers there.
+
+    def sent_gradients(self) -> None:
+        """Note that the slots have been copied to the device."""
+        self._native.steady_sent_gradients(self._value)
+
+    def sent_hyperparameters(self) -> None:
+        """Note that the hyperparameters have been copied to the device."""
+        self._native.steady_sent_hyperparameters(self._value)
 
     def untouched(self) -> bool:
         """Tell whether torch has counted no write to the model's parameters since ``wrote``."""

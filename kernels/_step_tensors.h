@@ -25,8 +25,8 @@ class Gradients {
     }
   }
 
-  // Returns the number of gradients that have moved, whose slots then hold their new addresses; or
-  // -1 if a gradient is unlike. Then no slot has changed.
+  // Returns how often gradients have moved since `sent`; their slots hold the new addresses. Or
+  // returns -1 if a gradient is unlike. Then no slot has changed.
   long moved() {
     int64_t* words = words_.data();
     const Hints::Parts* hints = hints_.first();
@@ -44,8 +44,10 @@ class Gradients {
       moved += row.found != row.address;
     }
     if (moved) write_slots();
-    return moved;
+    return unsent_ += moved;
   }
+
+  void sent() { unsent_ = 0; }
 
   bool exists(size_t row) const { return rows_[row].exists; }
 
@@ -90,6 +92,7 @@ class Gradients {
   }
 
   std::vector<Row> rows_;
+  long unsent_ = 0;  // moves of gradients whose addresses are in the slots alone
   Words words_;
   Hints hints_;
 };

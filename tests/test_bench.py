@@ -466,11 +466,14 @@ def calls_of_a_forward(bench: Any, level: str) -> int:
     return min(found)
 
 
-def test_an_empty_forward_costs_no_more_at_o2_than_at_o1(bench: Any) -> None:
-    """Inputs are not looked at."""
+def test_an_empty_forward_costs_hardly_more_at_o2_than_at_o1(bench: Any) -> None:
+    """Inputs are not looked at. O2 asks whether masters were written to."""
+    _facts.use_native()  # as after the first step
     calls = calls_of_a_forward(bench, "O2")
-    assert calls <= calls_of_a_forward(bench, "O1")
-    assert calls <= 100  # 90 with Python 3.11 and torch 2.14
+    few = 9 if _facts._native is _facts._InPython else 4
+    assert calls <= calls_of_a_forward(bench, "O1") + few
+    # with Python 3.11 and torch 2.14: 36, and 71 without a C++ compiler
+    assert calls <= (80 if _facts._native is _facts._InPython else 45)
 
 
 # Report

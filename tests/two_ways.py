@@ -27,23 +27,23 @@ def quickly(patch: pytest.MonkeyPatch) -> None:
 
 
 STEADY = False
-"""Whether steps record a `Steady` value, and the tests of that apply."""
+"""Whether steps repeat the last one by a `Steady` value, so that the tests of that apply."""
 
 
 @contextmanager
-def builds() -> Iterator[list[Any]]:
-    """Yield a list to which each step that is built, not like the last one, adds its record."""
+def repeats() -> Iterator[list[Any]]:
+    """Yield a list to which each step that repeats the last one adds its value."""
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         if STEADY:
             kind = importlib.import_module("tritonamp.kernels._steady").Steady
-            record = kind.record
+            wrote = kind.wrote  # which such a step calls last
 
-            def noted(cls: type, *args: Any, **fields: Any) -> Any:
-                found.append(record(*args, **fields))
-                return found[-1]
+            def noted(value: Any) -> None:
+                wrote(value)
+                found.append(value)
 
-            patch.setattr(kind, "record", classmethod(noted))
+            patch.setattr(kind, "wrote", noted)
         yield found
 
 

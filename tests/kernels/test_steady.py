@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kernels.steady_steps import MOVED, SAME, UNLIKE, UNUSED, Step
+from tests.kernels.steady_steps import FLOATS, MOVED, SAME, UNLIKE, UNUSED, Step
 from tritonamp.kernels import _facts
 from tritonamp.kernels._steady import Steady
 
@@ -81,9 +81,19 @@ def test_gradients(name: str) -> None:
     change(step)
     assert steady.same() == expected
     if expected == MOVED:
+        steady.sent_gradients()
         assert steady.same() == SAME, "the new addresses are known"
     elif expected == UNLIKE:
         assert steady.same_gradients() == steady.same() == UNLIKE
+
+
+def test_gradients_that_python_has_not_seen() -> None:
+    """A backward makes gradients that have no object yet."""
+    step = Step()
+    steady = step.steady()
+    step.params[0].grad = None
+    (step.params[0] * 2).sum().backward()
+    assert steady.same() in (SAME, MOVED)
 
 
 def test_fewer_dimensions_of_the_last_gradient() -> None:
@@ -102,14 +112,34 @@ def test_slots_hold_the_addresses_of_moved_gradients() -> None:
     new_grad(1, Tensor.clone)(step)
     moved = step.params[1].grad.data_ptr()
     assert steady.same_gradients() == 1 and list(step.slots) == [0, 0, moved, moved, 0, 0, 0, 0]
+    assert steady.same_gradients() == 1, "not sent"
+    steady.sent_gradients()
     assert steady.same_gradients() == 0
     move_all(step)
-    assert steady.same() == MOVED
+    assert steady.same() == steady.same() == MOVED
+    steady.sent_gradients()
+    assert steady.same() == SAME
     addresses = [p.grad.data_ptr() for p in step.params[:UNUSED]]
     assert list(step.slots) == [a for address in (*addresses, 0) for a in (address, address)]
     for param, old in zip(step.params, before, strict=True):
         param.grad = old
     assert steady.same_gradients() == UNUSED
+
+
+def test_each_answer_repeats_until_it_was_sent() -> None:
+    step = Step()
+    steady = step.steady()
+    step.group["lr"] = 0.25
+    move_all(step)
+    assert steady.same() == steady.same() == FLOATS | MOVED
+    steady.sent_gradients()
+    assert steady.same() == FLOATS and steady.same_gradients() == 0
+    move_all(step)
+    assert steady.same_gradients() > 0
+    steady.sent_hyperparameters()
+    assert steady.same() == MOVED
+    steady.sent_gradients()
+    assert steady.same() == SAME
 
 
 @pytest.mark.parametrize("ask", [Steady.same, Steady.same_gradients])

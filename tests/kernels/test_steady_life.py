@@ -44,7 +44,9 @@ def test_a_value_gives_all_references_back() -> None:
     values = [x for state in step.optimizer.state.values() for x in state.values()]
     for tensor in (*values, *(p.grad for p in step.params if p.grad is not None)):
         assert not any(o is tensor for o in grown), "state and gradients are not kept alive"
-    for kept in (*step.params, *step.masters, *step.fixed, step.group, step.values):
+    state, groups = step.optimizer.state, step.optimizer.param_groups
+    compared = vars(step.optimizer), state, step.values, groups, step.group, step.group["params"]
+    for kept in (*compared, *step.params, *step.masters, *step.fixed):
         assert any(o is kept for o in grown)
 
 

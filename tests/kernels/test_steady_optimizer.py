@@ -23,32 +23,33 @@ def value(key: str, before: Any, after: Any) -> tuple[str, Any, Any]:
     return key, before, after
 
 
-# key, value that the step has read, value at the next step, answers of `same`, one after another
-VALUES: dict[str, tuple[str, Any, Any, list[int]]] = {
-    "a float": ("lr", 0.5, 0.25, [FLOATS, SAME]),
-    "an equal float": ("lr", 0.1 + 0.2, float("0.30000000000000004"), [SAME]),
-    "minus 0": ("weight_decay", 0.0, -0.0, [FLOATS, SAME]),
-    "nan": ("lr", NAN, NAN, [SAME]),
-    "a float of numpy": ("lr", np.float64(0.5), np.float64(0.25), [FLOATS, SAME]),
-    "float to numpy": ("lr", 0.5, np.float64(0.5), [UNLIKE]),
-    "int to float": ("lr", 1, 1.0, [UNLIKE]),
-    "float to int": ("lr", 1.0, 1, [UNLIKE]),
-    "int to bool": ("foreign", 1, True, [UNLIKE]),
-    "an int": ("foreign", 1000, 1001, [UNLIKE]),
-    "an equal int": ("foreign", 10**6, int("1000000"), [SAME]),
-    "an int to a huge one": ("foreign", -1, 1 << 70, [UNLIKE]),
-    "true to false": ("amsgrad", True, False, [UNLIKE]),
-    "none to false": ("foreign", None, False, [UNLIKE]),
-    "a string": ("foreign", "one", "two", [UNLIKE]),
-    "a float in a tuple": ("betas", (0.9, 0.99), (0.8, 0.99), [FLOATS, SAME]),
-    "the last float in a tuple": ("betas", (0.9, 0.99), (0.9, 0.98), [FLOATS, SAME]),
-    "an equal tuple": ("betas", (0.9, 0.99), tuple([0.9, 0.99]), [SAME]),
-    "a longer tuple": ("betas", (0.9, 0.99), (0.9, 0.99, 0.999), [UNLIKE]),
-    "a shorter tuple": ("betas", (0.9, 0.99), (0.9,), [UNLIKE]),
-    "a float in a tuple to int": ("betas", (1.0, 0.99), (1, 0.99), [UNLIKE]),
-    "an int in a tuple": ("betas", (1, 0.99), (0, 0.99), [UNLIKE]),
-    "tuples in a tuple": ("betas", ((1.0,), ()), ((2.0,), ()), [FLOATS, SAME]),
-    "tuple to list": ("betas", (0.9, 0.99), [0.9, 0.99], [UNLIKE]),
+# key, value that the step has read, value at the next step, answer of ``same``
+VALUES: dict[str, tuple[str, Any, Any, int]] = {
+    "a float": ("lr", 0.5, 0.25, FLOATS),
+    "an equal float": ("lr", 0.1 + 0.2, float("0.30000000000000004"), SAME),
+    "minus 0": ("weight_decay", 0.0, -0.0, FLOATS),
+    "nan": ("lr", NAN, NAN, SAME),
+    "a float of numpy": ("lr", np.float64(0.5), np.float64(0.25), FLOATS),
+    "float to numpy": ("lr", 0.5, np.float64(0.5), UNLIKE),
+    "int to float": ("lr", 1, 1.0, UNLIKE),
+    "float to int": ("lr", 1.0, 1, UNLIKE),
+    "int to bool": ("foreign", 1, True, UNLIKE),
+    "an int": ("foreign", 1000, 1001, UNLIKE),
+    "an equal int": ("foreign", 10**6, int("1000000"), SAME),
+    "an int to a huge one": ("foreign", -1, 1 << 70, UNLIKE),
+    "true to false": ("amsgrad", True, False, UNLIKE),
+    "none to false": ("foreign", None, False, UNLIKE),
+    "a string": ("foreign", "one", "two", UNLIKE),
+    "a float in a tuple": ("betas", (0.9, 0.99), (0.8, 0.99), FLOATS),
+    "the last float in a tuple": ("betas", (0.9, 0.99), (0.9, 0.98), FLOATS),
+    "an equal tuple": ("betas", (0.9, 0.99), tuple([0.9, 0.99]), SAME),
+    "a longer tuple": ("betas", (0.9, 0.99), (0.9, 0.99, 0.999), UNLIKE),
+    "a shorter tuple": ("betas", (0.9, 0.99), (0.9,), UNLIKE),
+    "a shorter tuple at the end": ("absent", (0.9, 0.99), (0.9,), UNLIKE),  # no value follows
+    "a float in a tuple to int": ("betas", (1.0, 0.99), (1, 0.99), UNLIKE),
+    "an int in a tuple": ("betas", (1, 0.99), (0, 0.99), UNLIKE),
+    "tuples in a tuple": ("betas", ((1.0,), ()), ((2.0,), ()), FLOATS),
+    "tuple to list": ("betas", (0.9, 0.99), [0.9, 0.99], UNLIKE),
 }
 
 
@@ -57,11 +58,13 @@ VALUES: dict[str, tuple[str, Any, Any, list[int]]] = {
 def test_hyperparameters(name: str, of_group: int) -> None:
     step = Step()
     group = step.optimizer.param_groups[of_group]
-    key, before, after, answers = VALUES[name]
+    key, before, after, answer = VALUES[name]
     group[key] = before
     steady = step.steady()
     group[key] = after
-    assert [steady.same() for _ in answers] == answers
+    assert steady.same() == steady.same() == answer
+    steady.sent_hyperparameters()
+    assert steady.same() == (UNLIKE if answer == UNLIKE else SAME)
 
 
 IN_PLACE: dict[str, Callable[[], Any]] = {
@@ -77,21 +80,27 @@ def test_hyperparameters_that_can_change_in_place(name: str) -> None:
     step = Step()
     step.group["betas"] = IN_PLACE[name]()
     steady = step.record()
-    assert steady is not None and steady.same() == steady.same() == FLOATS
+    assert steady is not None and steady.same() == FLOATS
+    steady.sent_hyperparameters()
+    assert steady.same() == FLOATS
     step.group["betas"] = None
     gc.collect()
     step.group["betas"] = IN_PLACE[name]()
     assert steady.same() == UNLIKE
 
 
-def test_another_float_counts_until_a_step_is_the_same() -> None:
+def test_another_float_counts_until_it_was_sent() -> None:
     step = Step()
     steady = step.steady()
     step.group["lr"] = 0.25
     grad, step.params[0].grad = step.params[0].grad, None
     assert steady.same() == UNLIKE
     step.params[0].grad = grad
-    assert steady.same() == FLOATS and steady.same() == SAME
+    assert steady.same() == FLOATS
+    step.group["lr"] = 0.5
+    assert steady.same() == FLOATS
+    steady.sent_hyperparameters()
+    assert steady.same() == SAME
 
 
 def test_a_huge_int_has_no_value() -> None:
@@ -229,6 +238,38 @@ def test_no_state() -> None:
     step.optimizer.state.clear()
     steady = step.steady()
     step.optimizer.state[step.masters[0]] = {}
+    assert steady.same() == UNLIKE
+
+
+# the last entry that was recorded, after which no other one would be unlike
+
+
+ENDS: dict[str, tuple[Change, Change]] = {
+    "key of a group": (
+        lambda step: None,
+        lambda step: step.optimizer.param_groups[-1].popitem(),
+    ),
+    "parameter of a group": (
+        lambda step: reorder(step.optimizer.param_groups[-1], "params"),
+        lambda step: step.optimizer.param_groups[-1]["params"].pop(),
+    ),
+    "parameter of the state": (
+        lambda step: None,
+        lambda step: step.optimizer.state.popitem(),
+    ),
+    "value of the state": (
+        lambda step: reorder(step.optimizer.state, step.masters[0]),
+        lambda step: step.values.popitem(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_last_entry_gone(name: str) -> None:
+    step, (prepare, change) = Step(), ENDS[name]
+    prepare(step)
+    steady = step.steady()
+    change(step)
     assert steady.same() == UNLIKE
 
 

@@ -148,7 +148,7 @@ def test_a_scaler_forgets_decisions_and_its_copies_have_none(run: Run) -> None:
     assert sum(user() is not None for user in run.scaler._users) == 1
     assert len(copy.deepcopy(run.scaler)._users) == 0
     run.optimizers[A].step()
-    assert len(run.scaler._users) == 0
+    assert not any(user() for user in run.scaler._users)
     run.ends_at(-3.0, 0.0, 8.0)
 
 

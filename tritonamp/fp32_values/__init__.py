@@ -156,7 +156,10 @@ class Fp32Values:
         """
         self.settle_lent()
         halves, pointers, seen = self._halves, self._pointers, self._versions
-        if len(indices) < len(halves):
+        if isinstance(indices, range):
+            of = slice(indices.start, indices.stop)
+            halves, pointers, seen = halves[of], pointers[of], seen[of]
+        else:
             halves = [halves[i] for i in indices]
             pointers, seen = (array("Q", [all_[i] for i in indices]) for all_ in (pointers, seen))
         changed = pointers.tobytes() != addresses(halves) or seen.tobytes() != versions(halves)
@@ -272,12 +275,14 @@ class Fp32Values:
             with torch.no_grad():
                 target.copy_(value)
 
-    def indices(self, halves: Sequence[Tensor]) -> list[int]:
+    def indices(self, halves: Sequence[Tensor]) -> Sequence[int]:
         """Return the numbers by which ``refresh`` and ``mark_rounded`` know half tensors.
 
-        The numbers never change.
+        The numbers never change. A range stands for neighbours, which are asked together.
         """
-        return [self._index[half] for half in halves]
+        found = [self._index[half] for half in halves]
+        neighbours = range(found[0], found[0] + len(found)) if found else range(0)
+        return neighbours if list(neighbours) == found else found
 
     def mark_rounded(self, indices: Sequence[int]) -> None:
         """Note that some half tensors hold the rounded FP32 values.
@@ -287,9 +292,10 @@ class Fp32Values:
         Args:
             indices: results of ``indices``.
         """
-        if len(indices) == len(self._halves):  # two questions for all, not two for each
-            self._versions = array("Q", versions(self._halves))
-            self._value_versions = array("Q", versions(self._values))
+        if isinstance(indices, range):  # two questions for all, not two for each
+            of = slice(indices.start, indices.stop)
+            self._versions[of] = array("Q", versions(self._halves[of]))
+            self._value_versions[of] = array("Q", versions(self._values[of]))
             return
         for i in indices:
             self._versions[i] = self._halves[i]._version

@@ -86,7 +86,7 @@ class MasterWeights:
         self._lends = self.packs or policy.offload is not None
         self._sources: dict[Tensor, Tensor] = {}  # master -> parameter of the model
         self.stepped = SteppedParams([], [])
-        self._halves: list[int] = []  # the half parameters' numbers in the FP32 values
+        self._halves: Sequence[int] = ()  # the half parameters' numbers in the FP32 values
         self._versions_after_step = b""  # of the parameters, for the log
         self._steady: SteadyStep | None = None  # the last step, if another one may repeat it
         self._true = TrueGradients(policy.grad_dtype)
@@ -288,7 +288,8 @@ class MasterWeights:
         steady = self._steady
         if steady is None or len(decisions) != 1 or self.decision is not decisions[0]:
             return None
-        return None if self._true or is_capturing(decisions[0].scale.device) else steady
+        device = decisions[0].scale.device
+        return None if self._true or device != steady.device or is_capturing(device) else steady
 
     def record(self, step: SteadyStep | None) -> None:
         """Keep a step that was built, which the next one may repeat."""

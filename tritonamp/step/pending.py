@@ -92,10 +92,12 @@ class PendingDecisions:
         weights = [self._weights[o] for o in feeds]
         # Under tensor parallelism each rank may have a summand of the loss. Only the sum is judged.
         loss = full_tensor(loss)
-        # Before the search for an open decision: a batch whose gradients the user has cleared is
-        # not judged with this loss.
-        self._end_zeroed(weights)
-        joined = self._open_one(scaler, weights)
+        joined = None
+        if self._decisions:
+            # Before the search for an open decision: a batch whose gradients the user has cleared
+            # is not judged with this loss.
+            self._end_zeroed(weights)
+            joined = self._open_one(scaler, weights)
         # micro-batches add up their gradients, so they have one scale
         decision = joined or self._new_decision(scaler, loss.device, None, [], True)
         wide = widened(loss)

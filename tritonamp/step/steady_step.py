@@ -39,6 +39,9 @@ class SteadyStep:
         groups: groups of the optimizer.
         plans: plans of the statistics and of the step.
         stats: launches of the statistics.
+
+    Attributes:
+        device: device of the launches.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class SteadyStep:
         self._groups = groups
         self._plans = plans
         self._stats = stats
-        self._device = plans[1].devices[0]
+        self.device = plans[1].devices[0]
 
     @classmethod
     def of(
@@ -114,7 +117,7 @@ class SteadyStep:
 
     def stats(self) -> tuple[Tensor, Tensor]:
         """Return the statistics of the gradients, as ``grad_stats`` does."""
-        return self._stats.run_again(self._device)
+        return self._stats.run_again(self.device)
 
     def is_like(self) -> bool:
         """Tell whether this step touches what the last one did, so that ``run`` may follow."""
@@ -125,7 +128,8 @@ class SteadyStep:
             self._send_gradients()
         if changed & _HYPERPARAMETERS:
             rules = [self._rule.hyperparameters(group) for group in self._groups]
-            send_rules(self._memory, rules, self._device)
+            send_rules(self._memory, rules, self.device)
+            self._touched.sent_hyperparameters()
         return True
 
     def run(self, grad_scale: Tensor, found_inf: Tensor) -> None:
@@ -135,7 +139,7 @@ class SteadyStep:
             grad_scale: factor on the gradients, 0-d float32.
             found_inf: 0-d float32 flag; the device skips if it is not 0.
         """
-        run_again(self._launches, self._device, grad_scale, found_inf)
+        run_again(self._launches, self.device, grad_scale, found_inf)
         self._touched.wrote()
 
     @property
@@ -146,3 +150,4 @@ class SteadyStep:
     def _send_gradients(self) -> None:
         for plan in self._plans:
             plan.send_written("grads")
+        self._touched.sent_gradients()
