@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import tritonamp.kernels
-from tritonamp.kernels._launch import Launch, compile_options
+from tritonamp.kernels._launch import Launch, allocate, compile_options
 from tritonamp.kernels.device import AMD_WAVES, WARP_SIZE
 
 NVIDIA = 70, 75, 80, 86, 89, 90, 100, 120
@@ -235,8 +235,11 @@ def recorded_launches() -> Iterator[list[tuple[Launch, tuple[Tensor, ...]]]]:
     """Yield a list of the launches in the block, with their tensors; no launch runs."""
     launches: list[tuple[Launch, tuple[Tensor, ...]]] = []
 
-    def record(launch: Launch, *given: Tensor) -> None:
-        launches.append((launch, launch.all_tensors(given)))
+    def record(launch: Launch, *given: Tensor) -> tuple[Tensor, ...]:
+        tensors = launch.all_tensors(given)
+        results = allocate(tensors[0], launch.results)
+        launches.append((launch, (*tensors, *results)))
+        return results
 
     with mock.patch.object(Launch, "__call__", record):
         yield launches

@@ -1,7 +1,7 @@
 """Launch of a kernel: find the compiled kernel or compile it, then start it."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -9,6 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+
+# private (torch 2.11 to 2.15): Inductor allocates by these. They skip torch's dispatcher and take
+# half of the time of ``new_empty_strided``.
+from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
+    _empty_strided_cpu,
+    _empty_strided_cuda,
+)
 
 from tritonamp.kernels.device import (
     AMD_WAVES,
@@ -24,6 +31,10 @@ class Operand(IntEnum):
 
     GRAD_SCALE = 0
     FOUND_INF = 1
+
+
+Room = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of a tensor that a launch allocates."""
 
 
 def run_again(launches: Sequence["Launch"], device: torch.device, *given: Tensor) -> None:
@@ -89,7 +100,7 @@ class Launch:
 
     Args:
         kernel: a ``triton.jit`` function whose parameters are tensors, sizes and constants, in this
-            order.
+            order. The results come last among the tensors.
         grid: number of programs along each axis.
         sizes: arguments that the kernel marks as ``do_not_specialize``.
         constants: values of the ``tl.constexpr`` parameters.
@@ -97,6 +108,7 @@ class Launch:
         maxnreg: largest number of registers of a thread, or None for no limit.
         tensors: fixed arguments; an ``Operand`` marks a slot that each call fills. The first must
             be fixed. None: each call passes all tensors.
+        results: rooms of tensors that each call allocates and returns.
     """
 
     kernel: Any
@@ -106,6 +118,7 @@ class Launch:
     num_warps: int
     maxnreg: int | None = None
     tensors: tuple[Any, ...] | None = None
+    results: tuple[Room, ...] = ()
     _operands: list[tuple[int, Operand]] = field(init=False)
     _rest: tuple[Any, ...] = field(init=False)  # arguments after the tensors
     # by device and alignment: the start function, and the dictionary that the kernel was found
@@ -117,48 +130,54 @@ class Launch:
         self._operands = [(i, t) for i, t in enumerate(tensors) if isinstance(t, Operand)]
         self._rest = (*self.sizes, *self.constants)
 
-    def __call__(self, *given: Tensor) -> None:
+    def __call__(self, *given: Tensor) -> Sequence[Tensor]:
         """Run the kernel on the tensors' device, on its current stream.
 
         Args:
-            given: tensors for the slots, by ``Operand``, or all tensors. A slot has one dtype in
-                all calls.
+            given: tensors for the slots, by ``Operand``, or all tensors except the results. A slot
+                has one dtype in all calls.
+
+        Returns:
+            The results.
 
         Raises:
             KernelError: the kernel could not be compiled or loaded.
             UnsupportedDeviceError: kernels do not run on the device of the tensors.
         """
         tensors = given if self.tensors is None else self.all_tensors(given)
-        if is_traced(tensors[0]):
-            kernel = torch.library.wrap_triton(self.kernel)[self.grid]
-            kernel(*tensors, *self._rest, **self._options(tensors[0].device))
-            return
-        if INTERPRETED:
-            _interpret(self.kernel, self.grid, tensors, self._rest)
-            return
+        first = tensors[0]
+        watched = has_torch_dispatch(first)
+        if INTERPRETED or (watched and is_traced(first)):
+            return self._record_or_interpret(tensors)
         # One OR over the addresses settles alignment in the usual case, in which all are multiples
-        # of 16. Only other calls need a key with a flag for each tensor.
+        # of 16, as those of results always are. Only other calls need a flag for each tensor.
         pointers = 0
         for tensor in given:
             pointers |= tensor.data_ptr()
-        device = tensors[0].get_device()
+        device = first.get_device()
         kind: Any = device
         if pointers & 15:
             kind = device, *[tensor.data_ptr() & 15 == 0 for tensor in given]
         kernels, run = self._runs.get(kind, _NOT_COMPILED)
         # -1 is the CPU; the check is skipped once a kernel for this kind is known
         if kernels is not _compiled and device < 0:
-            require_triton(tensors[0].device)
+            require_triton(first.device)
         # Triton compiles for, and starts on, the current device, not the tensors'
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self(*given)
+        results: Sequence[Tensor] = ()
+        if self.results:
+            # a mode that watches has to see the allocation
+            results = allocate(first, self.results) if watched else _new(device, self.results)
+            tensors = *tensors, *results
         if kernels is not _compiled:
             run = self._find(tensors)[self.grid]
             self._runs[kind] = _compiled, run
         # a current stream may change between calls, as under torch.cuda.stream, so it is never kept
         stream = torch._C._cuda_getCurrentRawStream(device)
         run(*tensors, *self._rest, stream=stream)
+        return results
 
     def again(self, stream: int, *given: Tensor) -> None:
         """Run the kernel that the last calls on this device have run.
@@ -176,6 +195,18 @@ class Launch:
             run(*tensors, *self._rest, stream=stream)
         else:
             self(*given)
+
+    def _record_or_interpret(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """Do the work of a call in a tracer or in Triton's interpreter."""
+        first = tensors[0]
+        results = allocate(first, self.results)
+        tensors = *tensors, *results
+        if is_traced(first):
+            kernel = torch.library.wrap_triton(self.kernel)[self.grid]
+            kernel(*tensors, *self._rest, **self._options(first.device))
+        else:
+            _interpret(self.kernel, self.grid, tensors, self._rest)
+        return results
 
     def prepare(self, *given: Tensor) -> None:
         """Compile the kernel for a call with these tensors without running it.
@@ -231,6 +262,20 @@ class Launch:
             options = self._options(tensors[0].device)
             compiled = _compiled[tuple(key)] = _compile(self.kernel, self.grid, args, options)
         return compiled
+
+
+def allocate(first: Tensor, rooms: Iterable[Room]) -> list[Tensor]:
+    """Return a new tensor for each room, on the device of ``first``."""
+    return [first.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in rooms]
+
+
+def _new(device: int, rooms: tuple[Room, ...]) -> list[Tensor]:
+    """Return a new tensor for each room, on the current device, which has the index ``device``."""
+    empty = _empty_strided_cpu if device < 0 else _empty_strided_cuda
+    results = []
+    for room in rooms:  # a comprehension costs a frame in Python 3.11
+        results.append(empty(*room))
+    return results
 
 
 def compile_options(

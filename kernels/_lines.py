@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._launch import Room
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -143,20 +144,12 @@ def tiling(
     return Tiling(n, groups * rows, block >= n, splits, steps, grid, sizes, layout, num_warps)
 
 
-Dense = tuple[tuple[int, ...], tuple[int, ...]]
-"""A shape and its contiguous strides."""
-
-
-def dense(shape: Sequence[int]) -> Dense:
-    """Return a shape and its contiguous strides, for ``new_empty_strided``.
-
-    ``new_empty_strided`` takes half the time of ``new_empty``, which accepts many kinds of
-    arguments.
-    """
+def dense(shape: Sequence[int], dtype: torch.dtype) -> Room:
+    """Return the room of a contiguous tensor, for ``Launch.results``."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))
-    return tuple(shape), tuple(reversed(strides[: len(shape)]))
+    return tuple(shape), tuple(reversed(strides[: len(shape)])), dtype
 
 
 def dtype_of(tensor: Tensor | None) -> torch.dtype | None:

@@ -4,8 +4,10 @@ The kernel for whole lines keeps the sums in registers. Sums over long lines tak
 file.
 """
 
+import torch
+
 from tritonamp.kernels._launch import Launch
-from tritonamp.kernels._lines import Dense, Tiling, dense
+from tritonamp.kernels._lines import Tiling, dense
 from tritonamp.kernels._norms import load_gradients, load_stats
 from tritonamp.kernels.device import tl, triton
 
@@ -17,19 +19,19 @@ WARPS = 8
 
 @triton.jit
 def store_part(
-    part_ptr, part, n, sums, columns, exist, VEC: tl.constexpr, ROWS: tl.constexpr
+    sums_ptr, row, n, sums, columns, exist, VEC: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Write one row of partial sums, [parts, n]."""
+    """Write one row of partial sums, [wanted * parts, n]."""
     n = n // VEC * VEC  # tells the compiler that VEC divides n, so that stores are vectors
     # lines of the tile are added here, once, instead of in every step
     if ROWS > 1:
         sums = tl.sum(sums, 0, keep_dims=True)
-    tl.store(part_ptr + part.to(tl.int64) * n + columns, sums, mask=exist)
+    tl.store(sums_ptr + row.to(tl.int64) * n + columns, sums, mask=exist)
 
 
 @triton.jit(do_not_specialize=("rows", "n", "steps"))
 def norm_weights_kernel(
-    g_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, rows, n, steps,
+    g_ptr, x_ptr, stats_ptr, sums_ptr, rows, n, steps,
     CENTER: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
     VEC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +46,7 @@ def norm_weights_kernel(
         tile = part * steps + step
         numbers = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         valid = numbers < rows
-        mean, rstd = load_stats(mean_ptr, rstd_ptr, numbers, valid, CENTER)
+        mean, rstd = load_stats(stats_ptr, numbers, rows, valid, CENTER)
         # evict_first, because dx is done, and nothing reads these tiles again
         grad, _, h = load_gradients(
             g_ptr, x_ptr, x_ptr, numbers * n + columns, columns, valid & (columns < n), mean, rstd,
@@ -53,13 +55,14 @@ def norm_weights_kernel(
         dw += grad * h
         db += grad
     if DW:
-        store_part(dw_ptr, part, n, dw, columns, columns < n, VEC, ROWS)
+        store_part(sums_ptr, part, n, dw, columns, columns < n, VEC, ROWS)
     if DB:
-        store_part(db_ptr, part, n, db, columns, columns < n, VEC, ROWS)
+        row = part + tl.num_programs(1) if DW else part
+        store_part(sums_ptr, row, n, db, columns, columns < n, VEC, ROWS)
 
 
-def sums_of_long(t: Tiling, center: bool, wants: tuple[bool, bool]) -> tuple[Launch, Dense]:
-    """Return the launch that sums grad * h and grad, if wanted, and the room for its results.
+def sums_of_long(t: Tiling, center: bool, wants: tuple[bool, bool]) -> Launch:
+    """Return the launch that sums grad * h and grad, as far as ``wants`` has them.
 
     There are at most PARTS parts.
     """
@@ -67,11 +70,11 @@ def sums_of_long(t: Tiling, center: bool, wants: tuple[bool, bool]) -> tuple[Lau
     # steps first, and then only as many parts as these steps need: none is empty
     steps = -(-tiles // PARTS)
     parts = -(-tiles // steps)
-    launch = Launch(
+    return Launch(
         norm_weights_kernel,
         (-(-t.n // COLUMNS), parts, 1),
         (t.lines, t.n, steps),
         (center, *wants, t.layout[2], ROWS, COLUMNS),
         WARPS,
+        results=(dense((sum(wants), parts, t.n), torch.float32),),
     )
-    return launch, dense((sum(wants), parts, t.n))

@@ -78,23 +78,27 @@ def affine(
 
 
 @triton.jit
-def store_stats(mean_ptr, rstd_ptr, numbers, valid, mean, rstd, CENTER: tl.constexpr):
-    """Write the statistics of the lines with these numbers."""
+def store_stats(stats_ptr, numbers, count, valid, mean, rstd, CENTER: tl.constexpr):
+    """Write the statistics of the lines with these numbers, of ``count`` lines."""
     if CENTER:
-        tl.store(mean_ptr + numbers, mean, mask=valid)
-    tl.store(rstd_ptr + numbers, rstd, mask=valid)
+        tl.store(stats_ptr + numbers, mean, mask=valid)
+        stats_ptr += count
+    tl.store(stats_ptr + numbers, rstd, mask=valid)
 
 
 @triton.jit
-def load_stats(mean_ptr, rstd_ptr, numbers, valid, CENTER: tl.constexpr):
-    """Return mean (without CENTER an arbitrary value) and rstd of the lines with these numbers."""
+def load_stats(stats_ptr, numbers, count, valid, CENTER: tl.constexpr):
+    """Return mean (without CENTER an arbitrary value) and rstd of the lines with these numbers.
+
+    ``count`` is the number of all lines.
+    """
     # 0 for missing lines, because an undefined rstd may be NaN, and 0 * NaN
     # would enter the sums over lines
-    rstd = tl.load(rstd_ptr + numbers, mask=valid, other=0.0)
+    first = tl.load(stats_ptr + numbers, mask=valid, other=0.0)
     if CENTER:
-        return tl.load(mean_ptr + numbers, mask=valid, other=0.0), rstd
+        return first, tl.load(stats_ptr + count + numbers, mask=valid, other=0.0)
     else:
-        return rstd, rstd
+        return first, first
 
 
 @triton.jit

@@ -6,14 +6,20 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-_PLAIN = {Tensor, Parameter}
+_PLAIN = {Tensor, Parameter}  # classes of tensors that hold no other tensors
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor, of which each rank holds a part."""
     # private: the attribute in which DTensor of torch 2.11 to 2.15 keeps its part. DTensor is not
     # imported, because only FSDP2 and tensor parallelism need it.
-    return hasattr(tensor, "_local_tensor")
+    # Not asked of plain tensors, because an attribute that is missing takes long.
+    return type(tensor) not in _PLAIN and hasattr(tensor, "_local_tensor")
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is of torch's own classes, which hold no other tensors."""
+    return type(tensor) in _PLAIN
 
 
 def any_sharded(tensors: Sequence[Tensor]) -> bool:
@@ -24,6 +30,8 @@ def any_sharded(tensors: Sequence[Tensor]) -> bool:
 
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, or the tensor itself if it is not sharded."""
+    if type(tensor) in _PLAIN:
+        return tensor
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 

@@ -22,8 +22,8 @@ from tritonamp.kernels._group_norms import (
     walk,
 )
 from tritonamp.kernels._implementations import TraceableOp
-from tritonamp.kernels._launch import Launch
-from tritonamp.kernels._lines import cached_by_shape, contiguous_or, dense, dtype_of
+from tritonamp.kernels._launch import Launch, allocate
+from tritonamp.kernels._lines import cached_by_shape, dense, dtype_of
 from tritonamp.kernels._norms import merge_moments, reciprocal_std, store_stats
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import BF16, HALF, Shipped, build_name
@@ -46,7 +46,7 @@ def tile_moments(x, mask, count, LAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "eps"))
 def group_norm_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, blocks, groups, depth, spatial, n, eps,
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, blocks, groups, depth, spatial, n, eps,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
     VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -68,12 +68,13 @@ def group_norm_kernel(
     y = (x - mean) * (rstd * w) + b
     tl.store(y_ptr + start + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
     numbers = image.to(tl.int64) * groups + lines
-    store_stats(mean_ptr, rstd_ptr, numbers, valid, mean, rstd, True)
+    count = tl.num_programs(0).to(tl.int64) // blocks * groups
+    store_stats(stats_ptr, numbers, count, valid, mean, rstd, True)
 
 
 @triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "eps"))
 def group_norm_long_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, blocks, groups, depth, spatial, n, eps,
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, blocks, groups, depth, spatial, n, eps,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
     VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +118,8 @@ def group_norm_long_kernel(
             y = ((x.to(tl.float32) - mean) * (rstd * w) + b).to(y_ptr.dtype.element_ty)
             tl.store(y_ptr + start + offs, y, mask=mask, eviction_policy="evict_first")
     numbers = image.to(tl.int64) * groups + lines
-    store_stats(mean_ptr, rstd_ptr, numbers, valid, mean, rstd, True)
+    count = tl.num_programs(0).to(tl.int64) // blocks * groups
+    store_stats(stats_ptr, numbers, count, valid, mean, rstd, True)
 
 
 @cached_by_shape
@@ -130,26 +132,26 @@ def _forward(
     bias; None for a weight that is missing.
     """
     given, weight, bias = dtypes
-    statistics = dense((2, shape[0] * groups))
+    statistics = dense((2, shape[0] * groups), torch.float32)
     # a grid of 0 programs is an invalid launch
     if 0 in shape:
-        launch = None
-    else:
-        t = walk(shape, groups, last, given.itemsize, PER_THREAD, LONGEST)
-        launch = Launch(
-            group_norm_kernel if t.whole else group_norm_long_kernel,
-            (t.images * t.blocks, 1, 1),
-            (t.blocks, *t.sizes, float(eps)),
-            (weight is not None, bias is not None, *t.layout),
-            t.num_warps,
-        )
+        return lambda x, *weights: (torch.empty_like(x), *allocate(x, (statistics,)))
+    t = walk(shape, groups, last, given.itemsize, PER_THREAD, LONGEST)
+    launch = Launch(
+        group_norm_kernel if t.whole else group_norm_long_kernel,
+        (t.images * t.blocks, 1, 1),
+        (t.blocks, *t.sizes, float(eps)),
+        (weight is not None, bias is not None, *t.layout),
+        t.num_warps,
+        results=(statistics,),
+    )
 
     def run(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         x = x.contiguous(memory_format=memory_format(x))
-        y = torch.empty_like(x)
-        stats = x.new_empty_strided(*statistics, dtype=torch.float32)
-        if launch is not None:
-            launch(x, contiguous_or(x, weight), contiguous_or(x, bias), y, *stats.unbind())
+        y = torch.empty_like(x)  # also in the memory format
+        w = x if weight is None else weight.contiguous()
+        b = x if bias is None else bias.contiguous()
+        (stats,) = launch(x, w, b, y)
         return y, stats
 
     return run

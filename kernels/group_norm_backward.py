@@ -31,7 +31,7 @@ from tritonamp.kernels._group_norms import (
 )
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch
-from tritonamp.kernels._lines import Dense, cached_by_shape, contiguous_or, dense
+from tritonamp.kernels._lines import cached_by_shape, contiguous_or, dense
 from tritonamp.kernels._norms import input_gradient, load_gradients, load_stats
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
@@ -45,17 +45,17 @@ PARTS = 512  # approximate number of programs that keep sums
 
 @triton.jit
 def _store_channels(
-    part_ptr, row, sums, lines, channels, groups, depth, given, LAST: tl.constexpr
+    sums_ptr, row, sums, lines, channels, groups, depth, given, LAST: tl.constexpr
 ):  # fmt: skip
-    """Write a tile's sums over places into one row of partial sums, [parts, C]."""
+    """Write a tile's sums over places into one row of partial sums, [wanted * parts, C]."""
     at = row.to(tl.int64) * groups * depth + (lines * depth + channels)
     # places are added last, because adding across threads in every tile would cost exchanges
-    tl.store(part_ptr + at, tl.sum(sums, 0 if LAST else 2, keep_dims=True), mask=given)
+    tl.store(sums_ptr + at, tl.sum(sums, 0 if LAST else 2, keep_dims=True), mask=given)
 
 
 @triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "images", "steps"))
 def group_norm_backward_kernel(
-    g_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr,
+    g_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, sums_ptr,
     blocks, groups, depth, spatial, n, images, steps,
     WEIGHT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, LAST: tl.constexpr,
     ALIGN: tl.constexpr, VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
@@ -73,12 +73,13 @@ def group_norm_backward_kernel(
     w = of_channels(w_ptr, lines, channels, depth, given, WEIGHT, 1.0)
     dw = tl.zeros([PLACES, ROWS, CHANNELS] if LAST else [ROWS, CHANNELS, PLACES], tl.float32)
     db = tl.zeros([PLACES, ROWS, CHANNELS] if LAST else [ROWS, CHANNELS, PLACES], tl.float32)
+    count = images.to(tl.int64) * groups
     # several images a program, so that the partial sums do not grow with the number of images
     for step in range(0, min(steps, images - part * steps)):
         image = part * steps + step
         start = tile_start(image, block, 0, 0, groups, depth, spatial, LAST, ROWS)
         numbers = image.to(tl.int64) * groups + lines
-        mean, rstd = load_stats(mean_ptr, rstd_ptr, numbers, valid, True)
+        mean, rstd = load_stats(stats_ptr, numbers, count, valid, True)
         grad, _, h = load_gradients(
             g_ptr + start, x_ptr + start, w_ptr, offs, offs, mask, mean, rstd, True, False, ""
         )
@@ -94,14 +95,15 @@ def group_norm_backward_kernel(
         if DB:
             db += grad
     if DW:
-        _store_channels(dw_ptr, part, dw, lines, channels, groups, depth, given, LAST)
+        _store_channels(sums_ptr, part, dw, lines, channels, groups, depth, given, LAST)
     if DB:
-        _store_channels(db_ptr, part, db, lines, channels, groups, depth, given, LAST)
+        row = part + tl.num_programs(0) // blocks if DW else part
+        _store_channels(sums_ptr, row, db, lines, channels, groups, depth, given, LAST)
 
 
 @triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n"))
 def group_norm_backward_long_kernel(
-    g_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr,
+    g_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, sums_ptr,
     blocks, groups, depth, spatial, n,
     WEIGHT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, LAST: tl.constexpr,
     ALIGN: tl.constexpr, VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
@@ -112,7 +114,10 @@ def group_norm_backward_long_kernel(
     image, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     depth, spatial = known_to_divide(depth, spatial, LAST, VEC)
     lines, valid = tile_lines(block, groups, LAST, ALIGN, ROWS, BLOCK)
-    mean, rstd = load_stats(mean_ptr, rstd_ptr, image.to(tl.int64) * groups + lines, valid, True)
+    images = tl.num_programs(0) // blocks
+    count = images.to(tl.int64) * groups
+    numbers = image.to(tl.int64) * groups + lines
+    mean, rstd = load_stats(stats_ptr, numbers, count, valid, True)
     along = tl.zeros([1, ROWS, 1] if LAST else [ROWS, 1, 1], tl.float32)
     level = tl.zeros([1, ROWS, 1] if LAST else [ROWS, 1, 1], tl.float32)
     for channel in range(0, depth, CHANNELS):
@@ -139,9 +144,10 @@ def group_norm_backward_long_kernel(
         along += sum_of_lines(tl.where(given, dw * w, 0.0), LAST)
         level += sum_of_lines(tl.where(given, db * w, 0.0), LAST)
         if DW:
-            _store_channels(dw_ptr, image, dw, lines, channels, groups, depth, given, LAST)
+            _store_channels(sums_ptr, image, dw, lines, channels, groups, depth, given, LAST)
         if DB:
-            _store_channels(db_ptr, image, db, lines, channels, groups, depth, given, LAST)
+            row = image + images if DW else image
+            _store_channels(sums_ptr, row, db, lines, channels, groups, depth, given, LAST)
     along, level = along / n, level / n
     # the second pass, over the places of a channel from its end, which L2 still holds
     for channel in range(0, depth, CHANNELS):
@@ -169,8 +175,8 @@ def _launch(
     last: bool,
     dtypes: tuple[torch.dtype, ...],
     flags: tuple[bool, bool, bool],
-) -> tuple[Launch, Dense]:
-    """Return the launch for a shape, and shape and strides of the partial sums.
+) -> Launch:
+    """Return the launch for a shape, which returns the partial sums.
 
     ``last`` tells whether channels are neighbours in memory. ``dtypes`` are those of the gradient,
     x and the weight. ``flags`` are has_weight, dweight and dbias.
@@ -180,15 +186,15 @@ def _launch(
     steps = -(-t.images // max(PARTS // t.blocks, 1)) if t.whole else 1
     parts = -(-t.images // steps)
     # one image a program for long lines, because a single image is work enough
-    launch = Launch(
+    return Launch(
         group_norm_backward_kernel if t.whole else group_norm_backward_long_kernel,
         (parts * t.blocks, 1, 1),
         (t.blocks, *t.sizes, t.images, steps) if t.whole else (t.blocks, *t.sizes),
         (*flags, *t.layout),
         t.num_warps,
         MAX_REGISTERS if t.scattered and not t.whole else None,
+        results=(dense((sum(flags[1:]), parts, shape[1]), torch.float32),),
     )
-    return launch, dense((sum(flags[1:]), parts, shape[1]))
 
 
 def group_norm_backward_triton(
@@ -210,14 +216,9 @@ def group_norm_backward_triton(
     w = contiguous_or(x, weight)
     dtypes, last = (grad.dtype, x.dtype, w.dtype), form is not torch.contiguous_format
     flags = weight is not None, dweight, dbias
-    launch, room = _launch(x.shape, groups, last, dtypes, flags)
-    of_lines = stats.unbind()
-    parts = x.new_empty_strided(*room, dtype=torch.float32)
-    # valid pointers also if no sum is wanted
-    of_weights = parts.unbind() or of_lines
-    launch(grad, x, w, *of_lines, dx, of_weights[0], of_weights[-1])
+    (sums,) = _launch(x.shape, groups, last, dtypes, flags)(grad, x, w, stats, dx)
     # the partial sums are added by one more launch in one order, because atomics on floats vary
-    return dx, reduce.sum_triton(parts, (1,), False, torch.float32)
+    return dx, reduce.sum_triton(sums, (1,), False, torch.float32)
 
 
 def group_norm_backward_torch(

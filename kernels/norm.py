@@ -8,19 +8,18 @@ from L2 and from its end.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import TraceableOp
-from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._launch import Launch, allocate
 from tritonamp.kernels._lines import (
     WIDEST,
     cached_by_shape,
     column_offsets,
-    contiguous_or,
     dense,
     dtype_of,
     line_offsets,
@@ -47,7 +46,7 @@ MAX_REGISTERS = 64
 # not specialised: Triton would build another kernel for sizes of 1 and for multiples of 16
 @triton.jit(do_not_specialize=("rows", "n", "blocks", "eps"))
 def norm_kernel(
-    x_ptr, r_ptr, w_ptr, b_ptr, sum_ptr, y_ptr, mean_ptr, rstd_ptr, rows, n, blocks, eps,
+    x_ptr, r_ptr, w_ptr, b_ptr, sum_ptr, y_ptr, stats_ptr, rows, n, blocks, eps,
     ADD: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -67,12 +66,12 @@ def norm_kernel(
     rstd = reciprocal_std(squares, n, eps)
     y = affine(x, mean, rstd, w_ptr, b_ptr, columns, exist, CENTER, WEIGHT, BIAS)
     tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
-    store_stats(mean_ptr, rstd_ptr, numbers, valid, mean, rstd, CENTER)
+    store_stats(stats_ptr, numbers, rows, valid, mean, rstd, CENTER)
 
 
 @triton.jit(do_not_specialize=("rows", "n", "blocks", "eps"))
 def norm_long_kernel(
-    x_ptr, r_ptr, w_ptr, b_ptr, sum_ptr, y_ptr, mean_ptr, rstd_ptr, rows, n, blocks, eps,
+    x_ptr, r_ptr, w_ptr, b_ptr, sum_ptr, y_ptr, stats_ptr, rows, n, blocks, eps,
     ADD: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -105,26 +104,30 @@ def norm_long_kernel(
         y = affine(x, mean, rstd, w_ptr, b_ptr, columns, exist, CENTER, WEIGHT, BIAS)
         y = y.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + offs, y, mask=mask, eviction_policy="evict_first")
-    store_stats(mean_ptr, rstd_ptr, numbers, valid, mean, rstd, CENTER)
+    store_stats(stats_ptr, numbers, rows, valid, mean, rstd, CENTER)
 
 
-Norm = Callable[..., tuple[Tensor, ...]]
+Norm = Callable[..., Sequence[Tensor]]
 """Function of x, weight and bias that returns the result and the statistics."""
 
 
 @cached_by_shape
 def _forward(
-    numel: int, n: int, dtypes: tuple[Any, ...], added: bool, eps: float, center: bool
+    shape: tuple[int, ...], n: int, dtypes: tuple[Any, ...], added: bool, eps: float, center: bool
 ) -> Norm:
     """Return a function of x, and with ``added`` of a residual.
 
     ``dtypes`` are those of x, the result, weight and bias; None for a weight that is missing.
     """
     given, dtype, weight, bias = dtypes
-    lines = numel // n if n else 0
+    lines = math.prod(shape) // n if n else 0
+    total, y = dense(shape, given), dense(shape, dtype)
     # mean and rstd are rows of one tensor, which takes one allocation
-    statistics = dense((1 + center, lines))
-    other: dict[str, Any] = {} if dtype is given else {"dtype": dtype}  # parsing costs time
+    stats = dense((1 + center, lines), torch.float32)
+    results = (total, y, stats) if added else (y, stats)
+    # a grid of 0 programs is an invalid launch
+    if not lines:
+        return lambda x, *others: allocate(x, results)
     # a vector that lies in one line, also in a long one, because odd lengths are rare here
     vec = math.gcd(n, WIDEST // max(given.itemsize, dtype.itemsize))
     t = tiling((lines, n), 1, 1, PER_THREAD, LONGEST, vec)
@@ -136,23 +139,19 @@ def _forward(
         t.num_warps,
         # only the loop spills without the limit
         None if t.whole else MAX_REGISTERS,
+        results=results,
     )
 
     def run(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    ) -> Sequence[Tensor]:
         x = x.contiguous()
-        y = torch.empty_like(x, **other)
-        total = torch.empty_like(x) if added else y
-        stats = x.new_empty_strided(*statistics, dtype=torch.float32)
-        # a grid of 0 programs is an invalid launch
-        if lines:
-            # a kernel's pointer has to be valid, also where nothing is loaded
-            given = (contiguous_or(x, t) for t in (residual, weight, bias))
-            # without center both pointers are that of rstd, because each has to be valid
-            of_lines = stats.unbind()
-            launch(x, *given, total, y, of_lines[0], of_lines[-1])
-        return (total, y, stats) if added else (y, stats)
+        # a kernel's pointer has to be valid, also where nothing is loaded or stored
+        w = x if weight is None else weight.contiguous()
+        b = x if bias is None else bias.contiguous()
+        if residual is None:
+            return launch(x, x, w, b, x)
+        return launch(x, residual.contiguous(), w, b)
 
     return run
 
@@ -172,7 +171,7 @@ def norm_prepared(
     With ``added`` the function takes a residual, too, and returns the sum first.
     """
     dtypes = x.dtype, dtype, dtype_of(weight), dtype_of(bias)
-    return _forward(x.numel(), n, dtypes, added, eps, center)
+    return _forward(x.shape, n, dtypes, added, eps, center)
 
 
 def norm_triton(

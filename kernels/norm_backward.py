@@ -21,10 +21,9 @@ from torch import Tensor
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import reduce
 from tritonamp.kernels._implementations import TraceableOp
-from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._launch import Launch, Room, allocate
 from tritonamp.kernels._lines import (
     WIDEST,
-    Dense,
     Tiling,
     cached_by_shape,
     column_offsets,
@@ -49,7 +48,7 @@ PARTS = 512
 
 @triton.jit(do_not_specialize=("rows", "n", "tiles", "steps"))
 def norm_backward_kernel(
-    g_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, a_ptr, dx_ptr, dw_ptr, db_ptr, rows, n, tiles, steps,
+    g_ptr, x_ptr, w_ptr, stats_ptr, a_ptr, dx_ptr, sums_ptr, rows, n, tiles, steps,
     ADD: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr,
     DW: tl.constexpr, DB: tl.constexpr,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
@@ -66,7 +65,7 @@ def norm_backward_kernel(
         tile = part * steps + step
         lines, numbers, valid = line_offsets(tile, rows, n, tiles, ROW_MAJOR, ALIGN, VEC, ROWS)
         offs, mask = lines + columns, valid & exist
-        mean, rstd = load_stats(mean_ptr, rstd_ptr, numbers, valid, CENTER)
+        mean, rstd = load_stats(stats_ptr, numbers, rows, valid, CENTER)
         grad, g, h = load_gradients(
             g_ptr, x_ptr, w_ptr, offs, columns, mask, mean, rstd, CENTER, WEIGHT, ""
         )
@@ -81,14 +80,15 @@ def norm_backward_kernel(
         if DB:
             db += grad
     if DW:
-        store_part(dw_ptr, part, n, dw, columns, exist, VEC, ROWS)
+        store_part(sums_ptr, part, n, dw, columns, exist, VEC, ROWS)
     if DB:
-        store_part(db_ptr, part, n, db, columns, exist, VEC, ROWS)
+        row = part + tl.num_programs(0) if DW else part
+        store_part(sums_ptr, row, n, db, columns, exist, VEC, ROWS)
 
 
 @triton.jit(do_not_specialize=("rows", "n", "blocks"))
 def norm_backward_long_kernel(
-    g_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, a_ptr, dx_ptr, rows, n, blocks,
+    g_ptr, x_ptr, w_ptr, stats_ptr, a_ptr, dx_ptr, rows, n, blocks,
     ADD: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -97,7 +97,7 @@ def norm_backward_long_kernel(
     lines, numbers, valid = line_offsets(
         tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS
     )
-    mean, rstd = load_stats(mean_ptr, rstd_ptr, numbers, valid, CENTER)
+    mean, rstd = load_stats(stats_ptr, numbers, rows, valid, CENTER)
     along = tl.zeros([ROWS, 1], tl.float32)
     level = tl.zeros([ROWS, 1], tl.float32)
     for at in range(0, n, BLOCK):
@@ -124,44 +124,42 @@ def norm_backward_long_kernel(
         tl.store(dx_ptr + offs, dx, mask=mask, eviction_policy="evict_first")
 
 
-Work = tuple[Callable[..., None], Dense]
-"""Function that writes dx and partial sums over lines, and the room for these sums, which have
-shape [wanted, parts, n].
-"""
+Work = Callable[..., tuple[Tensor, Tensor]]
+"""Function that returns dx and partial sums over lines, which have shape [wanted, parts, n]."""
 
 
-def _whole(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Work:
+def _whole(t: Tiling, dx: Room, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Work:
     """Return the work on lines in registers, one launch."""
     tiles = t.grid[0]
     # steps first, and then only as many programs as these steps need: none is idle
     steps = -(-tiles // PARTS)
     programs = -(-tiles // steps)
     sizes, constants = (t.lines, t.n, tiles, steps), (*flags, *wants, *t.layout)
-    launch = Launch(norm_backward_kernel, (programs, 1, 1), sizes, constants, t.num_warps)
-    return launch, dense((sum(wants), programs, t.n))
+    results = dx, dense((sum(wants), programs, t.n), torch.float32)
+    grid = programs, 1, 1
+    launch: Any = Launch(norm_backward_kernel, grid, sizes, constants, t.num_warps, results=results)
+    return launch
 
 
-def _long(t: Tiling, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Work:
+def _long(t: Tiling, dx: Room, flags: tuple[bool, ...], wants: tuple[bool, bool]) -> Work:
     """Return the work on long lines."""
-    constants = *flags, *t.layout
-    grid = t.grid[0], 1, 1
-    launch = Launch(norm_backward_long_kernel, grid, t.sizes, constants, t.num_warps)
+    constants, grid = (*flags, *t.layout), (t.grid[0], 1, 1)
+    launch = Launch(norm_backward_long_kernel, grid, t.sizes, constants, t.num_warps, results=(dx,))
     # sums over long lines in registers would take as many as the line, so
     # they get a launch of their own
-    add_up, room = sums_of_long(t, flags[1], wants)
+    add_up = sums_of_long(t, flags[1], wants)
 
-    def run(*tensors: Tensor) -> None:
-        grad, x, _, mean, rstd, _, _, dw, db = tensors
-        launch(*tensors[:-2])
-        if any(wants):
-            add_up(grad, x, mean, rstd, dw, db)
+    def run(grad: Tensor, x: Tensor, w: Tensor, stats: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        (dx,) = launch(grad, x, w, stats, a)
+        (sums,) = add_up(grad, x, stats) if any(wants) else allocate(x, add_up.results)
+        return dx, sums
 
-    return run, room
+    return run
 
 
 @cached_by_shape
 def _backward(
-    numel: int, n: int, itemsize: int, dtypes: tuple[torch.dtype, ...], *flags: bool
+    shape: tuple[int, ...], n: int, itemsize: int, dtypes: tuple[torch.dtype, ...], *flags: bool
 ) -> Work:
     """Return the work on contiguous tensors of ``itemsize`` bytes an element.
 
@@ -169,8 +167,9 @@ def _backward(
     has_added_grad, has_mean, has_weight, then needs_input_grad of weight and bias.
     """
     vec = math.gcd(n, WIDEST // itemsize)
-    t = tiling((numel // n, n), 1, 1, PER_THREAD, LONGEST, vec)
-    return (_whole if t.whole else _long)(t, flags[:3], (flags[3], flags[4]))
+    t = tiling((math.prod(shape) // n, n), 1, 1, PER_THREAD, LONGEST, vec)
+    dx = dense(shape, dtypes[1])
+    return (_whole if t.whole else _long)(t, dx, flags[:3], (flags[3], flags[4]))
 
 
 def norm_backward_triton(
@@ -184,23 +183,18 @@ def norm_backward_triton(
     added: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     grad, x = grad.contiguous(), x.contiguous()
-    dx = torch.empty_like(x)
     # a grid of 0 programs is an invalid launch
     if x.numel() == 0:
-        return dx, x.new_zeros(dweight + dbias, n, dtype=torch.float32)
+        return torch.empty_like(x), x.new_zeros(dweight + dbias, n, dtype=torch.float32)
     # a kernel's pointer has to be valid, also where nothing is loaded
     w, a = contiguous_or(x, weight), contiguous_or(x, added)
     dtypes = grad.dtype, x.dtype, w.dtype, a.dtype
     widest = max(grad.itemsize, x.itemsize, a.itemsize)
     flags = added is not None, len(stats) == 2, weight is not None, dweight, dbias
-    of_lines = stats.unbind()
-    run, room = _backward(x.numel(), n, widest, dtypes, *flags)
-    parts = x.new_empty_strided(*room, dtype=torch.float32)
-    # valid pointers also if no sum is wanted
-    of_weights = parts.unbind() or of_lines
-    run(grad, x, w, of_lines[0], of_lines[-1], a, dx, of_weights[0], of_weights[-1])
+    run = _backward(x.shape, n, widest, dtypes, *flags)
+    dx, sums = run(grad, x, w, stats, a)
     # the partial sums are added by one more launch in one order, because atomics on floats vary
-    return dx, reduce.sum_triton(parts, (1,), False, torch.float32)
+    return dx, reduce.sum_triton(sums, (1,), False, torch.float32)
 
 
 def norm_backward_torch(

@@ -127,22 +127,19 @@ def _sum(
     while True:
         t = tiling(shape, first, last, PER_THREAD, LONGEST, WIDEST // given.itemsize)
         parts = 1 if t.whole else -(-t.n // t.layout[-1])
-        sizes = *t.sizes, t.grid[0], t.lines
-        launch = Launch(sum_kernel, (t.grid[0] * parts, 1, 1), sizes, t.layout, t.num_warps)
-        if parts == 1:
-            launches.append((launch, dense(result), dtype))
-            break
         # a partial sum is FP32 whatever the input is, and is rounded to
         # dtype in the last launch alone
         shape, first, last, given = (parts, t.lines), 0, 0, torch.float32
-        launches.append((launch, dense(shape), given))
+        y = dense(result, dtype) if parts == 1 else dense(shape, given)
+        sizes, grid = (*t.sizes, t.grid[0], t.lines), (t.grid[0] * parts, 1, 1)
+        launches.append(Launch(sum_kernel, grid, sizes, t.layout, t.num_warps, results=(y,)))
+        if parts == 1:
+            break
 
     def run(x: Tensor) -> Tensor:
         x = x.contiguous() if order is None else x.permute(order).contiguous()
-        for launch, room, wanted in launches:
-            y = x.new_empty_strided(*room, dtype=wanted)
-            launch(x, y)
-            x = y
+        for launch in launches:
+            (x,) = launch(x)
         return x
 
     return run

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import TraceableOp
-from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._launch import Launch, Room
 from tritonamp.kernels._lines import (
     MAX_VECTOR,
     WIDEST,
     Tiling,
     cached_by_shape,
     column_offsets,
+    dense,
     edge_offsets,
     line_lead,
     line_offsets,
@@ -217,37 +218,30 @@ def _forward(
     # a grid of 0 programs is an invalid launch
     if t.lines * t.n == 0:
         return lambda x: torch.empty_like(x.contiguous(), dtype=dtype)
+    result = dense(shape, dtype)
     if t.splits > 1:
-        return _shared(t, dtype, log, shift)
+        return _shared(t, result, log, shift)
     kernel = softmax_kernel if t.whole else softmax_long_kernel
     maxnreg = MAX_REGISTERS if t.whole and t.n % MAX_VECTOR == 0 and not log else None
-    launch = Launch(kernel, t.grid, t.sizes, (log, shift, *t.layout), t.num_warps, maxnreg)
-    other: dict[str, Any] = {} if dtype is given else {"dtype": dtype}  # parsing costs time
-
-    def run(x: Tensor) -> Tensor:
-        x = x.contiguous()
-        y = torch.empty_like(x, **other)
-        launch(x, y)
-        return y
-
-    return run
+    constants = log, shift, *t.layout
+    launch = Launch(kernel, t.grid, t.sizes, constants, t.num_warps, maxnreg, results=(result,))
+    return lambda x: launch(x.contiguous())[0]
 
 
-def _shared(t: Tiling, dtype: torch.dtype, log: bool, shift: float) -> Callable[[Tensor], Tensor]:
+def _shared(t: Tiling, result: Room, log: bool, shift: float) -> Callable[[Tensor], Tensor]:
     """Return the function of ``_forward`` for lines that several programs share."""
-    sizes, splits = (*t.sizes, t.steps, t.lines), power_of_two(t.splits)
-    part = Launch(softmax_part_kernel, t.grid, sizes, (shift, *t.layout), t.num_warps)
-    constants = log, shift, splits, *t.layout
-    rest = Launch(softmax_rest_kernel, t.grid, (*sizes, t.splits), constants, t.num_warps)
+    sizes: tuple[int, ...] = *t.sizes, t.steps, t.lines
+    splits = power_of_two(t.splits)
+    # without zeros: every segment is written before it is read
+    of_parts = (dense((t.splits, t.lines), torch.float32),) * 2
+    constants: tuple[Any, ...] = shift, *t.layout
+    part = Launch(softmax_part_kernel, t.grid, sizes, constants, t.num_warps, results=of_parts)
+    constants, sizes = (log, shift, splits, *t.layout), (*sizes, t.splits)
+    rest = Launch(softmax_rest_kernel, t.grid, sizes, constants, t.num_warps, results=(result,))
 
     def run(x: Tensor) -> Tensor:
         x = x.contiguous()
-        y = torch.empty_like(x, dtype=dtype)
-        # one allocation for both, without zeros: every segment is written before it is read
-        m, s = x.new_empty(2, t.splits, t.lines, dtype=torch.float32)
-        part(x, m, s)
-        rest(x, m, s, y)
-        return y
+        return rest(x, *part(x))[0]
 
     return run
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._implementations import TraceableOp
-from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._launch import Launch, Room
 from tritonamp.kernels._lines import (
     WIDEST,
     Tiling,
     cached_by_shape,
     column_offsets,
+    dense,
     edge_offsets,
     line_lead,
     line_offsets,
@@ -205,35 +206,30 @@ def _backward(
     # a grid of 0 programs is an invalid launch
     if t.lines * t.n == 0:
         return lambda grad, y: torch.empty_like(y, dtype=dtype)
+    result = dense(shape, dtype)
     if t.splits > 1:
-        return _shared(t, dtype, log)
+        return _shared(t, result, log)
     kernel = softmax_backward_kernel if t.whole else softmax_backward_long_kernel
-    launch = Launch(kernel, t.grid, t.sizes, (log, *t.layout), t.num_warps)
-
-    def run(grad: Tensor, y: Tensor) -> Tensor:
-        dx = torch.empty_like(y, dtype=dtype)
-        launch(grad, y, dx)
-        return dx
-
-    return run
+    constants = log, *t.layout
+    launch = Launch(kernel, t.grid, t.sizes, constants, t.num_warps, results=(result,))
+    return lambda grad, y: launch(grad, y)[0]
 
 
-def _shared(t: Tiling, dtype: torch.dtype, log: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def _shared(t: Tiling, result: Room, log: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function of ``_backward`` for lines that several programs share."""
-    sizes, splits = (*t.sizes, t.steps, t.lines), power_of_two(t.splits)
-    part = Launch(softmax_backward_part_kernel, t.grid, sizes, (log, *t.layout), t.num_warps)
-    constants = log, splits, *t.layout
-    rest = Launch(softmax_backward_rest_kernel, t.grid, (*sizes, t.splits), constants, t.num_warps)
-
-    def run(grad: Tensor, y: Tensor) -> Tensor:
-        dx = torch.empty_like(y, dtype=dtype)
-        # no zeros needed: every segment is written before the second launch reads it
-        totals = y.new_empty(t.splits, t.lines, dtype=torch.float32)
-        part(grad, y, totals)
-        rest(grad, y, totals, dx)
-        return dx
-
-    return run
+    sizes: tuple[int, ...] = *t.sizes, t.steps, t.lines
+    splits = power_of_two(t.splits)
+    # no zeros needed: every segment is written before the second launch reads it
+    totals = dense((t.splits, t.lines), torch.float32)
+    constants: tuple[Any, ...] = log, *t.layout
+    part = Launch(
+        softmax_backward_part_kernel, t.grid, sizes, constants, t.num_warps, results=(totals,)
+    )
+    constants, sizes = (log, splits, *t.layout), (*sizes, t.splits)
+    rest = Launch(
+        softmax_backward_rest_kernel, t.grid, sizes, constants, t.num_warps, results=(result,)
+    )
+    return lambda grad, y: rest(grad, y, *part(grad, y))[0]
 
 
 def softmax_backward_triton(

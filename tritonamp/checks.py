@@ -53,7 +53,8 @@ def check_models(models: Sequence[Any]) -> list[nn.Module]:
 def _check_model(model: nn.Module) -> None:
     kind = type(model).__name__
     refuse_scripted(model)
-    for name, module in model.named_modules():
+    named = list(model.named_modules())
+    for name, module in named:
         context = vars(module).get("_tritonamp_context")
         if context is not None and not context.is_copy:
             where = f"its submodule {name!r}" if name else "it"
@@ -61,12 +62,14 @@ def _check_model(model: nn.Module) -> None:
                 f"model: {kind} cannot be enabled, {where} is enabled already: call amp.disable() "
                 "on the first handle, or keep using it"
             )
-    for name, param in model.named_parameters():
-        if is_lazy(param) or param.is_meta:
-            raise ValueError(
-                f"model: parameter {name!r} has no values yet (lazy, or on the meta device): run a "
-                "forward in FP32, or load the weights, before tritonamp.enable"
-            )
+    for front, module in named:
+        for name, param in module._parameters.items():
+            if param is not None and (is_lazy(param) or param.is_meta):
+                full = f"{front}.{name}" if front else name
+                raise ValueError(
+                    f"model: parameter {full!r} has no values yet (lazy, or on the meta device): "
+                    "run a forward in FP32, or load the weights, before tritonamp.enable"
+                )
 
 
 def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[Optimizer]:
@@ -76,7 +79,7 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
         ValueError: an element is no optimizer, is enabled already, cannot skip a step, or holds
             parameters of another model.
     """
-    params = {p for model in models for p in model.parameters()}
+    params = {p for model in models if optimizers for p in model.parameters()}
     for optimizer in optimizers:
         _check_optimizer(optimizer, params)
     if len(set(map(id, optimizers))) != len(optimizers):

@@ -84,6 +84,11 @@ def interpreted(gpu: FakeCuda) -> Iterator[None]:
         yield
 
 
+def empty_strided(shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
+    """Allocate as torch's function of the same name does, which needs a real GPU."""
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
 Kernels = Callable[[FakeCuda], contextlib.AbstractContextManager[None]]
 """What runs the kernels that are launched on a GPU."""
 
@@ -99,6 +104,7 @@ def in_software(kernels: Kernels = interpreted) -> Iterator[FakeCuda]:
             return not isinstance(x, CudaTensor) and is_wrapper(x)
 
         stack.enter_context(mock.patch.object(_launch, "_is_wrapper", is_really_wrapper))
+        stack.enter_context(mock.patch.object(_launch, "_empty_strided_cuda", empty_strided))
         for module in (ops, content):  # which look for tensors that are just memory
             classes = module.TORCH_CLASSES | {CudaTensor}
             stack.enter_context(mock.patch.object(module, "TORCH_CLASSES", classes))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonamp.kernels import _launch
 
@@ -344,3 +345,34 @@ def test_a_prepared_launch_runs_nothing_of_before_a_broken_compiler(prepared: La
         prepared.prepared(*prepared.operands)
     prepared.prepared(*prepared.operands)
     assert [len(compiled.launches) for compiled in prepared.made] == [2, 1]
+
+
+ROOMS = ((2, 3), (3, 1), torch.float16), ((4,), (1,), torch.float32)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_results_are_new_tensors_behind_the_given_ones(prepared: Launches) -> None:
+    """A mode that watches sees their allocation."""
+    launch = _launch.Launch(object(), (1, 1, 1), (), (), 1, results=ROOMS)
+    x = torch.zeros(4)
+    with Seen() as seen:
+        watched = launch(x)
+    calls = [watched, launch(x), launch(x)]
+    assert seen.names == ["aten::new_empty_strided"] * 2
+    (compiled,) = prepared.made
+    for (_, _, first, *behind), results in zip(compiled.launches, calls, strict=True):
+        assert first is x
+        assert all(a is b for a, b in zip(behind, results, strict=True))
+        assert tuple((tuple(r.shape), r.stride(), r.dtype) for r in results) == ROOMS
+    assert len({result.data_ptr() for results in calls for result in results}) == 6

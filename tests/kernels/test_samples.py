@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.kernels.conftest import SampleCall, each_sample, numpy_warns
 from tritonamp.commands.selftest.kernels import differs
 from tritonamp.kernels._implementations import Implementations, operations
-from tritonamp.kernels._launch import Launch
+from tritonamp.kernels._launch import Launch, allocate
 from tritonamp.kernels._sample import ListSample
 
 pytestmark = numpy_warns
@@ -84,7 +84,13 @@ def test_more_than_32_bits_of_elements_fit_a_grid(
 ) -> None:
     """Nothing is allocated; every dimension that a kernel is told is the tensor's own."""
     launches: list[tuple[Launch, tuple[Tensor, ...]]] = []
-    monkeypatch.setattr(Launch, "__call__", lambda self, *tensors: launches.append((self, tensors)))
+
+    def record(launch: Launch, *given: Tensor) -> tuple[Tensor, ...]:
+        results = allocate(given[0], launch.results)
+        launches.append((launch, (*given, *results)))
+        return results
+
+    monkeypatch.setattr(Launch, "__call__", record)
     x = torch.empty(shape, dtype=torch.float16, device="meta")
     call.operation.triton_function(*call.sample.args(x, dim))
     assert launches

@@ -1,5 +1,6 @@
 """Launches and memory traffic of ``optimizer.step()``, which a CUDA graph could capture."""
 
+import dataclasses
 import logging
 import re
 from collections.abc import Callable
@@ -34,10 +35,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]
     calls: list[tuple[str, tuple[Any, ...]]] = []
     again = _launch.Launch.__call__
 
-    def noted(launch: _launch.Launch, *given: Tensor) -> None:
+    def noted(launch: _launch.Launch, *given: Tensor) -> tuple[Tensor, ...]:
         if OF_STEPS.match(launch.kernel.__name__):
             calls.append((launch.kernel.__name__, launch.constants))
-        again(launch, *given)
+        return again(launch, *given)
 
     monkeypatch.setattr(_launch.Launch, "__call__", noted)
     return calls
@@ -378,14 +379,19 @@ class Tape(TorchDispatchMode):
         self._records = False
         original = _launch.Launch.__call__
 
-        def recorded(launch: _launch.Launch, *given: Tensor) -> None:
+        def recorded(launch: _launch.Launch, *given: Tensor) -> tuple[Tensor, ...]:
+            tensors = launch.all_tensors(given)
+            results = _launch.allocate(tensors[0], launch.results)
+            into_them = dataclasses.replace(launch, tensors=None, results=())
+
             def run() -> None:
                 with _disable_current_modes():
-                    original(launch, *given)
+                    original(into_them, *tensors, *results)
 
             run()
             if self._records:
                 self._again.append(run)
+            return results
 
         monkeypatch.setattr(_launch.Launch, "__call__", recorded)
 

@@ -30,15 +30,13 @@ class Choice:
     """The implementation that a rule chose for tensors of one kind. Later calls reuse it.
 
     Attributes:
-        function: autograd function that takes the tensors, ``args`` and ``compute``.
-        args: arguments of ``function`` that are not tensors.
-        compute: prepared launch that the forward of ``function`` calls.
+        apply: takes the tensors and ``call``; ``apply`` of an autograd function.
+        call: arguments of the operation, and its prepared launch.
         plans: all choices of the same op.
     """
 
-    function: Any
-    args: tuple[Any, ...]
-    compute: Callable[..., Any]
+    apply: Callable[..., Any]
+    call: tuple[tuple[Any, ...], Callable[..., Any]]
     plans: dict[Hashable, Any]
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
@@ -47,32 +45,47 @@ class Choice:
         Raises:
             KernelError: the kernel cannot be compiled, and the backend is "triton".
         """
+        args, compute = self.call
         try:
             if torch.is_grad_enabled():
-                result: Tensor = self.function.apply(*tensors, self.args, self.compute)
+                result: Tensor = self.apply(*tensors, self.call)
                 return result
-            computed = self.compute(*tensors)
+            computed = compute(*tensors)
             return computed if isinstance(computed, Tensor) else computed[0]
         except KernelError:
             self.plans.clear()
-            result = self.function.apply(*tensors, self.args)  # raises it, too, or falls back
+            result = self.apply(*tensors, (args, None))  # raises it, too, or falls back
             return result
 
 
 def _find(
-    stock: Stock, active: ActivePolicy, input: Tensor, *rest: Hashable
+    stock: Stock,
+    active: ActivePolicy,
+    rest: Hashable,
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Hashable, Choice | None]:
     """Return the key of a call, and the choice of an earlier call with that key.
 
     The key is None where choices must not be reused: under a dispatch mode or torch.func, and for
     nested or traced tensors. It has the id of ``active``, because policies that ``enter`` numbers
-    are never freed. ``rest`` has all other facts that choices depend on.
+    are never freed. ``rest`` has all facts that choices depend on and that no tensor has.
     """
     # private (torch 2.11 to 2.15), nothing public asks it: a dispatch mode looks into what runs
     if torch._C._len_torch_dispatch_stack() or is_under_transforms():
         return None, None
     try:
-        key = id(active), type(input), input.shape, input.dtype, rest
+        key = (
+            id(active),
+            rest,
+            type(input),
+            input.dtype,
+            input.shape,
+            input.get_device(),
+            None if weight is None else (weight.dtype, weight.shape, weight.get_device()),
+            None if bias is None else (bias.dtype, bias.shape, bias.get_device()),
+        )
         return key, stock.plans.get(key)
     except (RuntimeError, TypeError):  # nested tensors have no shape, traced ones no hash
         return None, None
@@ -81,12 +94,6 @@ def _find(
 def _least(active: ActivePolicy) -> int:
     """Return the number of elements from which "auto" prefers the kernels here on a GPU."""
     return 0 if active.backend == "triton" else MIN_NUMEL
-
-
-def _kind(weight: Tensor | None) -> Hashable:
-    if weight is None:
-        return None
-    return type(weight), weight.shape, weight.dtype, weight.get_device()
 
 
 def _apply(
@@ -104,15 +111,15 @@ def _apply(
     """
     compute = operation.chosen(active.backend, tensors[0])
     if compute is operation.torch_function:
-        return stock.run_without_rules(function.apply, *tensors, (*args, "eager"))
+        return stock.run_without_rules(function.apply, *tensors, ((*args, "eager"), None))
     args = *args, active.backend
     if key is None or compute is operation.traceable or operation.prepared is None:
-        result: Tensor = function.apply(*tensors, args)
+        result: Tensor = function.apply(*tensors, (args, None))
         return result
     if len(stock.plans) >= MOST_PLANS:
         stock.plans.clear()
     prepared = operation.prepared(*tensors, *args[:-1])
-    plan = stock.plans[key] = Choice(function, args, prepared, stock.plans)
+    plan = stock.plans[key] = Choice(function.apply, (args, prepared), stock.plans)
     return plan(*tensors)
 
 
@@ -131,7 +138,7 @@ def _softmax_rule(log: bool, result_dtype: Callable[[Policy, Tensor], torch.dtyp
     ) -> Tensor:
         if input.dtype not in HALF_DTYPES:
             return stock(input, dim, dtype)
-        key, plan = _find(stock, active, input, dim, dtype)
+        key, plan = _find(stock, active, (dim, dtype), input)
         if plan is not None:
             return plan(input)
         dtype = dtype or result_dtype(active.policy, input)
@@ -155,7 +162,7 @@ def _sum_rule(
     dim, keepdim = (*args, None, False)[:2] if not args else (*args, False)[:2]
     dims = () if dim is None else tuple(dim)
     dense = input.layout is torch.strided and input.is_contiguous()
-    key, plan = _find(stock, active, input, dense, dims, keepdim, dtype)
+    key, plan = _find(stock, active, (dense, dims, keepdim, dtype), input)
     if plan is not None:
         return plan(input)
     dtype = dtype or torch.float32
@@ -176,8 +183,15 @@ def _layer_norm_rule(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    args = input, normalized_shape, weight, bias, eps, cudnn_enable
-    return _norm_of_rows(stock, active, args, (input, weight, bias), normalized_shape, eps, True)
+    tensors = input, weight, bias
+    key, plan = _find(stock, active, (*normalized_shape, eps), *tensors)
+    if plan is not None:
+        return plan(*tensors)
+    if not norms.is_ours(input, normalized_shape, weight, bias, least=_least(active)):
+        given = input, normalized_shape, weight, bias, eps, cudnn_enable
+        return storage_rule(stock, active, *given)
+    args = math.prod(normalized_shape), eps, True, input.dtype
+    return _apply(key, norms.Norm, _norm.NORM, stock, active, tensors, *args)
 
 
 def _rms_norm_rule(
@@ -188,29 +202,15 @@ def _rms_norm_rule(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    args = input, normalized_shape, weight, eps
-    return _norm_of_rows(stock, active, args, (input, weight, None), normalized_shape, eps, False)
-
-
-def _norm_of_rows(
-    stock: Stock,
-    active: ActivePolicy,
-    args: tuple[Any, ...],
-    tensors: tuple[Tensor, Tensor | None, Tensor | None],
-    shape: Sequence[int],
-    eps: float | None,
-    center: bool,
-) -> Tensor:
-    """Return layer_norm (``center``) or rms_norm. ``args`` are all arguments of torch's op."""
-    input, weight, bias = tensors
-    kinds = input.get_device(), _kind(weight), _kind(bias)
-    key, plan = _find(stock, active, input, kinds, *shape, eps)
+    tensors = input, weight, None
+    key, plan = _find(stock, active, (*normalized_shape, eps), *tensors)
     if plan is not None:
         return plan(*tensors)
-    if not norms.is_ours(input, shape, weight, bias, least=_least(active)):
-        return storage_rule(stock, active, *args)
-    n, eps = math.prod(shape), norms.RMS_EPS if eps is None else eps
-    return _apply(key, norms.Norm, _norm.NORM, stock, active, tensors, n, eps, center, input.dtype)
+    if not norms.is_ours(input, normalized_shape, weight, least=_least(active)):
+        return storage_rule(stock, active, input, normalized_shape, weight, eps)
+    eps = norms.RMS_EPS if eps is None else eps
+    args = math.prod(normalized_shape), eps, False, input.dtype
+    return _apply(key, norms.Norm, _norm.NORM, stock, active, tensors, *args)
 
 
 def _group_norm_rule(
@@ -224,8 +224,7 @@ def _group_norm_rule(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     tensors = input, weight, bias
-    kinds = input.get_device(), _kind(weight), _kind(bias)
-    key, plan = _find(stock, active, input, kinds, input.stride(), num_groups, eps)
+    key, plan = _find(stock, active, (input.stride(), num_groups, eps), *tensors)
     if plan is not None:
         return plan(*tensors)
     if not group_norms.is_ours(input, num_groups, weight, bias, least=_least(active)):

@@ -26,9 +26,12 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
     Raises:
         ValueError: a name or class matches nothing in ``model``.
     """
-    named = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
-    unwrapped = {unwrapped_name(name): module for name, module in named.items()}
     found: dict[nn.Module, None] = {}
+    keeps_norms = policy.keep_norms_fp32 and not policy.op_policy
+    named: dict[str, nn.Module] = {}
+    if policy.fp32_modules or keeps_norms:  # else the names of thousands of modules cost time
+        named = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
+    unwrapped = {unwrapped_name(name): module for name, module in named.items()}
     for wanted in policy.fp32_modules:
         if isinstance(wanted, str):
             match = named.get(wanted, unwrapped.get(unwrapped_name(wanted)))
@@ -43,7 +46,7 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
             )
         found |= dict.fromkeys(m for match in matches for m in with_forward(match))
     found |= dict.fromkeys(m for kept in kept_modules(model, policy) for m in with_forward(kept))
-    if policy.keep_norms_fp32 and not policy.op_policy:
+    if keeps_norms:
         found |= dict.fromkeys(m for m in named.values() if is_norm(m))
     return list(found)
 
@@ -72,7 +75,9 @@ def set_data(tensor: Tensor, data: Tensor, grad_dtype: torch.dtype | None = None
     if not tensor.is_leaf:
         tensor.data = data
         return
-    grad, tensor.grad = tensor.grad, None
+    grad = tensor.grad
+    if grad is not None:
+        tensor.grad = None
     tensor.data = data
     if is_sharded(tensor):
         set_local(tensor, data)
@@ -119,7 +124,10 @@ def _scripted_global(forward: Callable[..., Any]) -> str | None:
 
 
 def _first_scripted(values: Mapping[str, Any]) -> str | None:
-    return next((n for n, v in values.items() if isinstance(v, torch.jit.ScriptFunction)), None)
+    scripted = torch.jit.ScriptFunction
+    if scripted not in map(type, values.values()):  # in most cases, and in less time
+        return None
+    return next(n for n, v in values.items() if type(v) is scripted)
 
 
 def refuse_cast(module: Any, fn: Callable[[Tensor], Any]) -> None:

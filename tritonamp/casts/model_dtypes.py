@@ -24,7 +24,7 @@ from tritonamp.casts.norm_layers import is_norm, kept_tensors
 from tritonamp.casts.replaced import replaced
 from tritonamp.casts.tree import TO
 from tritonamp.fp32_values import Fp32Values
-from tritonamp.kernels._shards import is_sharded, to_local
+from tritonamp.kernels._shards import is_plain, is_sharded, to_local
 from tritonamp.policy import HALF_DTYPES, Policy
 
 _CASTABLE = frozenset((torch.float32, *HALF_DTYPES))
@@ -57,16 +57,19 @@ def castable_tensors(model: nn.Module) -> Iterator[Castable]:
                 if tensor is None or id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
-                plain = not hasattr(to_local(tensor), "__tensor_flatten__")
-                dense = tensor.layout is torch.strided
-                if plain and dense and tensor.dtype in _CASTABLE:
+                if tensor.dtype not in _CASTABLE or tensor.layout is not torch.strided:
+                    continue
+                if is_plain(tensor) or not hasattr(to_local(tensor), "__tensor_flatten__"):
                     yield Castable(tensor, front + name, module, tensors is module._parameters)
 
 
 def is_quantised(module: nn.Module) -> bool:
     """Return whether a module holds its weights as integers, as bitsandbytes and GPTQ do."""
-    own = (*module._parameters.values(), *module._buffers.values())
-    return any(t is not None and t.dtype in _QUANTISED and t.dim() > 1 for t in own)
+    for own in (module._parameters, module._buffers):
+        for tensor in own.values():
+            if tensor is not None and tensor.dtype in _QUANTISED and tensor.dim() > 1:
+                return True
+    return False
 
 
 def is_frozen_half(stored: Castable) -> bool:
@@ -93,18 +96,20 @@ def wanted_dtypes(
     kept = kept_tensors(model, policy)
     for module in fp32_modules(model, policy):
         kept |= {*module.parameters(), *module.buffers()}
-    wanted = {
-        stored.tensor: _wanted_dtype(stored, policy, stored.tensor in kept, gathered)
-        for stored in castable_tensors(model)
-    }
-    return {tensor: dtype for tensor, dtype in wanted.items() if tensor.dtype is not dtype}
+    wanted = {}
+    for stored in castable_tensors(model):
+        tensor = stored.tensor
+        # the set first, because a hash of a tensor runs Python code
+        dtype = _wanted_dtype(stored, policy, bool(kept) and tensor in kept, gathered)
+        if tensor.dtype is not dtype:
+            wanted[tensor] = dtype
+    return wanted
 
 
 def _wanted_dtype(
     stored: Castable, policy: Policy, in_fp32_module: bool, gathered: bool
 ) -> torch.dtype:
     came = stored.tensor.dtype
-    in_norm = policy.keep_norms_fp32 and is_norm(stored.module)
     if came in HALF_DTYPES and policy.half_parameters:
         return came
     if in_fp32_module or not (policy.cast_model or policy.op_policy):
@@ -112,12 +117,16 @@ def _wanted_dtype(
     if gathered:
         return came if is_frozen_half(stored) else torch.float32
     if not policy.op_policy:  # nothing would reconcile dtypes
-        return torch.float32 if in_norm else policy.dtype
+        return torch.float32 if _in_fp32_norm(stored, policy) else policy.dtype
     if is_frozen_half(stored):
         return came
     # angles, running statistics and small constants lose too much in half
-    casts = policy.cast_model and stored.is_parameter and not in_norm
+    casts = policy.cast_model and stored.is_parameter and not _in_fp32_norm(stored, policy)
     return policy.dtype if casts else torch.float32
+
+
+def _in_fp32_norm(stored: Castable, policy: Policy) -> bool:
+    return policy.keep_norms_fp32 and is_norm(stored.module)
 
 
 class ModelDtypes:

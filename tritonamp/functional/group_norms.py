@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tritonamp.functional.inputs import Compute, is_half, min_numel
+from tritonamp.functional.inputs import Call, is_half, min_numel
 from tritonamp.functional.norms import fit, of_weights
 from tritonamp.kernels import group_norm as _group_norm
 from tritonamp.kernels import group_norm_backward as _group_norm_backward
@@ -21,10 +21,9 @@ class GroupNorm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        args: tuple[Any, ...],
-        compute: Compute = None,
+        call: Call,
     ) -> Tensor:
-        given = x, weight, bias
+        (args, compute), given = call, (x, weight, bias)
         y, stats = compute(*given) if compute else _group_norm.group_norm(*given, *args)
         ctx.save_for_backward(x, weight, bias, stats)
         ctx.args = args
@@ -42,7 +41,7 @@ class GroupNorm(torch.autograd.Function):
             grads[0], x, weight, stats, groups, dweight, dbias, backend
         )
         wanted = weight if dweight else None, bias if dbias else None
-        return dx, *of_weights(sums, *wanted), None, None
+        return dx, *of_weights(sums, *wanted), None
 
 
 def group_norm(
@@ -63,7 +62,7 @@ def group_norm(
     """
     if not is_ours(input, num_groups, weight, bias, least=min_numel()):
         return torch.nn.functional.group_norm(input, num_groups, weight, bias, eps)
-    return GroupNorm.apply(input, weight, bias, (num_groups, eps, "auto"))
+    return GroupNorm.apply(input, weight, bias, ((num_groups, eps, "auto"), None))
 
 
 def is_ours(input: Tensor, num_groups: int, *weights: Tensor | None, least: int) -> bool:

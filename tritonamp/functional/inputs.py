@@ -10,9 +10,10 @@ from torch.autograd import forward_ad
 from tritonamp.kernels._implementations import MIN_NUMEL
 from tritonamp.policy import HALF_DTYPES
 
-Compute = Callable[..., Any] | None
-"""A launch from ``TraceableOp.prepared`` that computes the forward of a Function from its tensors.
-None: the Function calls the operation with its arguments.
+Call = tuple[tuple[Any, ...], Callable[..., Any] | None]
+"""The last argument of a Function: arguments of its operation that are no tensors, and the function
+from ``TraceableOp.prepared`` that computes the forward from the tensors. None: the Function calls
+the operation. One argument, because autograd takes 0.2 us for each.
 """
 
 

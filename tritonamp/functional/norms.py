@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tritonamp.functional.inputs import Compute, is_half, min_numel
+from tritonamp.functional.inputs import Call, is_half, min_numel
 from tritonamp.kernels import add_norm as _add_norm
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import norm_backward as _norm_backward
@@ -27,19 +27,18 @@ class Norm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        args: tuple[Any, ...],
-        compute: Compute = None,
+        call: Call,
     ) -> Tensor:
+        args, compute = call
         y, stats = compute(x, weight, bias) if compute else _norm.norm(x, weight, bias, *args)
         ctx.save_for_backward(x, weight, bias, stats)
-        n, eps, center, _, backend = args
-        ctx.args = n, eps, center, backend
+        ctx.args = args
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients = _gradients(ctx, grads[0], None, *ctx.needs_input_grad[1:3])
-        return *gradients, None, None
+        return *gradients, None
 
 
 class AddNorm(torch.autograd.Function):
@@ -82,7 +81,7 @@ def _gradients(
         dbias: whether the bias's gradient is needed.
     """
     x, weight, bias, stats = ctx.saved_tensors
-    n, eps, center, backend = ctx.args
+    n, eps, center, *_, backend = ctx.args
     if torch.is_grad_enabled():
         # A gradient of the gradient needs statistics that are functions of x.
         stats = _norm.norm_torch(x, None, None, n, eps, center, x.dtype)[1]
@@ -156,7 +155,8 @@ def norm(
 ) -> Tensor:
     """Return layer_norm (``center``) or rms_norm of an input that ``is_ours`` accepts."""
     eps = RMS_EPS if eps is None else eps
-    return Norm.apply(input, weight, bias, (math.prod(shape), eps, center, dtype, "auto"))
+    args = math.prod(shape), eps, center, dtype, "auto"
+    return Norm.apply(input, weight, bias, (args, None))
 
 
 def add_layer_norm(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonamp.functional.inputs import Compute, is_half, min_numel
+from tritonamp.functional.inputs import Call, is_half, min_numel
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
 from tritonamp.kernels import softmax_backward as _softmax_backward
@@ -17,39 +17,41 @@ class Softmax(torch.autograd.Function):
     """softmax or log_softmax whose only saved tensor is its output, in the output's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, args: tuple[Any, ...], compute: Compute = None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: Call) -> Tensor:
+        args, compute = call
         y = compute(x) if compute else _softmax.softmax(x, *args)
         ctx.save_for_backward(y)
         ctx.args = args, x.dtype
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (y,) = ctx.saved_tensors
         (dim, _, log, backend), dtype = ctx.args
         # A gradient of the gradient needs torch's operations.
         backend = "eager" if torch.is_grad_enabled() else backend
         dx = _softmax_backward.softmax_backward(grads[0], y, dim, dtype, log, backend)
-        return dx, None, None
+        return dx, None
 
 
 class Sum(torch.autograd.Function):
     """sum that saves no tensor because its gradient is an expanded one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, args: tuple[Any, ...], compute: Compute = None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: Call) -> Tensor:
+        args, compute = call
         ctx.args = args, x.shape, x.dtype
         return compute(x) if compute else _reduce.sum(x, *args)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (dims, keepdim, *_), shape, dtype = ctx.args
         grad = grads[0]
         if shape and not keepdim:
             # The sum over all dimensions has no ``dims``, and expand broadcasts its scalar.
             for d in sorted(d % len(shape) for d in dims):
                 grad = grad.unsqueeze(d)
-        return grad.to(dtype).expand(shape), None, None
+        return grad.to(dtype).expand(shape), None
 
 
 def softmax(
@@ -67,7 +69,7 @@ def softmax(
         return torch.nn.functional.softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch.nn.functional._get_softmax_dim("softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
-    return Softmax.apply(input, (dim, dtype or input.dtype, False, "auto"))
+    return Softmax.apply(input, ((dim, dtype or input.dtype, False, "auto"), None))
 
 
 def log_softmax(
@@ -85,7 +87,7 @@ def log_softmax(
         return torch.nn.functional.log_softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch.nn.functional._get_softmax_dim("log_softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
-    return Softmax.apply(input, (dim, dtype or input.dtype, True, "auto"))
+    return Softmax.apply(input, ((dim, dtype or input.dtype, True, "auto"), None))
 
 
 def sum(
@@ -107,7 +109,7 @@ def sum(
         # torch takes any sequence
         return torch.sum(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
     dims = () if dim is None else tuple(dim) if isinstance(dim, Sequence) else (dim,)
-    return Sum.apply(input, (dims, keepdim, dtype or input.dtype, "auto"))
+    return Sum.apply(input, ((dims, keepdim, dtype or input.dtype, "auto"), None))
 
 
 def is_ours(input: Tensor, dtype: torch.dtype | None, min_numel: int) -> bool:

@@ -55,10 +55,12 @@ def wrong_launches(operation: Implementations) -> list[str]:
     found: list[str] = []
     call_launch = Launch.__call__
 
-    def checked(launch: Launch, *given: Tensor) -> None:
+    def checked(launch: Launch, *given: Tensor) -> tuple[Tensor, ...]:
         before = len(CUDA.launches)
-        call_launch(launch, *given)
-        found.extend(faults(launch, launch.all_tensors(given), CUDA.launches[before:]))
+        results = call_launch(launch, *given)
+        tensors = *launch.all_tensors(given), *results
+        found.extend(faults(launch, tensors, CUDA.launches[before:]))
+        return results
 
     with mock.patch.object(Launch, "__call__", checked):
         for sample in operation.samples:
