@@ -560,7 +560,7 @@ def test_bytes_of_small_state_are_those_that_are_counted(bench: SimpleNamespace)
         two, one = ours("Adam", "adamw", 2, *form), ours("Lion", "lion", 1, *form)
         pairs = (two.kept, one.kept), (two.moved, one.moved)
         due.append([f"{round(a, 2):g} ({round(b, 2):g})" for a, b in pairs])
-    page = bench.report.ROOT / "tritonamp" / "step" / "README.md"
+    page = bench.report.ROOT / "tritonamp" / "step" / "memory.md"
     rows = [r.strip("|").split("|") for r in page.read_text().splitlines() if "| `state=" in r]
     assert [[cell.strip() for cell in row[-2:]] for row in rows] == due
 

@@ -106,7 +106,7 @@ def words_of_code() -> set[str]:
         found.add(path.stem)
         if path.suffix == ".py" and path != Path(__file__):
             found.update(re.findall(r"\w+", prose.sub("", path.read_text())))
-        elif path.suffix in (".c", ".cpp", ".sh"):
+        elif path.suffix in (".c", ".cpp", ".h", ".sh"):
             found.update(re.findall(r"\w+", path.read_text()))
     return found
 

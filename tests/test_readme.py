@@ -1,9 +1,9 @@
-"""Every Python block of every README runs: the blocks of one README in order, in one namespace.
+"""Every Python block of every page runs: the blocks of one page in order, in one namespace.
 
 A block finds the names that its page takes for granted: those of ``_assumed``, and of ``ASSUMED``
-for its README. Where there is no GPU, ``on_this_machine`` lets ``.cuda()`` stay on the CPU, and
-"nccl" be gloo with one process. A block that opens with "```python notest" is left out; how many
-there are is counted.
+for its page. Programs of the page of errors raise, and run in ``test_errors.py``. Where there is no
+GPU, ``on_this_machine`` lets ``.cuda()`` stay on the CPU, and "nccl" be gloo with one process. A
+block that opens with "```python notest" is left out; how many there are is counted.
 """
 
 import os
@@ -24,17 +24,17 @@ import tritonamp
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = "tritonamp", "kernels", "tests", "bench"
-READMES = [
+ERRORS = ROOT / "tritonamp" / "diagnosis" / "errors.md"
+PAGES = [
     ROOT / "README.md",
-    *sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("README.md")),
-    ROOT / "tritonamp" / "integrations" / "rl.md",
+    *sorted({path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")} - {ERRORS}),
 ]
-LEFT_OUT = 1  # blocks marked "notest", of all READMEs
+LEFT_OUT = 1  # blocks marked "notest", of all pages
 SMOKE = ROOT / "tritonamp" / "README.md"  # needs no other library
 INTEGRATIONS = "tritonamp/integrations/README.md"
 
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#:]+)\)")  # to a file, not to another site
+LINK = re.compile(r"\]\(([^)#:]*)#?([^):]*)\)")  # to a file or heading, not to another site
 
 
 class Block(NamedTuple):
@@ -57,11 +57,11 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-each_readme = pytest.mark.parametrize(
+each_page = pytest.mark.parametrize(
     "path",
     [
         pytest.param(path, marks=pytest.mark.smoke if path == SMOKE else (), id=shown(path))
-        for path in READMES
+        for path in PAGES
     ],
 )
 
@@ -81,7 +81,7 @@ class Net(nn.Module):
 
 
 def _assumed() -> dict[str, Any]:
-    """What every README takes for granted: a model that is not enabled yet, its data, its loss."""
+    """What every page takes for granted: a model that is not enabled yet, its data, its loss."""
     dataset = TensorDataset(torch.randn(256, 8), torch.randint(0, 4, (256,)))
     loader = DataLoader(dataset, batch_size=64)
     x, y = next(iter(loader))
@@ -193,7 +193,7 @@ def on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     "ignore:.*LeafSpec.* is deprecated:FutureWarning",  # Lightning 2.6 with torch 2.15
     "ignore:'pin_memory' argument:UserWarning",  # Trainer's loader, where there is no GPU
 )
-@each_readme
+@each_page
 def test_blocks_run(path: Path) -> None:
     found = [block for block in blocks(path) if not block.mark]
     if not found:
@@ -208,17 +208,27 @@ def test_blocks_run(path: Path) -> None:
         namespace.clear()  # a registered function lives on, and with it these, its globals
 
 
-@each_readme
-def test_links_lead_to_files(path: Path) -> None:
-    missing = [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
+def headings(path: Path) -> set[str]:
+    """Return the fragments that GitHub gives the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@each_page
+def test_links_lead_to_files_and_headings(path: Path) -> None:
+    missing = []
+    for file, heading in LINK.findall(BLOCK.sub("", path.read_text())):
+        target = path.parent / file if file else path
+        if not target.exists() or (heading and heading not in headings(target)):
+            missing.append(f"{file}#{heading}")
     assert not missing
 
 
 def test_few_blocks_are_left_out() -> None:
-    marks = [block.mark for path in READMES for block in blocks(path) if block.mark]
+    marks = [block.mark for path in PAGES for block in blocks(path) if block.mark]
     assert marks == ["notest"] * LEFT_OUT
 
 
 def test_every_package_has_a_readme() -> None:
     packages = {path.parent for path in (ROOT / "tritonamp").glob("*/__init__.py")}
-    assert packages <= {path.parent for path in READMES}
+    assert packages <= {path.parent for path in PAGES if path.name == "README.md"}
