@@ -44,6 +44,11 @@ def use_native() -> None:
         _native = build().module or _InPython
 
 
+def is_native() -> bool:
+    """Tell whether C++ answers."""
+    return _native is not _InPython
+
+
 def addresses(tensors: Sequence[Tensor]) -> bytes:
     """Return the addresses of the tensors' first elements, 64 bits each."""
     # None, or no bytes for an empty list: then Python answers, here and below

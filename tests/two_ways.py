@@ -26,7 +26,7 @@ def quickly(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_facts, "_native", _native.build().module or _facts._InPython)
 
 
-STEADY = False
+STEADY = True
 """Whether steps repeat the last one by a `Steady` value, so that the tests of that apply."""
 
 

@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW
 
 import tritonamp
 from tritonamp.diagnosis.divergence import Fp32Run, Growth, WeightSizes, growth_of
+from tritonamp.diagnosis.fault_counts import is_power_of_two
 
 INF, NAN = float("inf"), float("nan")
 
@@ -308,8 +309,8 @@ def sizes(*values: float, skipped: int = 0) -> WeightSizes:
     for i, value in enumerate(values):
         weight.data.fill_(-value)
         taken = min(i + 1.0, len(values) - 1 - skipped)
-        if i < len(values) - 1:
-            found.before_step(torch.tensor([taken, i + 1 - taken]))
+        if i < len(values) - 1 and is_power_of_two(i + 1):
+            found.measure(torch.tensor([taken, i + 1 - taken]))
     return found
 
 

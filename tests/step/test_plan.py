@@ -25,6 +25,7 @@ import tritonamp
 from tritonamp.kernels import _facts, _native
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._update_lists import UpdateLists
+from tritonamp.step.steady_step import SteadyStep
 
 pytestmark = of_kernels
 KINDS = "AdamW", "amsgrad", "SGD", "SGD momentum", "Lion"
@@ -75,7 +76,14 @@ def again(plans: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         noted.append(bool(plan.launches))
         launch(self, plan, *args)
 
+    repeat = SteadyStep.run
+
+    def spied_repeat(self: SteadyStep, *args: Any) -> None:
+        noted.append(True)
+        repeat(self, *args)
+
     monkeypatch.setattr(UpdateLists, "launch", spied)
+    monkeypatch.setattr(SteadyStep, "run", spied_repeat)
     return noted
 
 

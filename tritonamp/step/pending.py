@@ -25,7 +25,7 @@ from tritonamp.step.outcome import Forwards, Outcome, found_inf_of
 from tritonamp.step.outliers import OutlierWindows
 from tritonamp.step.steady_step import SteadyStep
 
-_VERDICTS = 64  # that are made at once
+_VERDICTS = 16  # that are made at once
 
 
 class PendingDecisions:

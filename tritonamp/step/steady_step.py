@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.kernels._facts import is_native
 from tritonamp.kernels._launch import run_again
-from tritonamp.kernels._native import PLAIN_STEPS
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._steady import Steady
 from tritonamp.kernels._update_lists import UpdateLists, send_rules
@@ -62,6 +62,7 @@ class SteadyStep:
         self._plans = plans
         self._stats = stats
         self.device = plans[1].devices[0]
+        self._states = self._present_states()
 
     @classmethod
     def of(
@@ -83,13 +84,15 @@ class SteadyStep:
         """
         lists = updates.tensors
         # a captured step is repeated by its CUDA graph
-        if PLAIN_STEPS or updates.launches is None or is_capturing(params[0].device):
+        if not is_native() or updates.launches is None or is_capturing(params[0].device):
             return None
         in_stats, in_step = lists.plan(("grads",)), lists.plan()
         stats = prepared_stats(in_stats)
         # Several devices, and copies of tensors with gaps, are work of the host in each step.
         if stats is None or len(in_step.devices) > 1 or in_stats.copies or in_step.copies:
             return None
+        # the gradients may have moved since the statistics were taken
+        in_stats.send_pointers(lists.facts(("grads",)))
         plans = in_stats, in_step
         in_plans = [plan.slots("grads") for plan in plans]
         slots: list[tuple[int, ...]] = [()] * len(params)
@@ -127,6 +130,8 @@ class SteadyStep:
         if changed & _GRADIENTS:
             self._send_gradients()
         if changed & _HYPERPARAMETERS:
+            if self._present_states() != self._states:
+                return False
             rules = [self._rule.hyperparameters(group) for group in self._groups]
             send_rules(self._memory, rules, self.device)
             self._touched.sent_hyperparameters()
@@ -146,6 +151,11 @@ class SteadyStep:
     def is_untouched(self) -> bool:
         """Whether torch has counted no write to the parameters since this step."""
         return self._touched.untouched()
+
+    def _present_states(self) -> list[bool]:
+        """Return which optional states the groups have, which a float may say: SGD's momentum."""
+        names, groups = self._rule.optional, self._groups
+        return [self._rule.has(name, group) for name in names for group in groups]
 
     def _send_gradients(self) -> None:
         for plan in self._plans:
