@@ -106,7 +106,7 @@ def words_of_code() -> set[str]:
         found.add(path.stem)
         if path.suffix == ".py" and path != Path(__file__):
             found.update(re.findall(r"\w+", prose.sub("", path.read_text())))
-        elif path.suffix in (".c", ".cpp", ".sh"):
+        elif path.suffix in (".c", ".cpp", ".h", ".sh"):
             found.update(re.findall(r"\w+", path.read_text()))
     return found
 
@@ -161,5 +161,5 @@ def test_names_of_other_projects_are_used():
 
 def test_the_table_of_shared_kernel_files_is_whole():
     table = (ROOT / "kernels" / "README.md").read_text()
-    named = set(re.findall(r"`(_\w+\.(?:py|cpp))`", table))
+    named = set(re.findall(r"`(_\w+\.(?:py|cpp|h))`", table))
     assert named == {p.name for p in (ROOT / "kernels").glob("_[a-z]*.*") if p.is_file()}
