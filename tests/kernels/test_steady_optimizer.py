@@ -216,6 +216,7 @@ STATE: dict[str, tuple[Change, int]] = {
     "key added": (lambda s: s.values.update(more=torch.zeros(2)), UNLIKE),
     "key removed": (lambda s: s.values.pop("exp_avg_sq"), UNLIKE),
     "key renamed": (renamed, UNLIKE),
+    "last key renamed": (lambda s: s.values.update(other=s.values.pop("number")), UNLIKE),
     "order of keys": (lambda s: reorder(s.values, "exp_avg"), UNLIKE),
     "an equal tuple": (lambda s: s.values.update(strides=tuple([8, 1])), SAME),
     "another tuple": (lambda s: s.values.update(strides=(1, 4)), UNLIKE),
