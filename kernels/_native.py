@@ -83,8 +83,8 @@ def _built() -> str:
     found: str | None = cache.get_file(library)
     if found is not None:
         return found
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, library)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, library)
         subprocess.run([*command, "-o", str(path)], check=True, capture_output=True, text=True)
         # Triton's cache puts a file in place in one step: no other process loads half of one.
         return str(cache.put(path.read_bytes(), library, binary=True))

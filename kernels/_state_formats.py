@@ -159,10 +159,6 @@ STATE_DTYPES = {form.dtype: form for form in FORMATS.values()}
 """Formats by the dtype of their tensors."""
 
 
-RANDOM_DTYPES = frozenset(dtype for dtype, form in STATE_DTYPES.items() if form.is_random)
-"""Dtypes of the formats that are rounded with random bits where steps are counted."""
-
-
 def format_of(dtype: torch.dtype, counts_steps: bool) -> StateFormat:
     """Return the format of a state's tensor, given its dtype and whether steps are counted."""
     found = STATE_DTYPES.get(dtype, FORMATS["fp32"])

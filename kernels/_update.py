@@ -14,7 +14,7 @@ from tritonamp.kernels._memory_order import BLOCK, in_order_of_memory
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._random_bits import random_bits_twin
-from tritonamp.kernels._state_formats import RANDOM_DTYPES, StateFormat, format_of
+from tritonamp.kernels._state_formats import STATE_DTYPES, StateFormat, format_of
 from tritonamp.kernels._tables import NUM_WARPS, Table
 from tritonamp.kernels._update_kernel import count_steps_kernel, update_kernel
 from tritonamp.kernels._update_lists import (
@@ -128,7 +128,9 @@ class Update(Implementations):
         if "remainders" in tensors or "changes" in tensors:
             return False
         dtypes = {state.dtype for name in self.states for state in tensors[name]}
-        return "steps" not in tensors or dtypes.isdisjoint(RANDOM_DTYPES)
+        formats = [STATE_DTYPES[dtype] for dtype in dtypes if dtype in STATE_DTYPES]
+        # random bits need a count of steps
+        return "steps" not in tensors or not any(form.is_random for form in formats)
 
     # the kernel
 

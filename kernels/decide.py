@@ -170,7 +170,7 @@ def _launch_of(
     max_norm: float | None,
     rule: ScaleRule,
     squares: Squares,
-    constants: tuple[int, ...],
+    constants: tuple[Any, ...],
     _: torch.dtype | None,
 ) -> Launch:
     sizes = (*lengths, float(max_norm or 0.0), *numbers_of(rule), *squares)
@@ -271,7 +271,7 @@ def _decision(tensors: list[Tensor], overflow: bool) -> tuple[Any, ...]:
 
 def _decided(args: tuple[Any, ...], _: None) -> list[Tensor]:
     """Return the tensors that a decision wrote, with float64 numbers as FP32 values."""
-    *_, state, _, _, record, verdict, undo = args
+    state, record, verdict, undo = args[3], args[6], args[7], args[8]
     return [verdict, *state, record.numbers.float(), undo.memory.float()]
 
 

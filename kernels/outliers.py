@@ -161,8 +161,10 @@ def outliers_triton(
     numbers: Tensor,
     flag: Tensor,
 ) -> None:
-    tensors = (*evidence[:4], used_scale, loss, limit.window, numbers, flag)
-    sizes = len(evidence.amax), len(evidence.square_sum), _TO_SIGMA * limit.sigmas
+    amax, square_sum, fault, earlier, _ = evidence
+    assert fault is not None and earlier is not None
+    tensors = amax, square_sum, fault, earlier, used_scale, loss, limit.window, numbers, flag
+    sizes = len(amax), len(square_sum), _TO_SIGMA * limit.sigmas
     constants = (LIMITS, OUTLYING, SIZE, MOST, _MIDDLE, _TO_SIGMA, LEAST, _BLOCK, _PART)
     Launch(outliers_kernel, (1, 1, 1), sizes, constants, 1)(*tensors)
 

@@ -23,7 +23,7 @@ FILES, CLASSES, CALLS = 55, 39, 830
 """Limits of a backward and a step in eager torch."""
 DIAGNOSIS = 8
 """Limit of the files of diagnosis among these."""
-STEADY_CALLS = 60
+STEADY_CALLS = 165
 """Limit of the Python calls of scaling, clipping and stepping, in a step like the last one."""
 LIKE = 40  # steps before the one that is traced, which is none after which weights are measured
 OURS = tuple(f"{Path(package.__file__).parent}{os.sep}" for package in (tritonamp, kernels))

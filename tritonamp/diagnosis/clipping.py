@@ -90,14 +90,13 @@ class ClippedGradients:
             together.
 
     Attributes:
-        collect: function that reads the numbers that have arrived, as ``Looks.collect``.
+        looks: numbers on their way to the host.
     """
 
     def __init__(self, names: Callable[[], Mapping[Tensor, str]], scaled: ScaledGradients) -> None:
         self._names = names
         self._scaled = scaled
-        self._looks = Looks(self._read)
-        self.collect = self._looks.collect
+        self.looks = Looks(self._read)
         # of the last looks: the norm of all gradients, and their largest element
         self._totals: dict[Hashable, list[tuple[float, float]]] = {}
 
@@ -113,7 +112,7 @@ class ClippedGradients:
             grads: dense gradient of each parameter.
             scale: 0-d tensor, the loss scale that the gradients carry.
         """
-        if self._looks.has_ended:
+        if self.looks.has_ended:
             return
         pairs = [
             (p, g)
@@ -121,7 +120,7 @@ class ClippedGradients:
             if g.numel() and g.is_floating_point()
         ]
         numbers = [_numbers(p.detach(), g.detach()).to(scale.device) for p, g in pairs]
-        self._looks.start(
+        self.looks.start(
             torch.cat([scale.double().reshape(1), *numbers]), (key, [p for p, _ in pairs])
         )
 
@@ -137,7 +136,7 @@ class ClippedGradients:
         totals.append((total, max(max(g.high, -g.low) for g in found)))
         del totals[:-_IN_A_ROW]
         if len(totals) == _IN_A_ROW and not any(norm for norm, _ in totals):
-            self._looks.has_ended = True
+            self.looks.has_ended = True
             logger.warning(_ALL_ZERO, _IN_A_ROW)
         if scale == 1:  # nothing to unscale, so clipping is right
             return
@@ -145,7 +144,7 @@ class ClippedGradients:
         most = scale * _FAR_BELOW
         mark = _mark(seen, most) or _mark_of_total(totals, params, most)
         if mark is not None:
-            self._looks.has_ended = True
+            self.looks.has_ended = True
             if self._scaled.is_news():
                 self._warn(*mark, scale)
 

@@ -24,6 +24,11 @@ class Looks:
         self._under_way = 0
         self.has_ended = False
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether numbers are on their way."""
+        return self._under_way > 0
+
     def start(self, numbers: Tensor, attached: Any) -> None:
         """Start copying the numbers of a look to the host.
 
@@ -36,6 +41,8 @@ class Looks:
             self._readbacks[kind] = Readback(numbers)
         self._readbacks[kind].start(numbers, attached)
         self._under_way += 1
+        if numbers.device.type == "cpu":
+            self.collect()
 
     def collect(self) -> bool:
         """Read the numbers that have arrived; return whether others are on their way."""
@@ -44,4 +51,4 @@ class Looks:
                 self._under_way -= 1
                 if not self.has_ended:
                     self._read(values, attached)
-        return self._under_way > 0
+        return self.is_under_way

@@ -41,11 +41,11 @@ class StepObserver:
             [x for lists in scaled for x in lists[name]] for name in ("copies", "grads")
         )
         self._clipped.look(waiting, params, grads, decision.scale)
-        return self.collect_looks()
+        return self._unseen.looks.is_under_way or self._clipped.looks.is_under_way
 
     def collect_looks(self) -> bool:
         """Read numbers of looks that have arrived; return whether others are on their way."""
-        of_weights, of_gradients = self._unseen.collect(), self._clipped.collect()
+        of_weights, of_gradients = self._unseen.looks.collect(), self._clipped.looks.collect()
         return of_weights or of_gradients
 
     def measure(self, counts: Tensor) -> None:

@@ -23,13 +23,12 @@ class UnseenWrites:
         names: function that returns the name of each parameter.
 
     Attributes:
-        collect: function that reads the numbers that have arrived, as ``Looks.collect``.
+        looks: numbers on their way to the host.
     """
 
     def __init__(self, names: Callable[[], Mapping[Tensor, str]]) -> None:
         self._names = names
-        self._looks = Looks(self._read)
-        self.collect = self._looks.collect
+        self.looks = Looks(self._read)
 
     def look(self, params: Sequence[Tensor], unlike: Sequence[Tensor]) -> None:
         """Start reading how many elements differ. A later step reads the numbers and may warn.
@@ -39,15 +38,15 @@ class UnseenWrites:
             unlike: for each parameter, the number of elements that are not the rounded master, 0-d
                 on the device.
         """
-        if unlike and not self._looks.has_ended:
+        if unlike and not self.looks.has_ended:
             counts = [count.to(unlike[0].device, torch.float64) for count in unlike]
-            self._looks.start(torch.stack(counts), params)
+            self.looks.start(torch.stack(counts), params)
 
     def _read(self, values: Sequence[float], params: Any) -> None:
         found = {p: int(count) for p, count in zip(params, values, strict=True) if count}
         if not found:
             return
-        self._looks.has_ended = True
+        self.looks.has_ended = True
         names = self._names()
         param, count = next(iter(found.items()))
         others = f" and in {len(found) - 1} more" if len(found) > 1 else ""

@@ -35,7 +35,13 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Scale(Protocol):
-    """The owner of a loss scale: the methods of a ``Decision`` that master weights call."""
+    """The owner of a loss scale: the parts of a ``Decision`` that master weights use.
+
+    Attributes:
+        scale: the loss scale, 0-d.
+    """
+
+    scale: Tensor
 
     def unscale(self, weights: "MasterWeights") -> None:
         """Unscale one optimizer's gradients. Call it after the decision."""
@@ -112,7 +118,7 @@ class MasterWeights:
         self.stepped = SteppedParams.of(
             self.optimizer.param_groups,
             self._sources,
-            self._fp32_values if lends else (),
+            self._fp32_values.__contains__ if lends else None,
             self._sharding,
         )
         self._halves = self._fp32_values.indices(list(self.copies().values()))
@@ -285,10 +291,10 @@ class MasterWeights:
 
     def _steady_with_gradients(self, decisions: Sequence[Any]) -> SteadyStep | None:
         """Return the last step if it used gradients in the same tensors' ``.grad``."""
-        steady = self._steady
-        if steady is None or len(decisions) != 1 or self.decision is not decisions[0]:
+        steady, decision = self._steady, self.decision
+        if steady is None or decision is None or list(decisions) != [decision]:
             return None
-        device = decisions[0].scale.device
+        device = decision.scale.device
         return None if self._true or device != steady.device or is_capturing(device) else steady
 
     def record(self, step: SteadyStep | None) -> None:

@@ -1,6 +1,6 @@
 """Which tensor an optimizer steps on, for each parameter of the model."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,7 +37,7 @@ class SteppedParams(NamedTuple):
         cls,
         groups: Sequence[Mapping[str, Any]],
         sources: Mapping[Tensor, Tensor],
-        lent: Container[Tensor],
+        is_lent: Callable[[Tensor], bool] | None,
         sharding: Sharding | None,
     ) -> "SteppedParams":
         """Return the parameters of some groups.
@@ -45,14 +45,15 @@ class SteppedParams(NamedTuple):
         Args:
             groups: groups of the optimizer. Tensors without a source are left out.
             sources: master to parameter of the model.
-            lent: half parameters whose FP32 value is lent, and perhaps parameters of others.
+            is_lent: function that tells whether the FP32 value of a parameter is lent; None: none
+                is.
             sharding: how parameters are spread over ranks; None: each rank has whole parameters.
         """
         masters = [master for group in groups for master in group["params"] if master in sources]
         params = [sources[master] for master in masters]
         copies = [] if sharding is None else [sharding.copies(param) for param in params]
         frozen = [p for p in params if p.dtype in HALF_DTYPES and not p.requires_grad]
-        own = [param for param in params if param in lent]
+        own = [] if is_lent is None else list(filter(is_lent, params))
         return cls(masters, params, any_sharded(masters), copies, own, frozen)
 
     def check_group(self, group: dict[str, Any]) -> list[Tensor]:
