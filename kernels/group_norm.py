@@ -44,9 +44,9 @@ def tile_moments(x, mask, count, LAST: tl.constexpr):
     return mean, sum_of_lines(tl.where(mask, d * d, 0.0), LAST)
 
 
-@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "eps"))
+@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "count", "eps"))
 def group_norm_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, blocks, groups, depth, spatial, n, eps,
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, blocks, groups, depth, spatial, n, count, eps,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
     VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -68,13 +68,12 @@ def group_norm_kernel(
     y = (x - mean) * (rstd * w) + b
     tl.store(y_ptr + start + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
     numbers = image.to(tl.int64) * groups + lines
-    count = tl.num_programs(0).to(tl.int64) // blocks * groups
     store_stats(stats_ptr, numbers, count, valid, mean, rstd, True)
 
 
-@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "eps"))
+@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "count", "eps"))
 def group_norm_long_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, blocks, groups, depth, spatial, n, eps,
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, blocks, groups, depth, spatial, n, count, eps,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
     VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +117,6 @@ def group_norm_long_kernel(
             y = ((x.to(tl.float32) - mean) * (rstd * w) + b).to(y_ptr.dtype.element_ty)
             tl.store(y_ptr + start + offs, y, mask=mask, eviction_policy="evict_first")
     numbers = image.to(tl.int64) * groups + lines
-    count = tl.num_programs(0).to(tl.int64) // blocks * groups
     store_stats(stats_ptr, numbers, count, valid, mean, rstd, True)
 
 
@@ -140,7 +138,7 @@ def _forward(
     launch = Launch(
         group_norm_kernel if t.whole else group_norm_long_kernel,
         (t.images * t.blocks, 1, 1),
-        (t.blocks, *t.sizes, float(eps)),
+        (t.blocks, *t.sizes, t.images * groups, float(eps)),
         (weight is not None, bias is not None, *t.layout),
         t.num_warps,
         results=(statistics,),

@@ -53,10 +53,22 @@ def _store_channels(
     tl.store(sums_ptr + at, tl.sum(sums, 0 if LAST else 2, keep_dims=True), mask=given)
 
 
-@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "images", "steps"))
+@triton.jit(
+    do_not_specialize=(
+        "blocks",
+        "groups",
+        "depth",
+        "spatial",
+        "n",
+        "count",
+        "parts",
+        "images",
+        "steps",
+    )
+)
 def group_norm_backward_kernel(
     g_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, sums_ptr,
-    blocks, groups, depth, spatial, n, images, steps,
+    blocks, groups, depth, spatial, n, count, parts, images, steps,
     WEIGHT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, LAST: tl.constexpr,
     ALIGN: tl.constexpr, VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -73,7 +85,6 @@ def group_norm_backward_kernel(
     w = of_channels(w_ptr, lines, channels, depth, given, WEIGHT, 1.0)
     dw = tl.zeros([PLACES, ROWS, CHANNELS] if LAST else [ROWS, CHANNELS, PLACES], tl.float32)
     db = tl.zeros([PLACES, ROWS, CHANNELS] if LAST else [ROWS, CHANNELS, PLACES], tl.float32)
-    count = images.to(tl.int64) * groups
     # several images a program, so that the partial sums do not grow with the number of images
     for step in range(0, min(steps, images - part * steps)):
         image = part * steps + step
@@ -97,14 +108,14 @@ def group_norm_backward_kernel(
     if DW:
         _store_channels(sums_ptr, part, dw, lines, channels, groups, depth, given, LAST)
     if DB:
-        row = part + tl.num_programs(0) // blocks if DW else part
+        row = part + parts if DW else part
         _store_channels(sums_ptr, row, db, lines, channels, groups, depth, given, LAST)
 
 
-@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n"))
+@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "count", "parts"))
 def group_norm_backward_long_kernel(
     g_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, sums_ptr,
-    blocks, groups, depth, spatial, n,
+    blocks, groups, depth, spatial, n, count, parts,
     WEIGHT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, LAST: tl.constexpr,
     ALIGN: tl.constexpr, VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -114,8 +125,6 @@ def group_norm_backward_long_kernel(
     image, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     depth, spatial = known_to_divide(depth, spatial, LAST, VEC)
     lines, valid = tile_lines(block, groups, LAST, ALIGN, ROWS, BLOCK)
-    images = tl.num_programs(0) // blocks
-    count = images.to(tl.int64) * groups
     numbers = image.to(tl.int64) * groups + lines
     mean, rstd = load_stats(stats_ptr, numbers, count, valid, True)
     along = tl.zeros([1, ROWS, 1] if LAST else [ROWS, 1, 1], tl.float32)
@@ -146,7 +155,7 @@ def group_norm_backward_long_kernel(
         if DW:
             _store_channels(sums_ptr, image, dw, lines, channels, groups, depth, given, LAST)
         if DB:
-            row = image + images if DW else image
+            row = image + parts if DW else image
             _store_channels(sums_ptr, row, db, lines, channels, groups, depth, given, LAST)
     along, level = along / n, level / n
     # the second pass, over the places of a channel from its end, which L2 still holds
@@ -185,11 +194,12 @@ def _launch(
     t = walk(shape, groups, last, widest, PER_THREAD, LONGEST)
     steps = -(-t.images // max(PARTS // t.blocks, 1)) if t.whole else 1
     parts = -(-t.images // steps)
+    sizes = t.blocks, *t.sizes, t.images * groups, parts
     # one image a program for long lines, because a single image is work enough
     return Launch(
         group_norm_backward_kernel if t.whole else group_norm_backward_long_kernel,
         (parts * t.blocks, 1, 1),
-        (t.blocks, *t.sizes, t.images, steps) if t.whole else (t.blocks, *t.sizes),
+        (*sizes, t.images, steps) if t.whole else sizes,
         (*flags, *t.layout),
         t.num_warps,
         MAX_REGISTERS if t.scattered and not t.whole else None,
