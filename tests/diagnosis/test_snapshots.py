@@ -21,12 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tritonamp
 from tritonamp.ambient import AmbientState, Generators
-from tritonamp.diagnosis.batches import Forwards, data_in
+from tritonamp.diagnosis.batches import data_in
 from tritonamp.diagnosis.replay.bundles import load_bundle, write_bundle
 from tritonamp.diagnosis.replay.faults import NOT_REPRODUCED
 from tritonamp.diagnosis.replay.search import find_fault
-from tritonamp.diagnosis.replay.snapshots import BatchGoneError, Snapshot
 from tritonamp.kernels import _facts, _native
+from tritonamp.step.forwards import Forwards
+from tritonamp.step.snapshots import BatchGoneError, Snapshot
 
 
 class Restless(nn.Module):

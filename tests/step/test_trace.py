@@ -19,10 +19,8 @@ import tritonamp
 from tritonamp import kernels
 from tritonamp.kernels import _facts
 
-FILES, CLASSES, CALLS = 55, 39, 830
+FILES, CLASSES, CALLS = 50, 33, 390
 """Limits of a backward and a step in eager torch."""
-DIAGNOSIS = 8
-"""Limit of the files of diagnosis among these."""
 STEADY_CALLS = 165
 """Limit of the Python calls of scaling, clipping and stepping, in a step like the last one."""
 LIKE = 40  # steps before the one that is traced, which is none after which weights are measured
@@ -92,8 +90,7 @@ def test_an_eager_step_passes_few_files(trace: Trace) -> None:
 
 
 def test_a_clean_step_diagnoses_nothing(trace: Trace) -> None:
-    diagnosis = [file for file in trace.files if "diagnosis" in Path(file).parts]
-    assert len(diagnosis) <= DIAGNOSIS, sorted(diagnosis)
+    assert [file for file in trace.files if "diagnosis" in Path(file).parts] == []
 
 
 def own_calls(step: Callable[[], object]) -> int:

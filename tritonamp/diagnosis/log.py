@@ -15,7 +15,6 @@ from tritonamp.diagnosis.divergence import Fp32Run, Growth, WeightSizes, growth_
 from tritonamp.diagnosis.fault_counts import is_power_of_two
 from tritonamp.diagnosis.history import History
 from tritonamp.diagnosis.records import StepRecord
-from tritonamp.diagnosis.replay import Snapshot
 from tritonamp.diagnosis.skips import Explanation, Skip, Steps, Writer
 from tritonamp.kernels._decision import (
     AMAX,
@@ -32,6 +31,7 @@ from tritonamp.kernels._decision import (
 from tritonamp.kernels.device import is_distributed, rank
 from tritonamp.step.decision_log import DecisionLog
 from tritonamp.step.outcome import Outcome
+from tritonamp.step.snapshots import Snapshot
 
 logger = logging.getLogger("tritonamp")
 

@@ -12,18 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp.casts.healing import Healing
-from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.divergence import Fp32Run
 from tritonamp.diagnosis.joint import Finding, finding_of_all
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.remedies import remedy_of
-from tritonamp.diagnosis.replay import BatchGoneError, FaultReport, Remedy, Snapshot
+from tritonamp.diagnosis.replay import FaultReport, Remedy
 from tritonamp.diagnosis.replay.faults import NOT_REPRODUCED
 from tritonamp.diagnosis.skips import Cause
 from tritonamp.distributed.replay_ranks import ReplayRanks
 from tritonamp.kernels.device import rank
 from tritonamp.names import prefixes
 from tritonamp.policy import Policy
+from tritonamp.step.forwards import Forwards
+from tritonamp.step.snapshots import BatchGoneError, Snapshot
 from tritonamp.watched.collectives import CollectiveError
 from tritonamp.watched.ops import amax, is_finite
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tritonamp.casts.healing import Healing
-from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.fault_counts import HEAL_AFTER, FaultCounts, is_power_of_two
 from tritonamp.diagnosis.joint import Finding, explanation_of_all
 from tritonamp.diagnosis.log import StepLog
@@ -17,6 +16,7 @@ from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.skips import Cause, Explanation
 from tritonamp.distributed.replay_ranks import ReplayRanks
 from tritonamp.policy import Policy
+from tritonamp.step.forwards import Forwards
 from tritonamp.step.outcome import NonFiniteError
 
 logger = logging.getLogger("tritonamp")

@@ -16,7 +16,6 @@ from tritonamp.casts.healing import Healing
 from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.past_forward import FirstLoss
 from tritonamp.class_swap import base_class, install
-from tritonamp.diagnosis.batches import Forwards
 from tritonamp.diagnosis.clipping import ClippedGradients
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.observer import StepObserver
@@ -37,6 +36,7 @@ from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
 from tritonamp.step.decision_log import DecisionLog
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
+from tritonamp.step.forwards import Forwards
 from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload, check_offload
 from tritonamp.step.packed_masters import check_masters, masters_form

@@ -224,7 +224,9 @@ class Decision:
                 is like it.
         """
         self.max_norm = max_norm
-        self._stats = {w: self._stats_of(w, None if known is None else known.get(w)) for w in self.waiting}
+        self._stats = {
+            w: self._stats_of(w, None if known is None else known.get(w)) for w in self.waiting
+        }
         amax, square_sum = self._joined_stats([*self._stats.values()])
         flag = self.loss_nonfinite
         evidence = Evidence(amax, square_sum, flag, flag, self.loss)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._loss_scale import ScaleRule
+from tritonamp.step.snapshots import Snapshot
 
 
 class NonFiniteError(RuntimeError):
@@ -23,19 +24,8 @@ class Outcome(NamedTuple):
     """
 
     rule: ScaleRule
-    forwards: Sequence[Any] = ()
+    forwards: Sequence[Snapshot] = ()
     untouched: bool = False
-
-
-class Forwards(Protocol):
-    """The recorded forwards since the last decision."""
-
-    def pop_all(self, others: Sequence[Sequence[Tensor]] = ()) -> Sequence[Any]:
-        """Return the forwards of the decision that is being made, and start a new list.
-
-        Args:
-            others: parameters of each optimizer that waits for another decision.
-        """
 
 
 class Observer(Protocol):

@@ -19,9 +19,10 @@ from tritonamp.policy import Policy
 from tritonamp.scaler import GradScaler, widened
 from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.decision_log import DecisionLog
+from tritonamp.step.forwards import Forwards
 from tritonamp.step.gradients import Gradients
 from tritonamp.step.master_weights import MasterWeights
-from tritonamp.step.outcome import Forwards, Outcome, found_inf_of
+from tritonamp.step.outcome import Outcome, found_inf_of
 from tritonamp.step.outliers import OutlierWindows
 from tritonamp.step.steady_step import SteadyStep
 

@@ -2,5 +2,3 @@
 
 from tritonamp.diagnosis.replay.faults import FaultReport as FaultReport
 from tritonamp.diagnosis.replay.faults import Remedy as Remedy
-from tritonamp.diagnosis.replay.snapshots import BatchGoneError as BatchGoneError
-from tritonamp.diagnosis.replay.snapshots import Snapshot as Snapshot

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from tritonamp.ambient import AmbientState, Generators
 from tritonamp.diagnosis.replay.faults import NOT_REPRODUCED, FaultReport
-from tritonamp.diagnosis.replay.snapshots import Snapshot
 from tritonamp.policy import Policy
+from tritonamp.step.snapshots import Snapshot
 
 _PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype)
 
