@@ -68,7 +68,7 @@ def decide_kernel(
     if UNDO:
         keep_for_undo(
             before_ptr, numbers_ptr, RECORD + names,
-            scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, MOVE, BLOCK,
+            scale_ptr, growth_ptr, hysteresis_ptr, ceiling_ptr, MOVE, BLOCK // 4,
         )  # fmt: skip
     used = tl.load(used_ptr)
     loss = tl.load(loss_ptr).to(tl.float64) if KNOWN else float("nan")

@@ -82,8 +82,9 @@ def norm_backward_kernel(
     if DW:
         store_part(sums_ptr, part, n, dw, columns, exist, VEC, ROWS)
     if DB:
-        row = part + tl.num_programs(0) if DW else part
-        store_part(sums_ptr, row, n, db, columns, exist, VEC, ROWS)
+        if DW:  # behind the sums of the weight, at the same offsets
+            sums_ptr += tl.num_programs(0).to(tl.int64) * n
+        store_part(sums_ptr, part, n, db, columns, exist, VEC, ROWS)
 
 
 @triton.jit(do_not_specialize=("rows", "n", "blocks"))
