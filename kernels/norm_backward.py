@@ -82,9 +82,8 @@ def norm_backward_kernel(
     if DW:
         store_part(sums_ptr, part, n, dw, columns, exist, VEC, ROWS)
     if DB:
-        if DW:  # behind the sums of the weight, at the same offsets
-            sums_ptr += tl.num_programs(0).to(tl.int64) * n
-        store_part(sums_ptr, part, n, db, columns, exist, VEC, ROWS)
+        row = part + tl.num_programs(0) if DW else part
+        store_part(sums_ptr, row, n, db, columns, exist, VEC, ROWS)
 
 
 @triton.jit(do_not_specialize=("rows", "n", "blocks"))
