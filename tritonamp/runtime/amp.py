@@ -268,8 +268,8 @@ class Amp:
             scaled = [o for o in pending if not self._parts.weights[o].has_true_gradients]
         else:
             scaled = pending = self._check_fed(optimizer)
-        # if none is left, the stepper raises the error of a second call
-        found = [self._parts.stepper.unscale_(o) for o in scaled or pending]
+        # if none is left, the call raises the error of a second call
+        found = [self._parts.stepper.early.unscale_(o) for o in scaled or pending]
         return [found_inf for found_inf in found if found_inf is not None]
 
     @between_graphs
@@ -292,7 +292,7 @@ class Amp:
         """
         self._check_enabled("clip_grad_norm_")
         check_max_norm(max_norm)
-        return self._parts.stepper.clip_grad_norm_(
+        return self._parts.stepper.early.clip_grad_norm_(
             self._fed_optimizers("clip_grad_norm_"), max_norm
         )
 

@@ -169,7 +169,7 @@ class EnabledOptimizer(Swapped):
         """Unscale the gradients; ``GradScaler.unscale_`` calls this."""
         stepper = _awake(self)
         stepper.check_scaler(scaler)
-        stepper.unscale_(self, by_scaler=True)  # type: ignore[arg-type]
+        stepper.early.unscale_(self, by_scaler=True)  # type: ignore[arg-type]
 
     def _amp_step(self, scaler: Any) -> None:
         """Step or skip; ``GradScaler.step`` calls this, and ``update`` follows."""
