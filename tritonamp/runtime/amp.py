@@ -458,7 +458,7 @@ class Amp:
                 names[p] for w in self._parts.weights.values() for p in w.overflowed()
             ],
             "lost_updates": [
-                share for w in self._parts.weights.values() for share in w.lost_updates()
+                share for w in self._parts.weights.values() for share in w.masters.lost_updates()
             ],
             "scales": {loss_id: scaler.get_scale() for loss_id, scaler in self._scalers.items()},
         }
@@ -502,7 +502,8 @@ class Amp:
         self._check_fed(None)
         names = parameter_names(parts.models)
         found: dict[Tensor, tuple[Tensor | None, Tensor]] = {}
-        tracked = [w.changes for w in parts.weights.values() if w.changes is not None]
+        masters = [w.masters for w in parts.weights.values()]
+        tracked = [m.changes for m in masters if m.changes is not None]
         for weights in parts.weights.values():
             weights.refresh()
         for changes in tracked:
@@ -726,9 +727,9 @@ class Amp:
         self._parts.pending.outlier_windows.load_state(state.outliers, self._scalers)
         self._parts.schedulers.load_state(state.schedulers)
         for weights in self._parts.weights.values():
-            if weights.changes is not None:
+            if weights.masters.changes is not None:
                 # the reader's copy may be of another run, or of another time
-                weights.changes.mark_all()
+                weights.masters.changes.mark_all()
 
     @between_graphs
     def sleep(self, *, weights: bool = False) -> int:
@@ -788,7 +789,7 @@ class Amp:
             if self.policy.scales_loss and not weights.has_true_gradients:
                 optimizer.zero_grad()  # gradients with a scale that no step will take off
             uninstall(optimizer)
-            weights.restore_groups()
+            weights.masters.restore_groups()
             if self._parts.stepper.offload is not None:
                 self._parts.stepper.offload.return_state(optimizer)
         self._parts.stepper.plain_backwards.remove()

@@ -300,7 +300,7 @@ class PendingDecisions:
         # Numbers of turns order decisions that move the same scale, record and window. They are
         # taken back in the reverse order, because each restores the values that it has found.
         decision.turn = next(self._turns)
-        params, device = [w.stepped.params for w in decision.waiting], decision.scale.device
+        params, device = [w.masters.stepped.params for w in decision.waiting], decision.scale.device
         record = self._log.device_record.place(params, device, self._ranks.members)
         outlying = self.outlier_windows.limit(decision.scaler, device)
         decision.decide(record, self._ranks, max_norm, undoable, outlying, known)

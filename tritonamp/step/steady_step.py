@@ -76,7 +76,7 @@ class SteadyStep:
         """Record a step that was just built; None: no step can repeat its launches.
 
         Args:
-            updates: lists of the step.
+            updates: lists of the step, with its launches.
             rule: fused rule of the optimizer.
             optimizer: the optimizer.
             holders: tensors whose ``.grad`` the step used, for all parameters of the groups.
@@ -84,7 +84,7 @@ class SteadyStep:
         """
         lists = updates.tensors
         # a captured step is repeated by its CUDA graph
-        if not is_native() or updates.launches is None or is_capturing(params[0].device):
+        if not is_native() or is_capturing(params[0].device):
             return None
         in_stats, in_step = lists.plan(("grads",)), lists.plan()
         stats = prepared_stats(in_stats)

@@ -160,8 +160,8 @@ class Stepper:
         if optimizer not in self._fused:
             rule, fused = rule_of(optimizer), None
             if rule is not None:
-                w = self.weights[optimizer]
-                how = self.state_of(optimizer), w.packs, w.stored_form, self.offload, w.changes
+                masters, state = self.weights[optimizer].masters, self.state_of(optimizer)
+                how = state, masters.packs, masters.stored_form, self.offload, masters.changes
                 fused = FusedStep(optimizer, rule, self._backend, *how)
             self._fused[optimizer] = fused
         fused = self._fused[optimizer]
@@ -176,7 +176,7 @@ class Stepper:
                     "own step would work: use nn.Embedding(sparse=False), or leave offload out"
                 )
             # torch's own step would round its updates to the half parameters, and cannot read codes
-            if by_torch and w.packs:
+            if by_torch and w.masters.packs:
                 raise RuntimeError(
                     "masters='packed' or state='8bit': expected dense gradients, got sparse ones, "
                     "on which torch's own step would work: use nn.Embedding(sparse=False), or "
@@ -203,7 +203,7 @@ class Stepper:
             self._build_step(w, decisions, fused)
         # Before the user's hooks after the step, because values that they write to masters are
         # newer than the half parameters.
-        w.mark_rounded()
+        w.masters.mark_rounded()
         self._finish_step(w, decisions)
 
     @torch.no_grad()
@@ -216,9 +216,9 @@ class Stepper:
             fused.rule.refuse_sparse()
         holders = None if judged.grad_scale is None else w.grad_holders()
         updates = fused.step(*judged)
-        if w.changes is not None:
-            w.changes.leave_out(judged.gradients.lists.numbers, judged.found_inf)
-        elif holders is not None and updates is not None:
+        if w.masters.changes is not None:
+            w.masters.changes.leave_out(judged.gradients.lists.numbers, judged.found_inf)
+        elif holders is not None and updates is not None and updates.launches is not None:
             w.record(SteadyStep.of(updates, fused.rule, w.optimizer, holders, w.parameters()))
 
     def _judge(
@@ -264,8 +264,8 @@ class Stepper:
             # them
             decisions[0].unscale(w)
         optimizer = w.optimizer
-        if w.changes is not None:
-            w.changes.copy_before()
+        if w.masters.changes is not None:
+            w.masters.changes.copy_before()
         before = _versions(optimizer)
         try:
             base_class(type(optimizer)).step(optimizer)  # type: ignore[attr-defined]
@@ -290,8 +290,9 @@ class Stepper:
         if _versions(w.optimizer) != before:
             w.write_back(self._backend)
             self._finish_step(w, decisions)
-        elif w.changes is not None:
-            w.changes.compare_unfinished()  # writes to ``.data``, which torch does not count
+        elif w.masters.changes is not None:
+            # writes to ``.data``, which torch does not count
+            w.masters.changes.compare_unfinished()
 
     def _finish_step(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Note the step or skip of ``w``, and remove ``w`` from its decisions."""
