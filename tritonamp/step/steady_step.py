@@ -94,18 +94,13 @@ class SteadyStep:
         # the gradients may have moved since the statistics were taken
         in_stats.send_pointers(lists.facts(("grads",)))
         plans = in_stats, in_step
-        in_plans = [plan.slots("grads") for plan in plans]
-        slots: list[tuple[int, ...]] = [()] * len(params)
-        for place, number in enumerate(lists.numbers):
-            if place in in_plans[0]:  # else the tensor has no elements
-                slots[number] = tuple(addresses[place] for addresses in in_plans)
         touched = Steady.record(
             optimizer=optimizer,
             keys=rule.keys,
             holders=holders,
             params=params,
             fixed=[lists["remainders"]] if "remainders" in lists else [],
-            slots=slots,
+            slots=_slots_of_gradients(plans, lists.numbers, len(params)),
         )
         if touched is None:
             return None
@@ -161,3 +156,21 @@ class SteadyStep:
         for plan in self._plans:
             plan.send_written("grads")
         self._touched.sent_gradients()
+
+
+def _slots_of_gradients(
+    plans: Sequence[Plan], numbers: Sequence[int], size: int
+) -> list[tuple[int, ...]]:
+    """Return, for each parameter, where the tables of the plans have its gradient's address.
+
+    Args:
+        plans: plans of lists with gradients.
+        numbers: number of the parameter at each place of the lists.
+        size: number of parameters.
+    """
+    in_plans = [plan.slots("grads") for plan in plans]
+    slots: list[tuple[int, ...]] = [()] * size
+    for place, number in enumerate(numbers):
+        if place in in_plans[0]:  # else the tensor has no elements
+            slots[number] = tuple(addresses[place] for addresses in in_plans)
+    return slots

@@ -26,6 +26,7 @@ from tritonamp.step.outcome import NonFiniteError, found_inf_of
 from tritonamp.step.outcomes import StepOutcomes
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.plain_backwards import PlainBackwards
+from tritonamp.step.refused import sparse_gradients
 from tritonamp.step.rules import rule_of
 from tritonamp.step.small_state import state_format
 from tritonamp.step.steady_step import SteadyStep
@@ -171,17 +172,11 @@ class Stepper:
             w = self.weights[optimizer]
             by_torch = w.any_sparse()
             if by_torch and self.offload is not None:
-                raise RuntimeError(
-                    "offload='state': expected dense gradients, got sparse ones, on which torch's "
-                    "own step would work: use nn.Embedding(sparse=False), or leave offload out"
-                )
+                raise RuntimeError(sparse_gradients("offload='state'", "offload"))
             # torch's own step would round its updates to the half parameters, and cannot read codes
             if by_torch and w.masters.packs:
-                raise RuntimeError(
-                    "masters='packed' or state='8bit': expected dense gradients, got sparse ones, "
-                    "on which torch's own step would work: use nn.Embedding(sparse=False), or "
-                    "leave masters and state out"
-                )
+                asked = "masters='packed' or state='8bit'"
+                raise RuntimeError(sparse_gradients(asked, "masters and state"))
             return None if by_torch else fused
         return fused
 
