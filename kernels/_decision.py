@@ -135,7 +135,7 @@ class Undo:
         self.drop()
 
     def drop(self) -> None:
-        """Give the memory to later decisions, because this one is not taken back any more."""
+        """Give the memory to later decisions, because this decision is final."""
         self.is_filled = False
         self._spare.append(self.memory)
 

@@ -33,8 +33,8 @@ class StepObserver:
         """
         waiting = tuple(decision.waiting)
         for w in waiting:
-            w.check_dtypes()
-            self._unseen.look(*w.unlike())
+            w.masters.check_dtypes()
+            self._unseen.look(*w.masters.unlike())
         # Only gradients that still carry the scale: clipping true gradients is right.
         scaled = [w.gradients().lists for w in waiting if w.decision is decision]
         params, grads = (

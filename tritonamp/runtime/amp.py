@@ -268,8 +268,8 @@ class Amp:
             scaled = [o for o in pending if not self._parts.weights[o].has_true_gradients]
         else:
             scaled = pending = self._check_fed(optimizer)
-        # if none is left, the stepper raises the error of a second call
-        found = [self._parts.stepper.unscale_(o) for o in scaled or pending]
+        # if none is left, the call raises the error of a second call
+        found = [self._parts.stepper.early.unscale_(o) for o in scaled or pending]
         return [found_inf for found_inf in found if found_inf is not None]
 
     @between_graphs
@@ -292,7 +292,7 @@ class Amp:
         """
         self._check_enabled("clip_grad_norm_")
         check_max_norm(max_norm)
-        return self._parts.stepper.clip_grad_norm_(
+        return self._parts.stepper.early.clip_grad_norm_(
             self._fed_optimizers("clip_grad_norm_"), max_norm
         )
 
@@ -458,7 +458,7 @@ class Amp:
                 names[p] for w in self._parts.weights.values() for p in w.overflowed()
             ],
             "lost_updates": [
-                share for w in self._parts.weights.values() for share in w.lost_updates()
+                share for w in self._parts.weights.values() for share in w.masters.lost_updates()
             ],
             "scales": {loss_id: scaler.get_scale() for loss_id, scaler in self._scalers.items()},
         }
@@ -502,7 +502,8 @@ class Amp:
         self._check_fed(None)
         names = parameter_names(parts.models)
         found: dict[Tensor, tuple[Tensor | None, Tensor]] = {}
-        tracked = [w.changes for w in parts.weights.values() if w.changes is not None]
+        masters = [w.masters for w in parts.weights.values()]
+        tracked = [m.changes for m in masters if m.changes is not None]
         for weights in parts.weights.values():
             weights.refresh()
         for changes in tracked:
@@ -726,9 +727,9 @@ class Amp:
         self._parts.pending.outlier_windows.load_state(state.outliers, self._scalers)
         self._parts.schedulers.load_state(state.schedulers)
         for weights in self._parts.weights.values():
-            if weights.changes is not None:
+            if weights.masters.changes is not None:
                 # the reader's copy may be of another run, or of another time
-                weights.changes.mark_all()
+                weights.masters.changes.mark_all()
 
     @between_graphs
     def sleep(self, *, weights: bool = False) -> int:
@@ -788,7 +789,7 @@ class Amp:
             if self.policy.scales_loss and not weights.has_true_gradients:
                 optimizer.zero_grad()  # gradients with a scale that no step will take off
             uninstall(optimizer)
-            weights.restore_groups()
+            weights.masters.restore_groups()
             if self._parts.stepper.offload is not None:
                 self._parts.stepper.offload.return_state(optimizer)
         self._parts.stepper.plain_backwards.remove()

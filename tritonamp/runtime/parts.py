@@ -225,9 +225,9 @@ def _enable_models(
             wide = [p for p in came_half if p.requires_grad or p.dtype is torch.float32]
             if widen_state(optimizer, wide):
                 logger.warning(_ROUNDED_STATE, type(optimizer).__name__)
-        masters = MasterWeights(optimizer, context.fp32_values, policy, ranks.sharding)
-        masters.load_master_params()
-        weights[optimizer] = masters
+        w = MasterWeights(optimizer, context.fp32_values, policy, ranks.sharding)
+        w.masters.load_master_params()
+        weights[optimizer] = w
     return enabled_models, weights
 
 
@@ -261,7 +261,7 @@ class _Names(NamedTuple):
                 zero_eps(optimizer, group, master.dtype),
             )
             for optimizer, w in self.weights.items()
-            for param, master, group in w.with_groups()
+            for param, master, group in w.masters.with_groups()
             if param in names
         }
 
@@ -273,7 +273,7 @@ def _scaled_params(policy: Policy, pending: PendingDecisions, weights: Weights) 
     for optimizer in pending.fed_optimizers():
         if weights[optimizer].has_true_gradients:
             continue
-        for param, master, _ in weights[optimizer].with_groups():
+        for param, master, _ in weights[optimizer].masters.with_groups():
             if param.grad is not None:
                 yield from (param, master)
 

@@ -115,7 +115,7 @@ class EnabledOptimizer(Swapped):
         """Add parameters of the model; the new group then holds their masters."""
         stepper, optimizer = _awake(self), _unwrapped(self)
         weights, rule = stepper.weights[optimizer], rule_of(optimizer)
-        weights.check_group(param_group)
+        weights.masters.check_group(param_group)
         if rule is not None:
             group = {**optimizer.defaults, **param_group}
             rule.check_format(stepper.state_of(optimizer), group)
@@ -136,7 +136,7 @@ class EnabledOptimizer(Swapped):
         # ``memo`` knows the parameters of a model that is copied in the same call, in any order.
         # Without one they are copied here, and the optimizer steps on parameters of its own, as in
         # torch.
-        params = [copy.deepcopy(param, memo) for param, _, _ in weights.with_groups()]
+        params = [copy.deepcopy(param, memo) for param, _, _ in weights.masters.with_groups()]
         replace_params(copied, params)
         widen_state(copied, [p for p in params if p.dtype is torch.float32])
         return copied
@@ -163,13 +163,13 @@ class EnabledOptimizer(Swapped):
         rule, state = rule_of(optimizer), stepper.state_of(optimizer)
         load_state(optimizer, load, state_dict, rule, keep, state)
         # last: it moves "master_param" out of the state that was loaded
-        stepper.weights[optimizer].load_master_params()
+        stepper.weights[optimizer].masters.load_master_params()
 
     def _amp_unscale_(self, scaler: Any) -> None:
         """Unscale the gradients; ``GradScaler.unscale_`` calls this."""
         stepper = _awake(self)
         stepper.check_scaler(scaler)
-        stepper.unscale_(self, by_scaler=True)  # type: ignore[arg-type]
+        stepper.early.unscale_(self, by_scaler=True)  # type: ignore[arg-type]
 
     def _amp_step(self, scaler: Any) -> None:
         """Step or skip; ``GradScaler.step`` calls this, and ``update`` follows."""

@@ -26,16 +26,17 @@ class IdleSteps:
         self._tried = 0
         self._has_warned = False
 
-    def note(self, masters: MasterWeights, tried: int) -> None:
+    def note(self, weights: MasterWeights, tried: int) -> None:
         """Count a step without gradients, and warn at the third in a row.
 
         Args:
-            masters: masters of the optimizer whose ``step`` was called.
+            weights: master weights of the optimizer whose ``step`` was called.
             tried: number of steps with gradients so far, summed over all optimizers.
         """
-        if not any(p.requires_grad and m.requires_grad for p, m, _ in masters.with_groups()):
+        rows = weights.masters.with_groups()
+        if not any(param.requires_grad and master.requires_grad for param, master, _ in rows):
             return
-        optimizer = masters.optimizer
+        optimizer = weights.optimizer
         if tried != self._tried:
             self._in_a_row.clear()
             self._tried = tried

@@ -24,6 +24,7 @@ from tritonamp.step.gradients import Gradients
 from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.outcome import Outcome, found_inf_of
 from tritonamp.step.outliers import OutlierWindows
+from tritonamp.step.refused import ALONE, no_backward
 from tritonamp.step.steady_step import SteadyStep
 
 _VERDICTS = 16  # that are made at once
@@ -300,7 +301,7 @@ class PendingDecisions:
         # Numbers of turns order decisions that move the same scale, record and window. They are
         # taken back in the reverse order, because each restores the values that it has found.
         decision.turn = next(self._turns)
-        params, device = [w.stepped.params for w in decision.waiting], decision.scale.device
+        params, device = [w.masters.stepped.params for w in decision.waiting], decision.scale.device
         record = self._log.device_record.place(params, device, self._ranks.members)
         outlying = self.outlier_windows.limit(decision.scaler, device)
         decision.decide(record, self._ranks, max_norm, undoable, outlying, known)
@@ -386,7 +387,7 @@ class PendingDecisions:
         """
         w = self._weights[optimizer]
         if self._ranks.ran_as_stage and not self._ranks.staged:
-            raise RuntimeError(_ALONE)
+            raise RuntimeError(ALONE)
         found = [d for d in self._decisions if w in d.waiting]
         # The loss reached none of these parameters, or the user has cleared their gradients. Either
         # way the optimizer waits no longer, and a decision with other optimizers is theirs alone.
@@ -395,10 +396,14 @@ class PendingDecisions:
             return []
         if found or w.has_true_gradients:
             return found
+        return [self._open_by_step(w, moves_scale)]
+
+    def _open_by_step(self, w: MasterWeights, moves_scale: bool) -> Decision:
+        """Open a decision for gradients that did not come through ``open_decision``."""
         # not None if the user has called ``scaler.scale`` since the last ``update``
         by_hand = self._scaler.loss_nonfinite
         if by_hand is None and self._policy.scales_loss and not self._may_lack_loss(w):
-            raise RuntimeError(_no_backward(w.with_gradient()))
+            raise RuntimeError(no_backward(w.with_gradient()))
         device = next((p.device for p in w.parameters()), torch.device("cpu"))
         waiting, flag = [w], by_hand
         # No ``update`` will read and reset the flag of these losses, so this decision takes it
@@ -416,7 +421,7 @@ class PendingDecisions:
             waits.begin_scaled(decision)
             if waits in self._vetoes:
                 decision.veto(self._vetoes.pop(waits))
-        return [decision]
+        return decision
 
     def _is_without_gradients(self, w: MasterWeights, found: Sequence[Decision]) -> bool:
         """Tell whether ``w``, which waits for the decisions ``found``, has nothing to step on.
@@ -461,22 +466,3 @@ class PendingDecisions:
                 decision.waiting.remove(w)
             if not decision.waiting and decision in self._decisions:
                 self._decisions.remove(decision)
-
-
-_ALONE = (
-    "optimizer.step(): the model is a stage of a pipeline (torch.distributed.pipelining), and "
-    "would decide alone, without the gradients and losses of other stages: on every rank give the "
-    "schedule loss_fn=amp.pipeline_loss(loss_fn)"
-)
-
-
-def _no_backward(with_grad: int) -> str:
-    return (
-        f"optimizer.step(): {with_grad} parameter(s) have gradients, but no amp.backward(loss) fed "
-        "this optimizer since its last step. This level scales the loss, so gradients of a plain "
-        "loss.backward() are wrong: clear them, optimizer.zero_grad(), and call "
-        "amp.backward(loss), or scaled.backward() in `with amp.scale_loss(loss, optimizer) as "
-        "scaled:`, or amp.scaler.scale(loss).backward(); call step() once per backward. Replays of "
-        "a CUDA graph that has captured amp.backward(loss) go "
-        "unseen: capture step() with it, or capture amp.scaler.scale(loss).backward() in its place"
-    )

@@ -76,7 +76,7 @@ class SteadyStep:
         """Record a step that was just built; None: no step can repeat its launches.
 
         Args:
-            updates: lists of the step.
+            updates: lists of the step, with its launches.
             rule: fused rule of the optimizer.
             optimizer: the optimizer.
             holders: tensors whose ``.grad`` the step used, for all parameters of the groups.
@@ -84,7 +84,7 @@ class SteadyStep:
         """
         lists = updates.tensors
         # a captured step is repeated by its CUDA graph
-        if not is_native() or updates.launches is None or is_capturing(params[0].device):
+        if not is_native() or is_capturing(params[0].device):
             return None
         in_stats, in_step = lists.plan(("grads",)), lists.plan()
         stats = prepared_stats(in_stats)
@@ -94,18 +94,13 @@ class SteadyStep:
         # the gradients may have moved since the statistics were taken
         in_stats.send_pointers(lists.facts(("grads",)))
         plans = in_stats, in_step
-        in_plans = [plan.slots("grads") for plan in plans]
-        slots: list[tuple[int, ...]] = [()] * len(params)
-        for place, number in enumerate(lists.numbers):
-            if place in in_plans[0]:  # else the tensor has no elements
-                slots[number] = tuple(addresses[place] for addresses in in_plans)
         touched = Steady.record(
             optimizer=optimizer,
             keys=rule.keys,
             holders=holders,
             params=params,
             fixed=[lists["remainders"]] if "remainders" in lists else [],
-            slots=slots,
+            slots=_slots_of_gradients(plans, lists.numbers, len(params)),
         )
         if touched is None:
             return None
@@ -161,3 +156,21 @@ class SteadyStep:
         for plan in self._plans:
             plan.send_written("grads")
         self._touched.sent_gradients()
+
+
+def _slots_of_gradients(
+    plans: Sequence[Plan], numbers: Sequence[int], size: int
+) -> list[tuple[int, ...]]:
+    """Return, for each parameter, where the tables of the plans have its gradient's address.
+
+    Args:
+        plans: plans of lists with gradients.
+        numbers: number of the parameter at each place of the lists.
+        size: number of parameters.
+    """
+    in_plans = [plan.slots("grads") for plan in plans]
+    slots: list[tuple[int, ...]] = [()] * size
+    for place, number in enumerate(numbers):
+        if place in in_plans[0]:  # else the tensor has no elements
+            slots[number] = tuple(addresses[place] for addresses in in_plans)
+    return slots

@@ -5,17 +5,17 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonamp.asleep import Asleep
 from tritonamp.class_swap import base_class
 from tritonamp.distributed.ranks import Ranks
-from tritonamp.distributed.sharding import by_mesh, total_norm
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.policy import Policy
 from tritonamp.scaler import GradScaler
 from tritonamp.step.decision import Decision, Phase
+from tritonamp.step.early import EarlyDecisions
 from tritonamp.step.fused import FusedStep
 from tritonamp.step.gradients import Gradients
 from tritonamp.step.hooks import owner_of_hooks, run_with_hooks
@@ -26,6 +26,7 @@ from tritonamp.step.outcome import NonFiniteError, found_inf_of
 from tritonamp.step.outcomes import StepOutcomes
 from tritonamp.step.pending import PendingDecisions
 from tritonamp.step.plain_backwards import PlainBackwards
+from tritonamp.step.refused import sparse_gradients
 from tritonamp.step.rules import rule_of
 from tritonamp.step.small_state import state_format
 from tritonamp.step.steady_step import SteadyStep
@@ -64,6 +65,7 @@ class Stepper:
 
     Attributes:
         scaler, weights, pending, asleep, offload, around_step: the arguments.
+        early: maker of decisions that the user asks for before the step.
         outcomes: step outcomes by optimizer.
         plain_backwards: detector of backwards whose loss was not scaled.
     """
@@ -87,6 +89,7 @@ class Stepper:
         self.asleep = asleep
         self.offload = offload
         self.around_step = around_step
+        self.early = EarlyDecisions(weights, pending, ranks)
         self.outcomes = {optimizer: StepOutcomes() for optimizer in weights}
         self._policy = policy
         self._backend = backend
@@ -97,87 +100,6 @@ class Stepper:
         watched = (p for w in weights.values() if policy.scales_loss for p in w.parameters())
         self.plain_backwards = PlainBackwards(watched, pending.is_scaled)
 
-    # between backward and step
-
-    @leaves_inference_mode
-    def unscale_(self, optimizer: Optimizer, by_scaler: bool = False) -> Tensor | None:
-        """Put the true gradients of one optimizer into ``.grad`` of its params.
-
-        Args:
-            optimizer: an enabled optimizer.
-            by_scaler: whether ``GradScaler.unscale_`` calls, so that an ``update`` will follow.
-
-        Returns:
-            0-d flag, not 0 if a gradient, or the loss behind it, is not finite; None if there are
-            no scaled gradients.
-
-        Raises:
-            RuntimeError: the gradients are true already.
-        """
-        w = self.weights[optimizer]
-        found_inf = None
-        if w.has_true_gradients:
-            raise RuntimeError(
-                "unscale_() has already been called on this optimizer since its last step()"
-            )
-        for decision in self.pending.decisions_of(optimizer, moves_scale=not by_scaler):
-            # Copies are kept, since a veto, or a batch that is given up, may take this decision
-            # back.
-            self.pending.decide(decision, undoable=True)
-            # gradients of an earlier loss were unscaled when the next loss was scaled
-            if w.decision is decision:
-                decision.unscale(w)
-                w.show_true_gradients()
-                found_inf = decision.found_inf
-        return found_inf
-
-    @leaves_inference_mode
-    def clip_grad_norm_(self, optimizers: list[Optimizer], max_norm: float) -> Tensor:
-        """Clip the gradients of ``optimizers`` together.
-
-        Args:
-            optimizers: enabled optimizers.
-            max_norm: largest 2-norm of all their gradients, unscaled.
-
-        Returns:
-            the norm before clipping, 0-d.
-        """
-        decisions: list[Decision] = []
-        for optimizer in optimizers:
-            found = self.pending.decisions_of(optimizer, moves_scale=True)
-            decisions += [decision for decision in found if decision not in decisions]
-        all_scaled = all([self.weights[o].decision in decisions for o in optimizers])
-        if len(decisions) == 1 and not decisions[0].is_decided and all_scaled:
-            # the step multiplies by the clip coefficient, at no extra pass
-            self.pending.decide(decisions[0], max_norm, undoable=True)
-            return decisions[0].norm
-        # Scaled gradients of several losses have no common norm, because each loss has a scale of
-        # its own. So all gradients are unscaled, and clipped in place, as true ones are.
-        for decision in decisions:
-            self.pending.decide(decision, undoable=True)
-        norms = [self._true_norm(optimizer) for optimizer in optimizers]
-        total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-        total = self._ranks.norm_of_stages(total)
-        params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
-        # torch does not mix tensors of several meshes in one call
-        for alike in by_mesh(params):
-            nn.utils.clip_grads_with_norm_(alike, max_norm, total)
-        return total
-
-    def _true_norm(self, optimizer: Optimizer) -> Tensor:
-        """Unscale one optimizer's gradients and return their norm; 0 if they will be skipped."""
-        w = self.weights[optimizer]
-        if not w.has_true_gradients:
-            self.unscale_(optimizer)
-        norm = total_norm([g.float() for g in w.all_gradients()])
-        # Gradients of a skip may be inf or NaN. Their norm would spoil the clipping of the others,
-        # which another loss may let step.
-        for decision in self.pending.decisions_of(optimizer, moves_scale=True):
-            if decision.is_decided:
-                skip = decision.found_inf.to(norm.device) != 0
-                norm = torch.where(skip, torch.zeros_like(norm), norm)
-        return norm
-
     def check_scaler(self, scaler: Any) -> None:
         """Raise RuntimeError if ``scaler`` is not the GradScaler of this ``Amp``."""
         if scaler is not self.scaler:
@@ -185,8 +107,6 @@ class Stepper:
                 "this optimizer was enabled with another GradScaler: use amp.scaler, or "
                 "tritonamp.enable(..., scaler=scaler) with a tritonamp.GradScaler"
             )
-
-    # the step
 
     @leaves_inference_mode
     def step(self, optimizer: Optimizer, by_scaler: bool = False) -> Tensor | None:
@@ -241,8 +161,8 @@ class Stepper:
         if optimizer not in self._fused:
             rule, fused = rule_of(optimizer), None
             if rule is not None:
-                w = self.weights[optimizer]
-                how = self.state_of(optimizer), w.packs, w.stored_form, self.offload, w.changes
+                masters, state = self.weights[optimizer].masters, self.state_of(optimizer)
+                how = state, masters.packs, masters.stored_form, self.offload, masters.changes
                 fused = FusedStep(optimizer, rule, self._backend, *how)
             self._fused[optimizer] = fused
         fused = self._fused[optimizer]
@@ -252,17 +172,11 @@ class Stepper:
             w = self.weights[optimizer]
             by_torch = w.any_sparse()
             if by_torch and self.offload is not None:
-                raise RuntimeError(
-                    "offload='state': expected dense gradients, got sparse ones, on which torch's "
-                    "own step would work: use nn.Embedding(sparse=False), or leave offload out"
-                )
+                raise RuntimeError(sparse_gradients("offload='state'", "offload"))
             # torch's own step would round its updates to the half parameters, and cannot read codes
-            if by_torch and w.packs:
-                raise RuntimeError(
-                    "masters='packed' or state='8bit': expected dense gradients, got sparse ones, "
-                    "on which torch's own step would work: use nn.Embedding(sparse=False), or "
-                    "leave masters and state out"
-                )
+            if by_torch and w.masters.packs:
+                asked = "masters='packed' or state='8bit'"
+                raise RuntimeError(sparse_gradients(asked, "masters and state"))
             return None if by_torch else fused
         return fused
 
@@ -284,7 +198,7 @@ class Stepper:
             self._build_step(w, decisions, fused)
         # Before the user's hooks after the step, because values that they write to masters are
         # newer than the half parameters.
-        w.mark_rounded()
+        w.masters.mark_rounded()
         self._finish_step(w, decisions)
 
     @torch.no_grad()
@@ -297,9 +211,9 @@ class Stepper:
             fused.rule.refuse_sparse()
         holders = None if judged.grad_scale is None else w.grad_holders()
         updates = fused.step(*judged)
-        if w.changes is not None:
-            w.changes.leave_out(judged.gradients.lists.numbers, judged.found_inf)
-        elif holders is not None and updates is not None:
+        if w.masters.changes is not None:
+            w.masters.changes.leave_out(judged.gradients.lists.numbers, judged.found_inf)
+        elif holders is not None and updates is not None and updates.launches is not None:
             w.record(SteadyStep.of(updates, fused.rule, w.optimizer, holders, w.parameters()))
 
     def _judge(
@@ -345,8 +259,8 @@ class Stepper:
             # them
             decisions[0].unscale(w)
         optimizer = w.optimizer
-        if w.changes is not None:
-            w.changes.copy_before()
+        if w.masters.changes is not None:
+            w.masters.changes.copy_before()
         before = _versions(optimizer)
         try:
             base_class(type(optimizer)).step(optimizer)  # type: ignore[attr-defined]
@@ -371,8 +285,9 @@ class Stepper:
         if _versions(w.optimizer) != before:
             w.write_back(self._backend)
             self._finish_step(w, decisions)
-        elif w.changes is not None:
-            w.changes.compare_unfinished()  # writes to ``.data``, which torch does not count
+        elif w.masters.changes is not None:
+            # writes to ``.data``, which torch does not count
+            w.masters.changes.compare_unfinished()
 
     def _finish_step(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Note the step or skip of ``w``, and remove ``w`` from its decisions."""
