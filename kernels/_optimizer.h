@@ -6,7 +6,8 @@
 
 namespace {
 
-// An attribute of an optimizer, which load_state_dict replaces by another object.
+// An attribute of an optimizer, which load_state_dict replaces by another object. It is not kept
+// alive, so another object may be at its address later.
 class Attribute {
  public:
   PyObject* record(PyObject* attributes, const char* name, const Kept& kept) {
@@ -17,7 +18,6 @@ class Attribute {
     Py_DECREF(name_);  // the list holds it now
     value_ = PyDict_GetItem(attributes_, name_);
     if (value_ == nullptr) throw NotPlain{};
-    kept.identity(value_);
     return value_;
   }
 
@@ -37,6 +37,7 @@ class Groups {
   void record(PyObject* attributes, PyObject* keys, const Kept& kept) {
     PyObject* groups = attribute_.record(attributes, "param_groups", kept);
     if (!PyList_CheckExact(groups)) throw NotPlain{};
+    kept.identity(groups);
     words_.push_back(PyList_GET_SIZE(groups));
     for (Py_ssize_t g = 0; g < PyList_GET_SIZE(groups); g++)
       record_group(PyList_GET_ITEM(groups, g), keys, kept);
@@ -113,7 +114,9 @@ class Groups {
 };
 
 // The state of an optimizer: the sequence of its entries, and what the step took from them. It is
-// walked, not looked up, because the hash of a tensor is Python code.
+// walked, not looked up, because the hash of a tensor is Python code. Its dictionaries are not kept
+// alive, because they hold its tensors. Another dictionary at the address of a dead one is compared
+// entry by entry, as the same one would be.
 class State {
  public:
   // taking_part: the masters whose own state is recorded.
@@ -124,7 +127,7 @@ class State {
     words_.push_back(PyDict_GET_SIZE(state));
     PyObject *master, *values;
     for (Py_ssize_t at = 0; PyDict_Next(state, &at, &master, &values);) {
-      words_.insert(words_.end(), {kept.identity(master), kept.identity(values)});
+      words_.insert(words_.end(), {kept.identity(master), word_of(values)});
       if (!taking_part.count(master)) {
         words_.push_back(-1);
         continue;
@@ -139,13 +142,15 @@ class State {
     PyObject* state = attribute_.same();
     int64_t* words = words_.data();
     const Hints::Parts* hints = hints_.first();
-    if (state == nullptr || *words++ != PyDict_GET_SIZE(state)) return false;
+    if (state == nullptr || !PyDict_Check(state)) return false;
+    if (*words++ != PyDict_GET_SIZE(state)) return false;
     PyObject *master, *values;
     for (Py_ssize_t at = 0; PyDict_Next(state, &at, &master, &values);) {
       if (*words++ != word_of(master) || *words++ != word_of(values)) return false;
       const int64_t size = *words++;
       if (size < 0) continue;
-      if (size != PyDict_GET_SIZE(values) || !same_values(values, words, hints)) return false;
+      if (!PyDict_CheckExact(values) || size != PyDict_GET_SIZE(values)) return false;
+      if (!same_values(values, words, hints)) return false;
     }
     return true;
   }

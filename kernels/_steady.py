@@ -21,8 +21,9 @@ class Steady:
     Only ``_native.cpp`` can ask so fast, so there is no twin in Python.
     """
 
-    # Everything that the C++ value compares by identity is in the list, because another object at
-    # the address of a dead one would count as the same. State and gradients are not in it.
+    # Everything that the C++ value compares by identity alone is in the list, because another
+    # object at the address of a dead one would count as the same. The state, with its dictionaries,
+    # and the gradients are not in it, because they may be replaced long before the next step.
     __slots__ = ("_kept", "_native", "_value")
 
     def __init__(self, native: Any, value: Any, kept: list[Any]) -> None:

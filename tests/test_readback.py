@@ -61,6 +61,16 @@ def test_the_last_one_is_cancelled(device: torch.device) -> None:
     assert read(readback) == []
 
 
+def test_one_without_room_is_cancelled_alone(device: torch.device) -> None:
+    """A step that is undone while four copies are under way leaves those of the steps before."""
+    numbers = torch.zeros(2, dtype=torch.float64, device=device)
+    readback = Readback(numbers, most=2)
+    for step in range(3):
+        readback.start(numbers, step)
+    readback.cancel_last()
+    assert [reading.attached for reading in readback.ready(wait=True)] == [0, 1]
+
+
 def test_the_last_one_is_started_again(device: torch.device) -> None:
     """With what was attached to it; a new one starts where it was read or had no room."""
     readback = Readback(numbers(0.0, device), most=2)

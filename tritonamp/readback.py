@@ -52,15 +52,19 @@ class Readback:
 
         If that copy was read, or had no room, this is ``start(numbers, attached)``.
         """
-        if self._last is not None and self._started and self._started[-1][0] is self._last:
+        if self._last is not None and self._is_last_under_way:
             self._last.fill(numbers)
         else:
             self.start(numbers, attached)
 
     def cancel_last(self) -> None:
-        """Drop the copy that was started last, if it has not been read."""
-        if self._started:
+        """Drop the copy of the last start, unless it was read or had no room."""
+        if self._is_last_under_way:
             self._free.append(self._started.pop()[0])
+
+    @property
+    def _is_last_under_way(self) -> bool:
+        return bool(self._started) and self._started[-1][0] is self._last
 
     def ready(self, wait: bool = False) -> Iterator[Reading]:
         """Yield the copies that have arrived, the oldest first.

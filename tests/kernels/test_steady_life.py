@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.steady_steps import FLOATS, MOVED, Step
+from tests.kernels.steady_steps import FLOATS, MOVED, UNLIKE, Step
 from tritonamp.kernels import _facts
 from tritonamp.kernels._steady import Steady
 
@@ -41,11 +41,12 @@ def test_a_value_gives_all_references_back() -> None:
     after = list(map(sys.getrefcount, objects))
     assert after == before
     grown = [o for o, now, then in zip(objects, held, before, strict=True) if now > then]
-    values = [x for state in step.optimizer.state.values() for x in state.values()]
-    for tensor in (*values, *(p.grad for p in step.params if p.grad is not None)):
-        assert not any(o is tensor for o in grown), "state and gradients are not kept alive"
     state, groups = step.optimizer.state, step.optimizer.param_groups
-    compared = vars(step.optimizer), state, step.values, groups, step.group, step.group["params"]
+    values = [x for own in state.values() for x in own.values()]
+    grads = [p.grad for p in step.params if p.grad is not None]
+    for replaced in (state, *state.values(), *values, *grads):
+        assert not any(o is replaced for o in grown), "state and gradients are not kept alive"
+    compared = vars(step.optimizer), groups, step.group, step.group["params"]
     for kept in (*compared, *step.params, *step.masters, *step.fixed):
         assert any(o is kept for o in grown)
 
@@ -57,6 +58,18 @@ def test_a_record_that_fails_gives_all_references_back() -> None:
     before = list(map(sys.getrefcount, objects))
     assert step.record() is None
     assert list(map(sys.getrefcount, objects)) == before
+
+
+def test_state_that_was_replaced_is_freed() -> None:
+    step = Step()
+    steady = step.steady()
+    first = weakref.ref(step.values["exp_avg"])
+    step.optimizer.load_state_dict(step.optimizer.state_dict())
+    second = weakref.ref(step.values["exp_avg"])
+    assert first() is not None, "torch's load_state_dict keeps tensors that need no cast"
+    step.optimizer.state.clear()
+    assert first() is None and second() is None
+    assert steady.same() == UNLIKE
 
 
 def test_a_cycle_is_collected() -> None:

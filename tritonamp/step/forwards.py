@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tritonamp.ambient import AmbientWatch, is_traced
 from tritonamp.distributed.pipeline import Work, pipeline_work
+from tritonamp.kernels._dynamo import never_alone
 from tritonamp.kernels._facts import leaf_versions
 from tritonamp.kernels.device import is_capturing
 from tritonamp.nested import leaves
@@ -36,6 +37,7 @@ class Forwards(Spectator):
         self._outputs: deque[tuple[int, Storage]] = deque(maxlen=KNOWN)
         self._returned = 0  # outputs so far
 
+    @never_alone  # torch.compile would warn that it cannot trace ``leaf_versions``
     def before(
         self,
         model: nn.Module,
