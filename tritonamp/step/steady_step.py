@@ -70,7 +70,6 @@ class SteadyStep:
         updates: UpdateLists,
         rule: FusedRule,
         optimizer: Optimizer,
-        holders: Sequence[Tensor],
         params: Sequence[Tensor],
     ) -> "SteadyStep | None":
         """Record a step that was just built; None: no step can repeat its launches.
@@ -79,8 +78,8 @@ class SteadyStep:
             updates: lists of the step, with its launches.
             rule: fused rule of the optimizer.
             optimizer: the optimizer.
-            holders: tensors whose ``.grad`` the step used, for all parameters of the groups.
-            params: parameters of the model, in the same order.
+            params: parameters of the model, in the order of the groups, whose ``.grad`` the step
+                has used.
         """
         lists = updates.tensors
         # a captured step is repeated by its CUDA graph
@@ -97,7 +96,7 @@ class SteadyStep:
         touched = Steady.record(
             optimizer=optimizer,
             keys=rule.keys,
-            holders=holders,
+            holders=params,
             params=params,
             fixed=[lists["remainders"]] if "remainders" in lists else [],
             slots=_slots_of_gradients(plans, lists.numbers, len(params)),

@@ -12,6 +12,7 @@ from tritonamp.asleep import Asleep
 from tritonamp.class_swap import base_class
 from tritonamp.distributed.ranks import Ranks
 from tritonamp.kernels._inference import leaves_inference_mode
+from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.policy import Policy
 from tritonamp.scaler import GradScaler
 from tritonamp.step.decision import Decision, Phase
@@ -189,32 +190,39 @@ class Stepper:
     ) -> None:
         # The user's hooks before the step have run. The decision comes after them, because they may
         # have changed the gradients.
-        steady = w.steady_step(decisions)
+        steady, built = w.steady_step(decisions), None
         if steady is not None:
             decision = decisions[0]
             self.pending.decide(decision, known={w: steady})
             steady.run(decision.grad_scale, decision.found_inf)
         else:
-            self._build_step(w, decisions, fused)
+            built = self._build_step(w, decisions, fused)
         # Before the user's hooks after the step, because values that they write to masters are
         # newer than the half parameters.
         w.masters.mark_rounded()
         self._finish_step(w, decisions)
+        # last, because the step is done whatever this raises
+        if built is not None and built.launches is not None:
+            w.record(SteadyStep.of(built, fused.rule, w.optimizer, w.parameters()))
 
     @torch.no_grad()
     def _build_step(
         self, w: MasterWeights, decisions: Sequence[Decision], fused: FusedStep
-    ) -> None:
-        """Step in one pass from the tensors one by one, and record the step."""
+    ) -> UpdateLists | None:
+        """Step in one pass from the tensors one by one.
+
+        Returns:
+            the lists of the step, if another step may repeat its launches.
+        """
         judged = self._judge(w, decisions)
         if judged.gradients.any_sparse:
             fused.rule.refuse_sparse()
-        holders = None if judged.grad_scale is None else w.grad_holders()
         updates = fused.step(*judged)
         if w.masters.changes is not None:
             w.masters.changes.leave_out(judged.gradients.lists.numbers, judged.found_inf)
-        elif holders is not None and updates is not None and updates.launches is not None:
-            w.record(SteadyStep.of(updates, fused.rule, w.optimizer, holders, w.parameters()))
+            return None
+        # true gradients are in other tensors, and are made by many operations anyway
+        return None if judged.grad_scale is None else updates
 
     def _judge(
         self, w: MasterWeights, decisions: Sequence[Decision], undoable: bool = False
