@@ -44,9 +44,9 @@ def tile_moments(x, mask, count, LAST: tl.constexpr):
     return mean, sum_of_lines(tl.where(mask, d * d, 0.0), LAST)
 
 
-@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "count", "eps"))
+@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "all_lines", "eps"))
 def group_norm_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, blocks, groups, depth, spatial, n, count, eps,
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, blocks, groups, depth, spatial, n, all_lines, eps,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
     VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -68,12 +68,12 @@ def group_norm_kernel(
     y = (x - mean) * (rstd * w) + b
     tl.store(y_ptr + start + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
     numbers = image.to(tl.int64) * groups + lines
-    store_stats(stats_ptr, numbers, count, valid, mean, rstd, True)
+    store_stats(stats_ptr, numbers, all_lines, valid, mean, rstd, True)
 
 
-@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "count", "eps"))
+@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "all_lines", "eps"))
 def group_norm_long_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, blocks, groups, depth, spatial, n, count, eps,
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, blocks, groups, depth, spatial, n, all_lines, eps,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
     VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,7 @@ def group_norm_long_kernel(
             y = ((x.to(tl.float32) - mean) * (rstd * w) + b).to(y_ptr.dtype.element_ty)
             tl.store(y_ptr + start + offs, y, mask=mask, eviction_policy="evict_first")
     numbers = image.to(tl.int64) * groups + lines
-    store_stats(stats_ptr, numbers, count, valid, mean, rstd, True)
+    store_stats(stats_ptr, numbers, all_lines, valid, mean, rstd, True)
 
 
 @cached_by_shape

@@ -60,7 +60,7 @@ def _store_channels(
         "depth",
         "spatial",
         "n",
-        "count",
+        "all_lines",
         "parts",
         "images",
         "steps",
@@ -68,7 +68,7 @@ def _store_channels(
 )
 def group_norm_backward_kernel(
     g_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, sums_ptr,
-    blocks, groups, depth, spatial, n, count, parts, images, steps,
+    blocks, groups, depth, spatial, n, all_lines, parts, images, steps,
     WEIGHT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, LAST: tl.constexpr,
     ALIGN: tl.constexpr, VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -90,7 +90,7 @@ def group_norm_backward_kernel(
         image = part * steps + step
         start = tile_start(image, block, 0, 0, groups, depth, spatial, LAST, ROWS)
         numbers = image.to(tl.int64) * groups + lines
-        mean, rstd = load_stats(stats_ptr, numbers, count, valid, True)
+        mean, rstd = load_stats(stats_ptr, numbers, all_lines, valid, True)
         grad, _, h = load_gradients(
             g_ptr + start, x_ptr + start, w_ptr, offs, offs, mask, mean, rstd, True, False, ""
         )
@@ -112,10 +112,10 @@ def group_norm_backward_kernel(
         _store_channels(sums_ptr, row, db, lines, channels, groups, depth, given, LAST)
 
 
-@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "count", "parts"))
+@triton.jit(do_not_specialize=("blocks", "groups", "depth", "spatial", "n", "all_lines", "parts"))
 def group_norm_backward_long_kernel(
     g_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, sums_ptr,
-    blocks, groups, depth, spatial, n, count, parts,
+    blocks, groups, depth, spatial, n, all_lines, parts,
     WEIGHT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, LAST: tl.constexpr,
     ALIGN: tl.constexpr, VEC: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -126,7 +126,7 @@ def group_norm_backward_long_kernel(
     depth, spatial = known_to_divide(depth, spatial, LAST, VEC)
     lines, valid = tile_lines(block, groups, LAST, ALIGN, ROWS, BLOCK)
     numbers = image.to(tl.int64) * groups + lines
-    mean, rstd = load_stats(stats_ptr, numbers, count, valid, True)
+    mean, rstd = load_stats(stats_ptr, numbers, all_lines, valid, True)
     along = tl.zeros([1, ROWS, 1] if LAST else [ROWS, 1, 1], tl.float32)
     level = tl.zeros([1, ROWS, 1] if LAST else [ROWS, 1, 1], tl.float32)
     for channel in range(0, depth, CHANNELS):
