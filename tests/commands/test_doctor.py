@@ -51,9 +51,9 @@ def test_every_fused_optimizer_has_a_row(report):
 def test_cpp_for_steps(monkeypatch):
     assert doctor._cpp_for_steps() == "not needed: no kernels run here"
     monkeypatch.setattr(hardware, "runs_triton", lambda device: True)
-    monkeypatch.setattr(_native, "build", lambda name: _native.Attempt(None, "no compiler"))
+    monkeypatch.setattr(_native, "build", lambda: _native.Attempt(None, "no compiler"))
     assert doctor._cpp_for_steps() == ("none, so that each step takes the host longer: no compiler")
-    monkeypatch.setattr(_native, "build", lambda name: _native.Attempt(object()))
+    monkeypatch.setattr(_native, "build", lambda: _native.Attempt(object()))
     assert doctor._cpp_for_steps() == "built"
 
 
