@@ -15,7 +15,7 @@ from gpuless.ptx.memory import Region
 from gpuless.tensors import CudaTensor
 from torch import Tensor
 
-from tritonamp.kernels import _multi_tensor
+from tritonamp.kernels import _launch, _multi_tensor
 
 UNWRITTEN = np.uint64(0xFFADFFADFFADFFAD)
 """What new memory is filled with: in floats a NaN that no arithmetic makes; no address has it."""
@@ -54,8 +54,8 @@ class New(NamedTuple):
 class TrackedMemory:
     """What is known of tensors in main memory while kernels run.
 
-    Of what ``torch.empty_like`` and ``Tensor.new_empty`` make, it is known which bytes kernels have
-    written, or torch, as far as they changed. Everything else counts as written. Kernels may touch
+    Of results of launches, and of what ``torch.empty_like`` and ``Tensor.new_empty`` make, it is
+    known which bytes kernels have written, or torch, as far as they changed. Everything else counts as written. Kernels may touch
     their arguments, and by addresses in tables every tensor of a ``TensorLists``.
     """
 
@@ -126,6 +126,7 @@ class TrackedMemory:
     def in_force(self) -> Iterator[None]:
         """Inside, new tensors and lists of tensors are noted."""
         like, new, strided = torch.empty_like, Tensor.new_empty, Tensor.new_empty_strided
+        of_launches = _launch._new
         start = _multi_tensor.TensorLists.__init__
 
         def empty_like(*args: Any, **kwargs: Any) -> Tensor:
@@ -137,6 +138,9 @@ class TrackedMemory:
         def new_empty_strided(*args: Any, **kwargs: Any) -> Tensor:
             return self._note_new(strided(*args, **kwargs))
 
+        def results(*args: Any) -> list[Tensor]:
+            return [self._note_new(result) for result in of_launches(*args)]
+
         def started(lists: Any, *args: Any, **kwargs: Any) -> None:
             self._lists.add(lists)
             start(lists, *args, **kwargs)
@@ -145,6 +149,7 @@ class TrackedMemory:
             mock.patch.object(torch, "empty_like", empty_like),
             mock.patch.object(Tensor, "new_empty", new_empty),
             mock.patch.object(Tensor, "new_empty_strided", new_empty_strided),
+            mock.patch.object(_launch, "_new", results),
             mock.patch.object(_multi_tensor.TensorLists, "__init__", started),
         ):
             yield
