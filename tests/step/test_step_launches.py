@@ -60,7 +60,7 @@ class Run:
 
 
 @pytest.fixture
-def count() -> Iterator[list[int]]:
+def count(plans: None) -> Iterator[list[int]]:
     with host_stubs.stub_launches() as launches:
         yield launches
 

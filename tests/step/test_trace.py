@@ -70,7 +70,7 @@ class Five(nn.Sequential):
 
 
 @pytest.fixture
-def trace() -> Iterator[Trace]:
+def trace(plans: None) -> Iterator[Trace]:
     """The trace of a backward and a step that are like those before them."""
     with Classifying(Five, level="O2", backend="eager", lr=1e-3) as run:
         for number in range(LIKE):
