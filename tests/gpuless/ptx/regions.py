@@ -55,8 +55,9 @@ class TrackedMemory:
     """What is known of tensors in main memory while kernels run.
 
     Of results of launches, and of what ``torch.empty_like`` and ``Tensor.new_empty`` make, it is
-    known which bytes kernels have written, or torch, as far as they changed. Everything else counts as written. Kernels may touch
-    their arguments, and by addresses in tables every tensor of a ``TensorLists``.
+    known which bytes kernels have written, or torch, as far as they changed. Everything else counts
+    as written. Kernels may touch their arguments, and by addresses in tables every tensor of a
+    ``TensorLists``.
     """
 
     def __init__(self) -> None:
