@@ -9,14 +9,12 @@ import torch
 from helpers import Net, same
 from runs import Training
 from torch import Tensor, nn
-from two_ways import steps
 
 import tritonamp
 from tritonamp.apex import amp as apex
 from tritonamp.apex.amp import _amp_state
 from tritonamp.kernels import _facts
 from tritonamp.kernels._dynamo import between_graphs
-from tritonamp.kernels.device import INTERPRETED
 
 pytestmark = [
     pytest.mark.compiled,
@@ -340,19 +338,3 @@ def test_optimizers_in_a_compiled_step(optimizer: Any, fields: dict[str, str]) -
     compiled = functools.partial(torch.compile, backend="eager")
     weights = weights_of_a_step(compiled, optimizer, **fields)
     assert same(weights, weights_of_a_step(lambda step: step, optimizer, **fields))
-
-
-@pytest.mark.skipif(
-    not INTERPRETED or torch.__version__ < (2, 14),
-    reason="only kernels of the interpreter end the graph; older Dynamo raises there",
-)
-def test_a_forward_outside_of_all_graphs_is_recorded_without_a_warning() -> None:
-    """Kernels in the interpreter end the graph of the model. What runs around it is no graph."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with steps(plain=False), tritonamp.enable(model, optimizer, backend="triton") as amp:
-        compiled = torch.compile(model, backend="eager")
-        for _ in range(2):
-            amp.backward(compiled(torch.ones(4, 8)).square().mean())
-            optimizer.step()
-        assert amp.stats()["steps"] == 2
