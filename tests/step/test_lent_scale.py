@@ -160,3 +160,19 @@ def test_each_of_several_losses_is_judged_by_itself(run: Run) -> None:
         run.amp.backward(loss, run.optimizers[A])
     run.optimizers[A].step()
     run.ends_at(-3.0, 0.0, 8.0)
+
+
+def test_norms_that_are_kept_stay_as_they_were(device: torch.device) -> None:
+    """Decisions share memory, and no later one writes to the results of another."""
+    model = torch.nn.Linear(2, 1, bias=False, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.ones(1, 2, device=device)
+    with tritonamp.enable(model, optimizer, level="O2", loss_scale=8.0) as amp:
+        kept: list[torch.Tensor] = []
+        for i in range(40):
+            amp.backward(model(x).float().sum() * (i + 1))
+            kept.append(amp.clip_grad_norm_(1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = [(i + 1) * 2**0.5 for i in range(40)]
+    assert [norm.item() for norm in kept] == pytest.approx(expected, rel=1e-3)

@@ -89,8 +89,9 @@ def _of_fp32(in_fp32: Fp32Run | None) -> str:
 
 
 class WeightSizes:
-    """The largest magnitude in each parameter, measured before steps 1, 2, 4, 8... of a run.
+    """The largest magnitude in each parameter, measured before some steps of a run.
 
+    These are the first four steps of the same optimizers, and their steps 8, 16, 32...
     Measurements stay on the device without a wait. In a long run they cost nothing.
     """
 

@@ -27,6 +27,7 @@ class GradientState(Enum):
         CLEAR  --begin_scaled(d)--> SCALED by d --unscale_--> TRUE --step--> CLEAR
         TRUE   --begin_scaled(d2)--> SCALED by d2, true set aside --unscale_--> TRUE (their sum)
         SCALED --backward raised--> CLEAR, or TRUE again where true ones were set aside
+        SCALED --step or skip--> CLEAR
         any    --zero_grad, once decided--> CLEAR
     """
 
