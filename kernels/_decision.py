@@ -1,6 +1,6 @@
 """What a decision knows, what it notes, and how it is undone."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,7 +98,7 @@ class Undo:
     """
 
     def __init__(
-        self, record: Record, state: ScaleState | None, others: Iterable[Tensor] = ()
+        self, record: Record, state: ScaleState | None, others: Sequence[Tensor] = ()
     ) -> None:
         numbers = record.numbers
         # a CUDA graph writes to the memory of its own decisions in each replay
@@ -109,7 +109,7 @@ class Undo:
             self.memory = numbers.new_empty(numbers.numel() + len(ScaleState._fields))
         self.is_filled = False
         self._moved = [numbers, *(state or ())]
-        self._copies = [(tensor, tensor.clone()) for tensor in others]
+        self._copies = [(tensor, tensor.clone()) for tensor in others] if others else []
 
     def fill(self) -> None:
         """Write the old values to ``memory``, as the kernel of ``decide`` does."""
@@ -159,31 +159,36 @@ def keep_for_undo(
 
 
 class Verdict(NamedTuple):
-    """The results of ``decide``.
+    """The results of ``decide``: 0-d float32 tensors in one piece of memory.
 
     Attributes:
-        numbers: the other four, float32 of shape (4,) and stride (4,).
-        found_inf: 0-d, not 0 if the optimizers skip.
-        norm: 2-norm of the unscaled gradients, 0-d.
-        grad_scale: factor from a scaled gradient to the one to step with, 0-d: 1/scale times the
-            clip coefficient.
-        flag: ``Evidence.loss_nonfinite`` or EXCEEDING, 0-d.
+        found_inf: not 0 if the optimizers skip.
+        norm: 2-norm of the unscaled gradients.
+        grad_scale: factor from a scaled gradient to the one to step with: 1/scale times the clip
+            coefficient.
     """
 
-    numbers: Tensor
     found_inf: Tensor
     norm: Tensor
     grad_scale: Tensor
-    flag: Tensor
+
+    @property
+    def numbers(self) -> Tensor:
+        """The three numbers and ``flag``, float32 of shape (4,) and stride (4,)."""
+        return self.found_inf.as_strided((4,), (_APART,))
+
+    @property
+    def flag(self) -> Tensor:
+        """``Evidence.loss_nonfinite`` or EXCEEDING, 0-d; few steps need it."""
+        return self.numbers[3]
 
 
 def new_verdicts(count: int, device: torch.device) -> list[Verdict]:
     """Return memory for ``count`` verdicts in one piece, which costs about as much as for one."""
     # Each number is at a multiple of 16 bytes, because launches that read it are found faster then.
-    block = torch.empty((count, 4, _APART), dtype=torch.float32, device=device)[..., 0]
-    numbers = block.unbind()
-    each = block.as_strided((4 * count,), (_APART,)).unbind()
-    return [Verdict(row, *each[4 * k : 4 * k + 4]) for k, row in enumerate(numbers)]
+    block = torch.empty((count, 4, _APART), dtype=torch.float32, device=device)
+    by_name = block.as_strided((len(Verdict._fields), count), (_APART, 4 * _APART)).unbind()
+    return [Verdict(*numbers) for numbers in zip(*[row.unbind() for row in by_name], strict=True)]
 
 
 def nonfinite_flag(loss: Tensor) -> Tensor:

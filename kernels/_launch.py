@@ -121,6 +121,7 @@ class Launch:
     results: tuple[Room, ...] = ()
     _operands: list[tuple[int, Operand]] = field(init=False)
     _rest: tuple[Any, ...] = field(init=False)  # arguments after the tensors
+    _arguments: list[Any] = field(init=False)  # all of them, with placeholders
     # by device and alignment: the start function, and the dictionary that the kernel was found
     # in, since broken_compiler() exchanges it
     _runs: dict[Any, tuple[Any, Any]] = field(init=False, default_factory=dict)
@@ -129,6 +130,7 @@ class Launch:
         tensors = self.tensors or ()
         self._operands = [(i, t) for i, t in enumerate(tensors) if isinstance(t, Operand)]
         self._rest = (*self.sizes, *self.constants)
+        self._arguments = [*tensors, *self._rest]
 
     def __call__(self, *given: Tensor) -> Sequence[Tensor]:
         """Run the kernel on the tensors' device, on its current stream.
@@ -146,7 +148,10 @@ class Launch:
         """
         tensors = given if self.tensors is None else self.all_tensors(given)
         first = tensors[0]
-        watched = has_torch_dispatch(first)
+        # ``has_torch_dispatch``, without a call
+        watched = torch._C._len_torch_dispatch_stack() > 0 or (
+            type(first) is not Tensor and _is_wrapper(first)
+        )
         if INTERPRETED or (watched and is_traced(first)):
             return self._record_or_interpret(tensors)
         # One OR over the addresses settles alignment in the usual case, in which all are multiples
@@ -189,12 +194,15 @@ class Launch:
             stream: current stream of the device.
             given: tensors for the slots, by ``Operand``.
         """
-        tensors = self.all_tensors(given)
-        kernels, run = self._runs.get(tensors[0].get_device(), _NOT_COMPILED)
-        if kernels is _compiled:
-            run(*tensors, *self._rest, stream=stream)
-        else:
+        assert self.tensors is not None
+        kernels, run = self._runs.get(self.tensors[0].get_device(), _NOT_COMPILED)
+        if kernels is not _compiled:
             self(*given)
+        else:
+            arguments = self._arguments.copy()
+            for i, operand in self._operands:
+                arguments[i] = given[operand]
+            run(*arguments, stream=stream)
 
     def _record_or_interpret(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """Do the work of a call in a tracer or in Triton's interpreter."""

@@ -1,7 +1,8 @@
 """The steady value: what the last step of one optimizer touched, as that step left it."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,17 +20,41 @@ class Steady:
     built, and records another value.
 
     Only ``_native.cpp`` can ask so fast, so there is no twin in Python.
+
+    Attributes:
+        same_gradients: ``same_gradients()`` returns -1 if a gradient is unlike, else how often
+            gradients have moved since ``sent_gradients``. The slots hold the new addresses. At -1
+            no slot has changed.
+        same: ``same()`` returns -1 if anything is unlike, else the sum of what has changed. 0:
+            nothing. 1: hyperparameters that are floats, since ``sent_hyperparameters``, or that can
+            change in place, such as tensors. 2: addresses of gradients, since ``sent_gradients``;
+            the slots hold them.
+        sent_gradients: ``sent_gradients()`` notes that the slots have been copied to the device.
+        sent_hyperparameters: ``sent_hyperparameters()`` notes it of the hyperparameters.
+        untouched: ``untouched()`` tells whether torch has counted no write to the model's
+            parameters since ``wrote``.
+        wrote: ``wrote()`` counts a write to each parameter and master that takes part, and notes
+            the new versions.
     """
 
-    # Everything that the C++ value compares by identity alone is in the list, because another
-    # object at the address of a dead one would count as the same. The state, with its dictionaries,
-    # and the gradients are not in it, because they may be replaced long before the next step.
-    __slots__ = ("_kept", "_native", "_value")
+    # An answer repeats until the caller has sent what it names. Otherwise an exception between the
+    # answer and the copy to the device, such as Ctrl-C, would leave old numbers there.
 
     def __init__(self, native: Any, value: Any, kept: list[Any]) -> None:
-        self._native = native
-        self._value = value
+        # Everything that the C++ value compares by identity alone is in the list, because another
+        # object at the address of a dead one would count as the same. The state, with its
+        # dictionaries, and the gradients are not in it, because they may be replaced long before
+        # the next step.
         self._kept = kept
+        # C functions, because methods in Python would add a call to each question of a step
+        self.same_gradients: Callable[[], int] = partial(native.steady_same_gradients, value)
+        self.same: Callable[[], int] = partial(native.steady_same, value)
+        self.sent_gradients: Callable[[], None] = partial(native.steady_sent_gradients, value)
+        self.sent_hyperparameters: Callable[[], None] = partial(
+            native.steady_sent_hyperparameters, value
+        )
+        self.untouched: Callable[[], bool] = partial(native.steady_untouched, value)
+        self.wrote: Callable[[], None] = partial(native.steady_wrote, value)
 
     @classmethod
     def record(
@@ -69,43 +94,3 @@ class Steady:
             tuple(slots),
         )
         return None if found is None else cls(native, *found)
-
-    def same_gradients(self) -> int:
-        """Return -1 if a gradient is unlike, else how often gradients have moved.
-
-        Moves count since ``sent_gradients``. The slots hold the new addresses. At -1 no slot has
-        changed.
-        """
-        moved: int = self._native.steady_same_gradients(self._value)
-        return moved
-
-    def same(self) -> int:
-        """Return -1 if anything is unlike, else the sum of what has changed.
-
-        Returns:
-            0: nothing. 1: hyperparameters that are floats, since ``sent_hyperparameters``, or
-            that can change in place, such as tensors. 2: addresses of gradients, since
-            ``sent_gradients``; the slots hold them.
-        """
-        changed: int = self._native.steady_same(self._value)
-        return changed
-
-    # An answer repeats until the caller has sent what it names. Otherwise an exception between the
-    # answer and the copy to the device, such as Ctrl-C, would leave old numbers there.
-
-    def sent_gradients(self) -> None:
-        """Note that the slots have been copied to the device."""
-        self._native.steady_sent_gradients(self._value)
-
-    def sent_hyperparameters(self) -> None:
-        """Note that the hyperparameters have been copied to the device."""
-        self._native.steady_sent_hyperparameters(self._value)
-
-    def untouched(self) -> bool:
-        """Tell whether torch has counted no write to the model's parameters since ``wrote``."""
-        untouched: bool = self._native.steady_untouched(self._value)
-        return untouched
-
-    def wrote(self) -> None:
-        """Count a write to each parameter and master that takes part, and note the new versions."""
-        self._native.steady_wrote(self._value)

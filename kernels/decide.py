@@ -16,6 +16,7 @@ from tritonamp.kernels._decision import (
     Evidence,
     Record,
     Undo,
+    Verdict,
     keep_for_undo,
     new_verdicts,
     nonfinite_flag,
@@ -143,7 +144,7 @@ def decide_triton(
     rule: ScaleRule,
     squares: Squares,
     record: Record | None,
-    verdict: Tensor,
+    verdict: Verdict,
     undo: Undo | None = None,
 ) -> None:
     # pointers have to point somewhere, also without an argument
@@ -157,8 +158,9 @@ def decide_triton(
     constants = *given, RECORD if record else 0, undo is not None
     # the dtype of the loss, because a launch keeps the kernel that it has found
     kind = lengths, max_norm, rule, squares, constants, None if loss is None else loss.dtype
-    known = [used_scale if tensor is None else tensor for tensor in evidence]
-    _launch_of(*kind)(*known, used_scale, verdict, *moved, numbers, places, before)
+    fault, earlier = evidence[2:4] if flagged else (used_scale, used_scale)
+    known = evidence.amax, evidence.square_sum, fault, earlier, used_scale if loss is None else loss
+    _launch_of(*kind)(*known, used_scale, verdict.found_inf, *moved, numbers, places, before)
     if undo is not None:
         undo.is_filled = True
 
@@ -188,7 +190,7 @@ def decide_torch(
     rule: ScaleRule,
     squares: Squares,
     record: Record | None,
-    verdict: Tensor,
+    verdict: Verdict,
     undo: Undo | None = None,
 ) -> None:
     amax, square_sum, loss_nonfinite, found_earlier, loss = evidence
@@ -219,7 +221,7 @@ def decide_torch(
         note(record, amax, of_clean, found_inf, flag, used_scale, loss)
     if state is not None:  # after all uses of used_scale, which may be state.scale itself
         move_scale(state, rule, found_inf, flag, largest)
-    verdict.copy_(torch.stack([found_inf, norm, factor, flag]))
+    verdict.numbers.copy_(torch.stack([found_inf, norm, factor, flag]))
 
 
 def decide(
@@ -230,7 +232,7 @@ def decide(
     rule: ScaleRule,
     squares: Squares,
     record: Record | None,
-    verdict: Tensor,
+    verdict: Verdict,
     backend: str = "auto",
     undo: Undo | None = None,
 ) -> None:
@@ -245,9 +247,7 @@ def decide(
         rule: rule of the loss scale's movement.
         squares: squares of the optimizers that step, by which the record's bound moves.
         record: memory of decisions, updated in place, or None.
-        verdict: result of ``new_verdicts``, which receives found_inf (not 0: skip), the norm of the
-            unscaled gradients, the factor from a scaled gradient to the one to step with (1/scale
-            times the clip coefficient), and the flag of the loss or EXCEEDING.
+        verdict: memory of the results.
         backend: "auto", "triton" or "eager".
         undo: memory for the old values of ``record``, which must be given, and of ``state``.
     """
@@ -265,14 +265,14 @@ def _decision(tensors: list[Tensor], overflow: bool) -> tuple[Any, ...]:
     tracker = zero.new_ones((), dtype=torch.int32)
     state = ScaleState(zero + 1024.0, tracker, tracker.clone(), zero + 4096.0)
     rule, squares = ScaleRule(2.0, 0.5, 2, 1, 2.0**-24, 2.0**24), Squares(0.75, 0.25)
-    verdict, undo = new_verdicts(1, amax.device)[0].numbers, Undo(record, state)
+    verdict, undo = new_verdicts(1, amax.device)[0], Undo(record, state)
     return evidence, zero + 1024.0, 0.5, state, rule, squares, record, verdict, undo
 
 
 def _decided(args: tuple[Any, ...], _: None) -> list[Tensor]:
     """Return the tensors that a decision wrote, with float64 numbers as FP32 values."""
     state, record, verdict, undo = args[3], args[6], args[7], args[8]
-    return [verdict, *state, record.numbers.float(), undo.memory.float()]
+    return [verdict.numbers, *state, record.numbers.float(), undo.memory.float()]
 
 
 DECIDE = Implementations(

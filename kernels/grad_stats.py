@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritonamp.kernels._blocks import Scratch, block_size, cut, reused
 from tritonamp.kernels._implementations import Implementations
-from tritonamp.kernels._launch import Launch, run_again
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._magnitudes import float_bits, magnitude
 from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._plan import Plan
@@ -91,13 +91,6 @@ class Prepared(NamedTuple):
         for launch in self.launches:
             launch()
         return self.results
-
-    def run_again(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Run the launches, all on one device, and return its results."""
-        amax, squares = self.results[0]
-        amax.zero_()
-        run_again(self.launches, device)
-        return amax, squares
 
 
 def prepared_stats(plan: Plan) -> Prepared | None:

@@ -1,6 +1,5 @@
 """Steps in two ways, with the same bits: like the last step where it may be, or plainly."""
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels import _facts, _multi_tensor, _native
+from tritonamp.step.steady_step import SteadyStep
 
 
 def plainly(patch: pytest.MonkeyPatch) -> None:
@@ -26,24 +26,18 @@ def quickly(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_facts, "_native", _native.build().module or _facts._InPython)
 
 
-STEADY = True
-"""Whether steps repeat the last one by a `Steady` value, so that the tests of that apply."""
-
-
 @contextmanager
 def repeats() -> Iterator[list[Any]]:
-    """Yield a list to which each step that repeats the last one adds its value."""
+    """Yield a list to which each step that repeats the last one adds itself."""
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        if STEADY:
-            kind = importlib.import_module("tritonamp.kernels._steady").Steady
-            wrote = kind.wrote  # which such a step calls last
+        run = SteadyStep.run
 
-            def noted(value: Any) -> None:
-                wrote(value)
-                found.append(value)
+        def noted(step: SteadyStep, *given: Any) -> None:
+            run(step, *given)
+            found.append(step)
 
-            patch.setattr(kind, "wrote", noted)
+        patch.setattr(SteadyStep, "run", noted)
         yield found
 
 

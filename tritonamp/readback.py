@@ -21,6 +21,23 @@ class Reading(NamedTuple):
     attached: Any
 
 
+class _HostBuffer(NamedTuple):
+    """A piece of main memory for numbers; it is pinned only if the numbers are on a GPU.
+
+    A CPU tensor therefore does not initialise CUDA.
+
+    Attributes:
+        numbers: the memory as a tensor.
+        values: the memory as a sequence; reading it bypasses torch, so it costs no operation.
+        filled: event after the last copy; None: the numbers are not on a GPU, and copies are done
+            at once.
+    """
+
+    numbers: Tensor
+    values: Sequence[float]
+    filled: Any
+
+
 class Readback:
     """Copies of one tensor on their way to the host, in order.
 
@@ -30,7 +47,7 @@ class Readback:
     """
 
     def __init__(self, numbers: Tensor, most: int = 4) -> None:
-        self._free = [_HostBuffer(numbers) for _ in range(most)]
+        self._free = [_buffer_for(numbers) for _ in range(most)]
         self._started: deque[tuple[_HostBuffer, Any]] = deque()
         self._last: _HostBuffer | None = None  # of the last start; None: there was no room
 
@@ -44,7 +61,10 @@ class Readback:
         self._last = None
         if self._free:
             self._last = buffer = self._free.pop()
-            buffer.fill(numbers)
+            # does not wait if the numbers are on a GPU
+            buffer.numbers.copy_(numbers, non_blocking=True)
+            if buffer.filled is not None:
+                buffer.filled.record(torch.cuda.current_stream(numbers.device))
             self._started.append((buffer, attached))
 
     def restart(self, numbers: Tensor, attached: Any) -> None:
@@ -53,9 +73,9 @@ class Readback:
         If that copy was read, or had no room, this is ``start(numbers, attached)``.
         """
         if self._last is not None and self._is_last_under_way:
-            self._last.fill(numbers)
-        else:
-            self.start(numbers, attached)
+            buffer, attached = self._started.pop()
+            self._free.append(buffer)
+        self.start(numbers, attached)
 
     def cancel_last(self) -> None:
         """Drop the copy of the last start, unless it was read or had no room."""
@@ -72,42 +92,21 @@ class Readback:
         Args:
             wait: wait for all copies.
         """
-        while self._started and self._started[0][0].is_filled(wait):
-            buffer, attached = self._started.popleft()
+        while self._started:
+            buffer, attached = self._started[0]
+            if buffer.filled is not None:
+                if wait:
+                    buffer.filled.synchronize()
+                if not buffer.filled.query():
+                    return
+            self._started.popleft()
             self._free.append(buffer)
             yield Reading(buffer.values, attached)
 
 
-class _HostBuffer:
-    """A piece of main memory for numbers; it is pinned only if the numbers are on a GPU.
-
-    A CPU tensor therefore does not initialise CUDA.
-
-    Attributes:
-        values: the memory as a sequence; reading it bypasses torch, so it costs no operation.
-    """
-
-    def __init__(self, numbers: Tensor) -> None:
-        pinned = numbers.is_cuda
-        self._numbers = torch.zeros(numbers.shape, dtype=torch.float64, pin_memory=pinned)
-        memory: Any = (ctypes.c_double * len(numbers)).from_address(self._numbers.data_ptr())
-        self.values: Sequence[float] = memory
-        self._filled = torch.cuda.Event() if pinned else None
-
-    def fill(self, numbers: Tensor) -> None:
-        """Copy the numbers here, without waiting if they are on a GPU."""
-        self._numbers.copy_(numbers, non_blocking=True)
-        if self._filled is not None:
-            self._filled.record(torch.cuda.current_stream(numbers.device))
-
-    def is_filled(self, wait: bool) -> bool:
-        """Return whether the last ``fill`` is done.
-
-        Args:
-            wait: wait until it is done.
-        """
-        if self._filled is None:
-            return True
-        if wait:
-            self._filled.synchronize()
-        return self._filled.query()
+def _buffer_for(numbers: Tensor) -> _HostBuffer:
+    """Return main memory for a copy of ``numbers``."""
+    pinned = numbers.is_cuda
+    copies = torch.zeros(numbers.shape, dtype=torch.float64, pin_memory=pinned)
+    memory: Any = (ctypes.c_double * len(numbers)).from_address(copies.data_ptr())
+    return _HostBuffer(copies, memory, torch.cuda.Event() if pinned else None)

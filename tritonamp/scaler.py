@@ -87,6 +87,8 @@ class GradScaler(torch.amp.GradScaler):
         ValueError: bounds contradict one another.
     """
 
+    _rule: ScaleRule | None = None  # the last result of ``rule``
+
     def __init__(
         self,
         device: str | None = None,
@@ -161,15 +163,12 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def rule(self) -> ScaleRule:
         """The rule by which the scale moves."""
-        return ScaleRule(
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-            self._hysteresis,
-            self._min_scale,
-            self._max_scale,
-            HEADROOM if self.mode == "headroom" else 0.0,
-        )
+        moves = self._growth_factor, self._backoff_factor, self._growth_interval
+        # a comparison is cheaper than a new rule in each step
+        if self._rule is None or self._rule[:3] != moves:
+            limits = self._hysteresis, self._min_scale, self._max_scale
+            self._rule = ScaleRule(*moves, *limits, HEADROOM if self.mode == "headroom" else 0.0)
+        return self._rule
 
     @between_graphs
     def scale(self, outputs: Any) -> Any:
@@ -208,19 +207,19 @@ class GradScaler(torch.amp.GradScaler):
         assert self._scale is not None
         return self._scale
 
-    def lend_scale(self, user: ScaleUser, device: torch.device) -> Tensor:
+    def lend_scale(self, user: ScaleUser) -> Tensor:
         """Return an alias of the scale. Whatever moves the scale tells ``user`` first.
 
         The alias has its own count of writes: autograd may save it, though the scale moves.
 
         Args:
             user: user of the alias; only a weak reference is kept.
-            device: as for ``scale_tensor``.
         """
+        assert self._scale is not None  # ``scale_tensor`` came first
         if len(self._users) > _MOST_USERS:
             self._users = [known for known in self._users if known() is not None]
         self._users.append(weakref.ref(user))
-        return self.scale_tensor(device).data
+        return self._scale.data
 
     def before_move(self, by: ScaleUser | None = None) -> None:
         """Have the users of the scale, but ``by``, copy it, because it is about to move."""
@@ -371,11 +370,11 @@ class GradScaler(torch.amp.GradScaler):
         self._loss_nonfinite.copy_(flag)
         verdict = new_verdicts(1, self._scale.device)[0]
         evidence = Evidence(amax, square_sum, flag, flag)
-        how = None, None, self.rule, squares_of([optimizer]), None, verdict.numbers
+        how = None, None, self.rule, squares_of([optimizer]), None, verdict
         decide(evidence, self._scale, *how)
         self.note_amax(amax)
-        _, found_inf, _, grad_scale, flag = verdict
-        self.note_flag(flag)
+        found_inf, grad_scale = verdict.found_inf, verdict.grad_scale
+        self.note_flag(verdict.flag)
         if not allow_fp16:
             with torch.no_grad():
                 for grad in grads:
@@ -519,8 +518,8 @@ class GradScaler(torch.amp.GradScaler):
             loss_nonfinite = torch.where(loss_nonfinite >= OUTLYING, loss_nonfinite, 0.0)
         amax = nothing if largest is None else largest.reshape(1)
         evidence = Evidence(amax, nothing, loss_nonfinite, found_inf)
-        unscaled, (verdict, *_) = torch.ones_like(found_inf), new_verdicts(1, found_inf.device)
-        decide(evidence, unscaled, None, self.scale_state, rule, NO_SQUARES, None, verdict.numbers)
+        unscaled, (verdict,) = torch.ones_like(found_inf), new_verdicts(1, found_inf.device)
+        decide(evidence, unscaled, None, self.scale_state, rule, NO_SQUARES, None, verdict)
         # other ranks see the gradients of this loss, and not the loss: their scale knows no floor
         if floor is not None and world_size() == 1:
             scale.copy_(torch.maximum(scale, floor))

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ class Noted:
                 self.numbers[SKIPPED], self.numbers[SKIPPED_SCALE] = outcome, scale
                 self.numbers[RECORD] = amax
         if read:
-            self.decisions.decided(Outcome(rule), looked=True)
+            self.decisions.note(Outcome(rule), looked=True)
             self.log.collect(wait=True)
 
     @property
@@ -299,13 +300,15 @@ def test_metrics_count_skips_that_were_not_read_and_those_before_a_resume() -> N
 
 
 def test_metrics_take_what_has_arrived_and_leave_the_rest() -> None:
-    noted, waited = Noted(), []
+    noted, filled = Noted(), mock.Mock()
     noted.decide(CLEAN)
     noted.decide(CLEAN, scale=4096.0, read=False)
-    noted.decisions.decided(Outcome(RULE))
-    (buffer, _), *_ = noted.decisions.device_record._readback._started
-    buffer.is_filled = lambda wait: bool(waited.append(wait))  # not yet
+    noted.decisions.note(Outcome(RULE))
+    started = noted.decisions.device_record._readback._started
+    buffer, attached = started[0]
+    started[0] = buffer._replace(filled=filled), attached
+    filled.query.return_value = False
     assert metrics(noted.log)["amp/scale"] == 1024.0
-    del buffer.is_filled
+    filled.query.return_value = True
     assert metrics(noted.log)["amp/scale"] == 4096.0
-    assert waited == [False]
+    filled.synchronize.assert_not_called()

@@ -299,10 +299,11 @@ def judge(
     stats = (
         torch.as_tensor(values, dtype=torch.float32, device=device) for values in (amax, square_sum)
     )
-    verdict = new_verdicts(1, torch.device(device))[0].numbers.fill_(-7.0)
+    verdict = new_verdicts(1, torch.device(device))[0]
+    verdict.numbers.fill_(-7.0)
     evidence = Evidence(*stats, nonfinite, earlier, loss)
     decide(evidence, used_scale, max_norm, state, rule, squares, record, verdict, backend, undo)
-    found_inf, norm, factor, flag = verdict.tolist()
+    found_inf, norm, factor, flag = verdict.numbers.tolist()
     if loss_nonfinite is None:
         loss_nonfinite = float(loss is not None and not loss.isfinite())
     assert flag in (loss_nonfinite, EXCEEDING) or loss_nonfinite != loss_nonfinite
@@ -485,13 +486,13 @@ def test_the_scale_that_the_backward_used_may_be_the_one_that_moves(
     device: torch.device, backend: str
 ) -> None:
     """The gradients are unscaled by what it was."""
-    state, verdict = scale_state(device, 8.0, 1, 1), new_verdicts(1, device)[0].numbers
+    state, verdict = scale_state(device, 8.0, 1, 1), new_verdicts(1, device)[0]
     stats, zero = torch.ones(1, device=device), torch.zeros((), device=device)
     numbers = torch.zeros(RECORD, dtype=torch.float64, device=device)
     record = Record(numbers, torch.zeros(0, dtype=torch.int64, device=device), [])
     how = None, state, RULE, NO_SQUARES, record, verdict, backend
     decide(Evidence(stats, stats, zero, zero, zero + 5.0), state.scale, *how)
-    assert (state.scale.item(), verdict.tolist()) == (16.0, [0.0, 0.125, 0.125, 0.0])
+    assert (state.scale.item(), verdict.numbers.tolist()) == (16.0, [0.0, 0.125, 0.125, 0.0])
     stats = stats * INF
     decide(Evidence(stats, stats, zero, zero, zero + 6.0), state.scale, *how)
     assert state.scale.item() == 8.0

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.profiler import ProfilerActivity
-from two_ways import STEADY, bits_of, repeats, steps, stored_bits
+from two_ways import bits_of, repeats, steps, stored_bits
 
 import tritonamp
 
@@ -535,7 +535,7 @@ def trained(fact: Fact, plain: bool) -> tuple[list[dict[str, Any]], list[int]]:
 
 def assert_built(fact: Fact, repeated: list[int]) -> None:
     """Assert that the step before the change repeated the last one, and the next was built."""
-    if STEADY and fact.built is not None:
+    if fact.built is not None:
         assert repeated[LIKE - 1] > repeated[LIKE - 2], "the steps before the change are not alike"
         assert fact.built == (repeated[LIKE] == repeated[LIKE - 1])
 

@@ -13,7 +13,6 @@ from host_stubs import stub_launches
 from runs import Classifying
 from steps import tiny
 from torch import nn
-from two_ways import STEADY
 
 import tritonamp
 from tritonamp import kernels
@@ -102,7 +101,6 @@ def own_calls(step: Callable[[], object]) -> int:
     return found.calls
 
 
-@pytest.mark.skipif(not STEADY, reason="no step is like the last one yet")
 @pytest.mark.parametrize("tensors", [12, 120])
 def test_a_like_step_makes_few_calls(tensors: int, plans: None) -> None:
     """However many tensors there are."""

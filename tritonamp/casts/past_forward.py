@@ -22,16 +22,19 @@ class FirstLoss:
     Args:
         models: models that are enabled now.
         watches: whether forwards run under an op policy. Without one, nothing can be missed.
+
+    Attributes:
+        is_awaited: whether the first loss is still to be checked.
     """
 
     def __init__(self, models: Sequence[nn.Module], *, watches: bool) -> None:
         self._models = models
         self._entered = process.entered
-        self._waits = watches
+        self.is_awaited = watches
 
     def check_loss(self, loss: Tensor) -> None:
         """Warn if the loss used parameters, but no forward and no method was entered."""
-        waits, self._waits = self._waits, False
+        waits, self.is_awaited = self.is_awaited, False
         if not waits or process.entered != self._entered:
             return
         used = _parameters_used(loss)

@@ -45,6 +45,7 @@ class Ranks(Spectator):
 
     Attributes:
         members: global numbers of the ranks; empty with one process.
+        several: whether there are other ranks to agree with.
         sharding: sharding of parameters and gradients over the ranks; None if each rank has all.
         sharded_modules: the modules that ``fully_shard`` was called on.
         wrappers: the DDPs around the models.
@@ -67,6 +68,7 @@ class Ranks(Spectator):
         self._steps = steps
         self._group: Any = None
         self.members: Sequence[int] = ()
+        self.several = False
         self.sharding: Sharding | None = find_sharding(models)
         self.staged = self.ran_as_stage = False
         self.sharded_modules = ShardedModules(models)
@@ -169,7 +171,8 @@ class Ranks(Spectator):
     def _set_group(self, group: Any) -> None:
         self._group = group
         members = dist.get_process_group_ranks(group)
-        self.members = members if len(members) > 1 else ()
+        self.several = len(members) > 1
+        self.members = members if self.several else ()
 
     def _check_all(self, replicas: Any, stages: Any) -> None:
         """Raise if ``stages`` lacks ranks of ``replicas``, which reduce gradients together."""
@@ -185,11 +188,6 @@ class Ranks(Spectator):
     def gathered(self) -> bool:
         """Whether FSDP2 gathers the parameters and reduces the gradients."""
         return self.sharding is not None and self.sharding.gathered
-
-    @property
-    def several(self) -> bool:
-        """Whether there are other ranks to agree with."""
-        return len(self.members) > 1
 
     @property
     def may_be_missing(self) -> bool:

@@ -83,8 +83,22 @@ class Amp:
         Raises RuntimeError while these are asleep; ``autocast`` and ``wake`` read ``_built``
         instead.
         """
-        self._built.fp32_values.asleep.check_training()
-        return self._built
+        parts = self._built
+        if parts.asleep.training:
+            parts.asleep.check_training()
+        return parts
+
+    def _ready_parts(self, caller: str) -> Parts:
+        """Return ``_parts`` for a method that every step calls.
+
+        Raises RuntimeError after ``disable``, too.
+        """
+        if not self._enabled:
+            self._check_enabled(caller)
+        parts = self._built
+        if parts.asleep.training:
+            parts.asleep.check_training()
+        return parts
 
     def __enter__(self) -> "Amp":
         self._check_enabled("with")
@@ -92,7 +106,7 @@ class Amp:
 
     def __exit__(self, *exception: object) -> None:
         if self._enabled:  # unless it was disabled inside
-            if self._built.fp32_values.asleep.training:
+            if self._built.asleep.training:
                 self.wake()
             self.disable()
 
@@ -145,13 +159,14 @@ class Amp:
             ValueError: an argument of another kind, or an optimizer that is not enabled here.
             RuntimeError: the model was enabled without an optimizer, or was disabled.
         """
-        self._check_enabled("scale_loss")
+        parts = self._ready_parts("scale_loss")
         if not isinstance(loss, Tensor):
             raise ValueError(f"loss: expected a Tensor, got {type(loss).__name__}")
         if not isinstance(loss_id, int):
             raise ValueError(f"loss_id: expected an int, got {loss_id!r}")
-        feeds, parts = self._check_fed(optimizer), self._built
-        parts.first_loss.check_loss(loss)
+        feeds = (optimizer is None and parts.optimizers) or self._check_fed(optimizer)
+        if parts.first_loss.is_awaited:
+            parts.first_loss.check_loss(loss)
         if scaler is None:
             scaler = self._scalers.get(loss_id)
         if scaler is None:
@@ -201,9 +216,7 @@ class Amp:
     def _check_fed(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
         """Return the optimizers that the caller means, all enabled here; None means all."""
         parts = self._parts
-        if optimizer is None and parts.optimizers:
-            return parts.optimizers
-        feeds = [] if optimizer is None else as_list(optimizer)
+        feeds = parts.optimizers if optimizer is None else as_list(optimizer)
         if not feeds:
             raise RuntimeError(
                 "this model was enabled without an optimizer: call amp.disable(), then "
@@ -264,8 +277,9 @@ class Amp:
         """
         self._check_enabled("unscale_")
         if optimizer is None:
-            pending = self._fed_optimizers("unscale_")
-            scaled = [o for o in pending if not self._parts.weights[o].has_true_gradients]
+            parts = self._parts
+            pending = self._fed_optimizers(parts, "unscale_")
+            scaled = [o for o in pending if not parts.weights[o].has_true_gradients]
         else:
             scaled = pending = self._check_fed(optimizer)
         # if none is left, the call raises the error of a second call
@@ -290,11 +304,10 @@ class Amp:
             ValueError: ``max_norm`` is not such a number.
             RuntimeError: the call comes before any backward.
         """
-        self._check_enabled("clip_grad_norm_")
+        parts = self._ready_parts("clip_grad_norm_")
         check_max_norm(max_norm)
-        return self._parts.stepper.early.clip_grad_norm_(
-            self._fed_optimizers("clip_grad_norm_"), max_norm
-        )
+        fed = self._fed_optimizers(parts, "clip_grad_norm_")
+        return parts.stepper.early.clip_grad_norm_(fed, max_norm)
 
     @between_graphs
     @leaves_inference_mode
@@ -324,11 +337,11 @@ class Amp:
             )
         self._parts.pending.veto(flag)
 
-    def _fed_optimizers(self, caller: str) -> list[Optimizer]:
-        pending = self._parts.pending.fed_optimizers()
+    def _fed_optimizers(self, parts: Parts, caller: str) -> list[Optimizer]:
+        pending = parts.pending.fed_optimizers()
         if not pending and self.policy.scales_loss:
             raise RuntimeError(f"{caller}() before any backward: call amp.backward(loss) first")
-        return pending or self._parts.optimizers
+        return pending or parts.optimizers
 
     @between_graphs
     @leaves_inference_mode

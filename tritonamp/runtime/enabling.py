@@ -1,6 +1,5 @@
 """``enable``: checks, and then the handle."""
 
-import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable
@@ -48,7 +47,7 @@ def enable(
     backend: str = "auto",
     scaler: GradScaler | None = None,
     policy: Policy | None = None,
-    around_step: Callable[[Optimizer], AbstractContextManager[Any]] = contextlib.nullcontext,
+    around_step: Callable[[Optimizer], AbstractContextManager[Any]] | None = None,
     **policy_fields: Any,
 ) -> Amp:
     """Turn on mixed precision for a model and its optimizer, in place.

@@ -69,7 +69,7 @@ class Request(NamedTuple):
         backend: chosen backend.
         scaler: scaler of ``loss_id`` 0.
         device: device of the models.
-        around_step: function that returns a context manager for each step of an optimizer.
+        around_step: function that returns a context manager for each step of an optimizer, or None.
     """
 
     models: list[nn.Module]
@@ -79,7 +79,7 @@ class Request(NamedTuple):
     backend: Backend
     scaler: GradScaler
     device: torch.device
-    around_step: Callable[[Optimizer], AbstractContextManager[Any]]
+    around_step: Callable[[Optimizer], AbstractContextManager[Any]] | None
 
 
 class Parts:
@@ -96,6 +96,7 @@ class Parts:
         optimizers: enabled optimizers.
         backend: chosen backend.
         fp32_values: FP32 values of the models' half tensors.
+        asleep: record of the tensors that are away from the device.
         context: settings that forwards of the models' modules read.
         ranks: processes that train together.
         enabled_models: dtypes and classes of the models.
@@ -123,6 +124,7 @@ class Parts:
         offloads = policy.offload is not None and len(optimizers) > 0
         offload = Offload(request.device) if offloads else None
         self.fp32_values = Fp32Values(offload)
+        self.asleep = self.fp32_values.asleep
         modules = list(dict.fromkeys([*request.models, *request.given]))
         self.ranks = Ranks(modules, self.fp32_values, step_state)
         self.forwards = Forwards(gradients=policy.on_nonfinite != "skip")
@@ -173,7 +175,7 @@ class Parts:
             self.pending,
             ranks,
             self.response,
-            self.fp32_values.asleep,
+            self.asleep,
             offload,
             request.around_step,
         )

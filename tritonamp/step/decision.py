@@ -1,5 +1,6 @@
 """One decision per loss: all optimizers that the loss feeds step on its gradients, or none does."""
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
@@ -30,14 +31,16 @@ from tritonamp.step.gradients import Gradients, Stats
 from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.steady_step import SteadyStep
 
+_optimizer = operator.attrgetter("optimizer")
+
 
 class Phase(Enum):
     """Phase of a decision.
 
     ::
 
-        OPEN     --decide--> DECIDED --answer--> ANSWERED
-        DECIDED  --the step raised, or a veto: undo--> REOPENED --decide--> DECIDED
+        OPEN     --judge--> DECIDED --answer--> ANSWERED
+        DECIDED  --the step raised, or a veto: undo--> REOPENED --judge--> DECIDED
         any      --the last optimizer that waited has stepped, or was cleared--> over
 
     A decision that is over without a step or skip was given up. If it was to step, it is taken
@@ -61,10 +64,10 @@ class Decision:
         scale: loss scale of the backward, 0-d: an alias of the scaler's until the scale moves. Not
             valid while the decision is made.
         loss_nonfinite: 0-d flag, 1 if the loss is inf or NaN, VETOED after a veto; the maximum over
-            micro-batches. None: ``decide`` judges ``loss``.
+            micro-batches. None: ``judge`` judges ``loss``.
         loss: sum of the micro-batches' losses, 0-d; None: the loss is not known.
         waiting: master weights of the optimizers that have not stepped yet.
-        moves_scale: whether ``decide`` moves the scale; otherwise the user calls ``scaler.update``.
+        moves_scale: whether ``judge`` moves the scale; otherwise the user calls ``scaler.update``.
         phase: present phase.
         turn: number of this decision among all decisions, in the order in which they were made.
         blocks: number of open ``with scale_loss`` blocks.
@@ -74,7 +77,7 @@ class Decision:
         norm: 2-norm of the unscaled gradients, 0-d.
         grad_scale: factor that unscales and clips a scaled gradient, 0-d.
         max_norm: 2-norm to which the gradients are clipped; None: they are not clipped.
-        rule: rule of the loss scale; set by ``decide``.
+        rule: rule of the loss scale; set by ``judge``.
     """
 
     rule: ScaleRule
@@ -82,7 +85,6 @@ class Decision:
     def __init__(
         self,
         scaler: GradScaler,
-        scale_device: torch.device,
         verdict: Verdict,
         loss_nonfinite: Tensor | None,
         waiting: Iterable[MasterWeights],
@@ -90,7 +92,7 @@ class Decision:
         backend: str,
     ) -> None:
         self.scaler = scaler
-        self.scale = scaler.lend_scale(self, scale_device)
+        self.scale = scaler.lend_scale(self)
         self._borrows = True
         self.loss_nonfinite = loss_nonfinite
         self.loss: Tensor | None = None
@@ -101,7 +103,8 @@ class Decision:
         self.blocks = 0
         self.zeroed: set[MasterWeights] = set()
         self.max_norm: float | None = None
-        self._verdict, self.found_inf, self.norm, self.grad_scale, self._flag = verdict
+        self._verdict = verdict
+        self.found_inf, self.norm, self.grad_scale = verdict
         self._found_earlier: Tensor | None = None
         # Valid until the next ``grad_stats`` of the same optimizer, which writes to the same
         # memory.
@@ -137,29 +140,30 @@ class Decision:
 
         Args:
             loss: a tensor of any shape, in FP32 or wider, without gradients.
-            at_once: judge the loss now; otherwise ``decide`` judges the loss of a single batch.
+            at_once: judge the loss now; otherwise ``judge`` judges the loss of a single batch.
         """
         alone = self.loss is None and self.loss_nonfinite is None
-        if alone and not at_once and _is_number(loss, self.scale.device):
+        device = self.scale.device
+        if alone and not at_once and loss.device == device and _is_number(loss):
             self.loss = loss
             return
-        nonfinite = transfer(nonfinite_flag(loss), self.scale.device)
+        nonfinite = transfer(nonfinite_flag(loss), device)
         # each loss by itself, because a sum of finite ones may be inf
         self.loss_nonfinite = nonfinite if alone else torch.maximum(self._flag_of_loss(), nonfinite)
-        loss = transfer(loss, self.scale.device)
+        loss = transfer(loss, device)
         if loss.dim():
             loss = loss.sum()
         self.loss = loss if self.loss is None else self.loss + loss
 
     def _flag_of_loss(self) -> Tensor:
-        """Return ``loss_nonfinite``, which is made here where ``decide`` would judge the loss."""
+        """Return ``loss_nonfinite``, which is made here where ``judge`` would judge the loss."""
         if self.loss_nonfinite is None:
             known = torch.zeros_like(self.scale) if self.loss is None else self.loss
             self.loss_nonfinite = nonfinite_flag(known)
         return self.loss_nonfinite
 
     def veto(self, flag: bool | Tensor) -> None:
-        """Have the optimizers skip if ``flag`` is True. Call it before ``decide``.
+        """Have the optimizers skip if ``flag`` is True. Call it before ``judge``.
 
         Args:
             flag: a bool, or a 0-d bool tensor on any device.
@@ -174,7 +178,7 @@ class Decision:
         self.loss_nonfinite = torch.maximum(self._flag_of_loss(), wanted)
 
     def unscale(self, weights: MasterWeights) -> None:
-        """Unscale one optimizer's gradients and keep their statistics. Call it after ``decide``."""
+        """Unscale one optimizer's gradients and keep their statistics. Call it after ``judge``."""
         self._keep_stats(weights, self._stats[weights])
         weights.unscale_(self.grad_scale)
 
@@ -192,7 +196,7 @@ class Decision:
         evidence = Evidence(*stats, flag, flag, self.loss)
         # Neither scale nor record moves: the loss is decided once, when all its gradients are
         # known. Squares are judged then, too, with the gradients of all optimizers.
-        how = None, None, rule, NO_SQUARES, None, verdict.numbers, self._backend
+        how = None, None, rule, NO_SQUARES, None, verdict, self._backend
         decide(evidence, self.scale, *how)
         self._keep_stats(weights, stats)
         earlier = self._found_earlier
@@ -202,7 +206,7 @@ class Decision:
         self._found_earlier = found if earlier is None else torch.maximum(earlier, found)
         weights.unscale_(verdict.grad_scale)
 
-    def decide(
+    def judge(
         self,
         record: Record,
         ranks: Ranks,
@@ -224,10 +228,11 @@ class Decision:
                 is like it.
         """
         self.max_norm = max_norm
-        self._stats = {
-            w: self._stats_of(w, None if known is None else known.get(w)) for w in self.waiting
-        }
-        amax, square_sum = self._joined_stats([*self._stats.values()])
+        stats: dict[MasterWeights, Stats] = {}
+        for w in self.waiting:
+            stats[w] = self._stats_of(w, None if known is None else known.get(w))
+        self._stats = stats
+        amax, square_sum = stats[w] if len(stats) == 1 else self._joined([*stats.values()])
         flag = self.loss_nonfinite
         evidence = Evidence(amax, square_sum, flag, flag, self.loss)
         # Eager torch decides and steps by many operations, any of which may raise (out of memory,
@@ -236,45 +241,36 @@ class Decision:
         eager = not DECIDE.uses_triton(self._backend, self.scale)
         if self.moves_scale:
             self.scaler.before_move(by=self)
-        if undoable or (eager and not ranks.several):
-            self._undo = self._undo_of(record, outlying)
-        if self._found_earlier is not None or ranks.several or outlying is not None:
-            evidence = self._with_flags(evidence, ranks, record, outlying)
         # With ``backoff_on_fault`` a fault moves the scale as an overflow does, while the record
         # notes which of the two it was. So the scale moves by a second call, which ignores a
         # fault's flag.
         apart = self.moves_scale and self.scaler.backoff_on_fault
         state = self.scaler.scale_state if self.moves_scale and not apart else None
+        if undoable or (eager and not ranks.several):
+            others = [self.scaler.scale_memory] if apart else []
+            if outlying is not None:
+                others += [outlying.window, record.numbers[LIMITS:RECORD]]
+            self._undo = Undo(record, state, others)
+        if self._found_earlier is not None or ranks.several or outlying is not None:
+            evidence = self._with_flags(evidence, ranks, record, outlying)
         self.rule = self.scaler.rule
         # A stage of a pipeline does not know the optimizers of other stages. All take the bound
         # that holds for any mean of squares, so that they decide alike.
-        bound = OF_ANY_MEAN if ranks.staged else squares_of([w.optimizer for w in self.waiting])
+        bound = OF_ANY_MEAN if ranks.staged else squares_of(map(_optimizer, self.waiting))
         how = max_norm, state, self.rule, bound, record, self._verdict, self._undo
         DECIDE.run(self._backend, not eager, evidence, self.scale, *how)
         amax = evidence.amax
         if apart:
             self.scaler.note_amax(amax)
-            self.scaler.move_scale(self.found_inf, self._flag)
+            self.scaler.move_scale(self.found_inf, self._verdict.flag)
         # The user's ``scaler.update`` moves the scale, by all that its optimizers have found until
         # then.
         if not self.moves_scale:
-            self.scaler.note_flag(self._flag)
+            self.scaler.note_flag(self._verdict.flag)
             for weights in self.waiting:
                 self.scaler.record_decision(weights.optimizer, self.found_inf, amax)
         # last: after an exception above the decision is still to be made
         self.phase = Phase.DECIDED
-
-    def _undo_of(self, record: Record, outlying: Limit | None) -> Undo:
-        """Return the ``Undo`` of a decision that is about to be made."""
-        others = []
-        if outlying is not None:
-            others += [outlying.window, record.numbers[LIMITS:RECORD]]
-        state = self.scaler.scale_state if self.moves_scale else None
-        if state is not None and self.scaler.backoff_on_fault:
-            # moved by a call of its own
-            others.append(self.scaler.scale_memory)
-            state = None
-        return Undo(record, state, others)
 
     def _with_flags(
         self, evidence: Evidence, ranks: Ranks, record: Record, outlying: Limit | None
@@ -308,20 +304,20 @@ class Decision:
         return self.loss.float()
 
     def undo(self) -> bool:
-        """Restore scale and record as they were before ``decide``, which may be called again.
+        """Restore scale and record as they were before ``judge``, which may be called again.
 
         Returns:
             whether a decision was taken back.
         """
         moved = self.can_be_undone
-        # also after a ``decide`` that failed half-way, when nothing is decided
+        # also after a ``judge`` that failed half-way, when nothing is decided
         self._restore()
         if moved:
             self.phase = Phase.REOPENED
         return moved
 
     def _restore(self, unless: Tensor | None = None) -> None:
-        """Restore what ``decide`` has moved; ``unless`` is that of ``Undo``."""
+        """Restore what ``judge`` has moved; ``unless`` is that of ``Undo``."""
         if self._undo is not None:
             if self.moves_scale:
                 self.scaler.before_move(by=self)
@@ -347,9 +343,7 @@ class Decision:
         amax, square_sum = stats
         self._judged[weights] = amax.clone(), square_sum.clone()
 
-    def _joined_stats(self, stats: Sequence[Stats]) -> Stats:
-        if len(stats) == 1:
-            return stats[0]
+    def _joined(self, stats: Sequence[Stats]) -> Stats:
         # ``torch.cat`` refuses an empty list
         empty = torch.zeros(0, device=self.scale.device)
         amax, square_sum = zip(*stats, strict=True) if stats else ((), ())
@@ -367,7 +361,7 @@ class Decision:
         return weights.statistics(self, known, self._backend)
 
 
-def _is_number(loss: Tensor, device: torch.device) -> bool:
-    """Tell whether a kernel on ``device`` can read the loss."""
-    on_device = loss.device == device and not is_traceable_wrapper_subclass(loss)
-    return on_device and not loss.dim() and loss.dtype in (torch.float32, torch.float64)
+def _is_number(loss: Tensor) -> bool:
+    """Tell whether a kernel on the device of the loss can read it."""
+    is_wrapper = type(loss) is not Tensor and is_traceable_wrapper_subclass(loss)
+    return not (is_wrapper or loss.dim()) and loss.dtype in (torch.float32, torch.float64)

@@ -22,9 +22,9 @@ class DecisionLog:
 
     ::
 
-        decided         -> the device's record is copied to the host
-        a later decided -> the copy has arrived: taken steps wait in ``taken`` for a reader,
-                           a skip goes to the observer at once
+        note         -> the device's record is copied to the host
+        a later note -> the copy has arrived: taken steps wait in ``taken`` for a reader,
+                        a skip goes to the observer at once
 
     Args:
         names: function that returns the full name of each parameter.
@@ -71,7 +71,7 @@ class DecisionLog:
             self._looks_on_way |= self.observer.look(decision)
         return is_due
 
-    def decided(self, outcome: Outcome, looked: bool = False) -> None:
+    def note(self, outcome: Outcome, looked: bool = False) -> None:
         """Process the numbers that have arrived, and start copying those of a new decision.
 
         Args:
@@ -82,8 +82,8 @@ class DecisionLog:
         assert record.counts is not None  # ``DeviceRecord.place`` came first
         if self.after_decision is not None:
             self.after_decision(record.counts)
-        if record.is_captured:
-            return
+        if is_capturing(record.counts.device):
+            return  # a read of the device would become part of the CUDA graph
         self._process(record.arrived())
         if looked and self.observer is not None:
             self.observer.measure(record.counts)
@@ -93,7 +93,7 @@ class DecisionLog:
         """Forget the last decision, which was undone."""
         self.device_record.cancel_last_reading()
 
-    def decided_again(self, rule: ScaleRule) -> None:
+    def note_again(self, rule: ScaleRule) -> None:
         """Copy the numbers of the last decision again, after it was undone, perhaps made again."""
         if not self.device_record.is_captured:
             self.device_record.start_reading(Outcome(rule), again=True)

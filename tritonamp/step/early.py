@@ -77,11 +77,13 @@ class EarlyDecisions:
             the norm before clipping, 0-d.
         """
         decisions: list[Decision] = []
+        all_scaled = True
         for optimizer in optimizers:
-            found = self._pending.decisions_of(optimizer, moves_scale=True)
-            decisions += [decision for decision in found if decision not in decisions]
-        all_scaled = all([self._weights[o].decision in decisions for o in optimizers])
-        if len(decisions) == 1 and not decisions[0].is_decided and all_scaled:
+            for decision in self._pending.decisions_of(optimizer, moves_scale=True):
+                if decision not in decisions:
+                    decisions.append(decision)
+            all_scaled = all_scaled and self._weights[optimizer].decision in decisions
+        if len(decisions) == 1 and all_scaled and not decisions[0].is_decided:
             # the step multiplies by the clip coefficient, at no extra pass
             self._pending.decide(decisions[0], max_norm, undoable=True)
             return decisions[0].norm

@@ -74,16 +74,17 @@ class EnabledOptimizer(Swapped):
                 "loss first, call amp.backward(loss), then optimizer.step() without arguments"
             )
         stepper = _awake(self)
+        own = vars(self)
         # ``self.state`` would wait for the device. The walk over the stack below is left out once
         # there is state, after the first step.
-        has_state = vars(_unwrapped(self)).get("state")
+        has_state = own.get("state") or vars(_unwrapped(self)).get("state")
         if not has_state and _is_made_for_loading():
             with _unmoved_halves(self):
                 super().step()  # type: ignore[misc]
             return
         # torch's GradScaler has set the attribute. It is refused, since its scale is not the one of
         # the decisions.
-        if "found_inf" in vars(self):
+        if "found_inf" in own:
             stepper.check_scaler(None)
         # private (torch 2.11 to 2.15): without this mark an LR scheduler warns that it was called
         # before the optimizer
@@ -91,8 +92,12 @@ class EnabledOptimizer(Swapped):
         optimizer: Any = self
         # Ctrl-C waits for the whole block: between half copies and notes of the step a checkpoint
         # would be neither the old state nor the new one.
-        with Uninterrupted(), stepper.around_step(optimizer):
-            stepper.step(optimizer)
+        with Uninterrupted():
+            if stepper.around_step is None:
+                stepper.step(optimizer)
+            else:
+                with stepper.around_step(optimizer):
+                    stepper.step(optimizer)
 
     # Both are private (torch 2.11 to 2.15). ``hooked``: Optimizer does not wrap hooks around this
     # ``step``, which runs them itself; they would run twice. ``_wrapped_by_lr_sched``: a scheduler
@@ -223,7 +228,8 @@ def _unmoved_halves(optimizer: Any) -> Iterator[None]:
 def _awake(optimizer: Any) -> Stepper:
     """Return an enabled optimizer's stepper; raise RuntimeError while its tensors are asleep."""
     stepper: Stepper = optimizer._stepper
-    stepper.asleep.check_training()
+    if stepper.asleep.training:
+        stepper.asleep.check_training()
     return stepper
 
 

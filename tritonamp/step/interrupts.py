@@ -3,7 +3,6 @@
 # Private, and the base of ``signal`` in all supported Pythons. ``signal`` itself converts each
 # answer to an enum, which takes 5 us per call, twice a step.
 import _signal  # type: ignore[import-not-found]
-import threading
 from types import FrameType
 from typing import Any
 
@@ -19,21 +18,22 @@ class Uninterrupted:
     because Python delivers signals to no other thread.
     """
 
-    def __init__(self) -> None:
-        self._handler: Any = None
-        self._arrived: FrameType | None = None
+    _handler: Any = None  # that was installed before the block
+    _arrived: FrameType | None = None
 
     def __enter__(self) -> None:
-        if (
-            not torch.compiler.is_compiling()
-            and threading.current_thread() is threading.main_thread()
-        ):
-            # A handler is not callable where SIGINT is ignored, ends the process, or is handled in
-            # C. Nothing could be called late then.
-            handler = _signal.getsignal(_SIGINT)
-            if callable(handler):
-                self._handler = handler
-                _signal.signal(_SIGINT, self._hold_back)
+        if torch.compiler.is_compiling():
+            return
+        # A handler is not callable where SIGINT is ignored, ends the process, or is handled in C.
+        # Nothing could be called late then.
+        self._handler = _signal.getsignal(_SIGINT)
+        if not callable(self._handler):
+            self._handler = None
+            return
+        try:
+            _signal.signal(_SIGINT, self._hold_back)
+        except ValueError:  # this is not the main thread
+            self._handler = None
 
     def _hold_back(self, number: int, frame: FrameType | None) -> None:
         self._arrived = frame
@@ -43,9 +43,10 @@ class Uninterrupted:
 
     def __exit__(self, *exception: Any) -> None:
         if self._handler is not None:
-            # A step hook may have installed a handler of its own in the block: that one stays.
-            if _signal.getsignal(_SIGINT) == self._hold_back:
-                _signal.signal(_SIGINT, self._handler)
+            installed = _signal.signal(_SIGINT, self._handler)
+            if installed not in (self._hold_back, self._handler):
+                # a step hook has installed a handler of its own in the block: that one stays
+                _signal.signal(_SIGINT, installed)
             # Also after an exception in the block: the user has asked to stop, and a loop that
             # catches errors of a step would otherwise go on.
             if self._arrived is not None:

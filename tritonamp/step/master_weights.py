@@ -121,7 +121,9 @@ class MasterWeights:
         Args:
             decisions: decisions that the optimizer waits for.
         """
-        steady = self._steady_with_gradients(decisions)
+        steady = None
+        if len(decisions) == 1 and decisions[0] is self.decision:
+            steady = self._steady_on(decisions[0])
         if steady is not None:
             self._fp32_values.settle_lent()
             if steady.is_like():
@@ -129,13 +131,16 @@ class MasterWeights:
         self._forget_steady()
         return None
 
-    def _steady_with_gradients(self, decisions: Sequence[Any]) -> SteadyStep | None:
-        """Return the last step if it used gradients in the same tensors' ``.grad``."""
-        steady, decision = self._steady, self.decision
-        if steady is None or decision is None or list(decisions) != [decision]:
+    def _steady_on(self, decision: Scale) -> SteadyStep | None:
+        """Return the last step if it, too, used gradients with a scale, on the same device.
+
+        Args:
+            decision: decision whose scale the gradients carry.
+        """
+        steady, device = self._steady, decision.scale.device
+        if steady is None or device != steady.device or is_capturing(device):
             return None
-        device = decision.scale.device
-        return None if self._true or device != steady.device or is_capturing(device) else steady
+        return None if self._true else steady
 
     def record(self, step: SteadyStep | None) -> None:
         """Keep a step that was built, which the next one may repeat."""
@@ -151,20 +156,21 @@ class MasterWeights:
             known: gradients, where the caller has them; or the last step, which this one is like.
             backend: "auto", "triton" or "eager".
         """
+        steady = known if isinstance(known, SteadyStep) else None
         if known is None:
-            known = self._steady_with_gradients([decision])
-            if known is not None and not known.has_like_gradients():
-                known = None
-        if isinstance(known, SteadyStep):
-            return known.stats()
+            steady = self._steady_on(decision)
+        if steady is not None:
+            stats = steady.stats(are_like=known is not None)
+            if stats is not None:
+                return stats
         # the plans are about to get other addresses
         self._forget_steady()
-        gradients = self.gradients() if known is None else known
+        gradients = known if isinstance(known, Gradients) else self.gradients()
         return gradients.stats(self.masters.stepped, decision.scale.device, backend)
 
     def _forget_steady(self) -> None:
         if self._steady is not None:
-            if self._steady.is_untouched:
+            if self._steady.untouched():
                 self._versions_after_step = versions(self.masters.stepped.params)
             self._steady = None
 
@@ -189,7 +195,7 @@ class MasterWeights:
     def is_untouched(self) -> bool:
         """Whether torch has counted no write to the parameters since the last step."""
         if self._steady is not None:
-            return self._steady.is_untouched
+            return self._steady.untouched()
         return self._versions_after_step == versions(self.masters.stepped.params)
 
     def overflowed(self) -> list[Tensor]:
@@ -267,10 +273,10 @@ class MasterWeights:
 
     def begin_scaled(self, decision: Scale) -> None:
         """Begin a backward that adds gradients scaled by ``decision``; set true gradients aside."""
-        if self.masters.adopt_unfrozen():
+        if self.masters.stepped.frozen and self.masters.adopt_unfrozen():
             self._steady = None
         # The backward would add scaled gradients to true ones.
-        if self.has_true_gradients:
+        if self.state is GradientState.TRUE:
             self._true.set_aside(self.masters.sources)
         self.state = GradientState.SCALED
         self.decision = decision

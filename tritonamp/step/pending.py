@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -28,6 +29,7 @@ from tritonamp.step.refused import ALONE, no_backward
 from tritonamp.step.steady_step import SteadyStep
 
 _VERDICTS = 16  # that are made at once
+_params = operator.attrgetter("masters.stepped.params")
 
 
 class PendingDecisions:
@@ -92,8 +94,10 @@ class PendingDecisions:
                 "between two steps: give losses the same loss_id and no scaler of their own"
             )
         weights = [self._weights[o] for o in feeds]
-        # Under tensor parallelism each rank may have a summand of the loss. Only the sum is judged.
-        loss = full_tensor(loss)
+        if type(loss) is not Tensor:
+            # Under tensor parallelism each rank may have a summand of the loss. Only the sum is
+            # judged.
+            loss = full_tensor(loss)
         joined = None
         if self._decisions:
             # Before the search for an open decision: a batch whose gradients the user has cleared
@@ -152,12 +156,10 @@ class PendingDecisions:
         """Return a decision. The arguments are those of ``Decision``."""
         where = scaler.scale_tensor(device).device
         known = self._verdicts
-        if not known or known[-1].numbers.device != where or is_capturing(where):
+        if not known or known[-1].found_inf.device != where or is_capturing(where):
             known = self._more_verdicts(where)
         verdict = known.pop()
-        return Decision(
-            scaler, device, verdict, loss_nonfinite, waiting, moves_scale, self._backend
-        )
+        return Decision(scaler, verdict, loss_nonfinite, waiting, moves_scale, self._backend)
 
     @leaves_inference_mode
     def _more_verdicts(self, device: torch.device) -> list[Verdict]:
@@ -247,7 +249,11 @@ class PendingDecisions:
     def fed_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that a loss has fed since their last step."""
         by_hand = self._scaler.loss_nonfinite is not None
-        waiting = {w for d in self._decisions for w in d.waiting}
+        waiting: set[MasterWeights] = set()
+        for decision in self._decisions:
+            waiting.update(decision.waiting)
+        if len(waiting) == len(self._weights):
+            return list(self._weights)
         return [
             optimizer
             for optimizer, w in self._weights.items()
@@ -268,21 +274,24 @@ class PendingDecisions:
         Args:
             decision: the decision.
             max_norm: 2-norm to which the gradients are clipped; None: they are not clipped.
-            undoable: as for ``Decision.decide``.
-            known: as for ``Decision.decide``.
+            undoable: as for ``Decision.judge``.
+            known: as for ``Decision.judge``.
         """
         if decision.is_decided:
             return
         looked = self._log.look(decision)
-        self._make(decision, max_norm, undoable, known)
+        self._judge(decision, max_norm, undoable, known)
         try:
-            waiting = decision.waiting
-            untouched = all([w.is_untouched for w in waiting])
-            # A forward that trains other optimizers alone belongs to their decision. A GAN makes
-            # its fakes before the discriminator's step, and goes back through them after it.
-            others = [w.parameters() for w in self._weights.values() if w not in waiting]
+            waiting, others, untouched = decision.waiting, (), True
+            for w in waiting:
+                untouched = untouched and w.is_untouched
+            if len(waiting) < len(self._weights):
+                # A forward that trains other optimizers alone belongs to their decision. A GAN
+                # makes its fakes before the discriminator's step, and goes back through them after
+                # it.
+                others = [w.parameters() for w in self._weights.values() if w not in waiting]
             forwards = self._forwards.pop_all(others)
-            self._log.decided(Outcome(decision.rule, forwards, untouched), looked)
+            self._log.note(Outcome(decision.rule, forwards, untouched), looked)
         except BaseException:
             # The log has noted nothing, so only the decision is undone. Several ranks keep it: the
             # others may not have failed, and this one would decide again without them.
@@ -290,21 +299,23 @@ class PendingDecisions:
                 decision.undo()
             raise
 
-    def _make(
+    def _judge(
         self,
         decision: Decision,
         max_norm: float | None,
         undoable: bool,
         known: Mapping[MasterWeights, Gradients | SteadyStep] | None = None,
     ) -> None:
-        """Make a decision on the present gradients."""
+        """Judge the present gradients of a decision."""
         # Numbers of turns order decisions that move the same scale, record and window. They are
         # taken back in the reverse order, because each restores the values that it has found.
         decision.turn = next(self._turns)
-        params, device = [w.masters.stepped.params for w in decision.waiting], decision.scale.device
+        params, device = list(map(_params, decision.waiting)), decision.scale.device
         record = self._log.device_record.place(params, device, self._ranks.members)
-        outlying = self.outlier_windows.limit(decision.scaler, device)
-        decision.decide(record, self._ranks, max_norm, undoable, outlying, known)
+        outlying = None
+        if self._policy.skip_outliers is not None:
+            outlying = self.outlier_windows.limit(decision.scaler, device)
+        decision.judge(record, self._ranks, max_norm, undoable, outlying, known)
 
     def undo(self, decisions: Sequence[Decision]) -> None:
         """Take back decisions that a failed step has made, so that the step can be repeated."""
@@ -324,7 +335,7 @@ class PendingDecisions:
         skip = found_inf_of(decisions)
         for decision in sorted(decisions, key=lambda decision: decision.turn, reverse=True):
             decision.give_up(skip)
-        self._log.decided_again(decisions[-1].scaler.rule)
+        self._log.note_again(decisions[-1].scaler.rule)
 
     def veto(self, flag: bool | Tensor) -> None:
         """Have all optimizers that a loss feeds skip if ``flag`` is True.
@@ -362,8 +373,8 @@ class PendingDecisions:
         for decision in decided:
             # in the order of before, with the same norm: without a veto the bits are those of one
             # decision
-            self._make(decision, decision.max_norm, True)
-            self._log.decided_again(decision.rule)
+            self._judge(decision, decision.max_norm, True)
+            self._log.note_again(decision.rule)
 
     # which decisions an optimizer waits for
 
@@ -391,7 +402,7 @@ class PendingDecisions:
         found = [d for d in self._decisions if w in d.waiting]
         # The loss reached none of these parameters, or the user has cleared their gradients. Either
         # way the optimizer waits no longer, and a decision with other optimizers is theirs alone.
-        if self._is_without_gradients(w, found):
+        if not w.has_gradients() and self._is_without_gradients(w, found):
             self.leave_decisions(w, found)
             return []
         if found or w.has_true_gradients:
@@ -424,12 +435,12 @@ class PendingDecisions:
         return decision
 
     def _is_without_gradients(self, w: MasterWeights, found: Sequence[Decision]) -> bool:
-        """Tell whether ``w``, which waits for the decisions ``found``, has nothing to step on.
+        """Tell whether ``w`` has nothing to step on. ``has_gradients`` has found no gradient.
 
         Ranks that train together decide about every loss, because another rank may have gradients.
         Stages of a pipeline decide at every step, because some stages know of no loss.
         """
-        if w.has_gradients() or w.all_gradients():
+        if w.all_gradients():
             return False
         knows = found or self._scaler.loss_nonfinite is not None or self._ranks.staged
         return not (self._ranks.several and knows)
@@ -447,14 +458,22 @@ class PendingDecisions:
         """Remove ``w`` from decisions, and end decisions that no other optimizer waits for.
 
         Args:
-            w: master weights of an optimizer whose gradients were used or cleared.
+            w: master weights of an optimizer whose gradients were cleared.
             decisions: decisions that the optimizer waits for.
         """
-        # A step or skip has dropped the copies. A decision that could still be undone, and that
-        # nothing else waits for, ends without either.
+        # a decision that could still be undone, and that nothing else waits for
         given_up = [d for d in decisions if d.can_be_undone and d.waiting == [w]]
         if given_up:
             self._give_up(given_up)
+        self.end_step(w, decisions)
+
+    def end_step(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
+        """Remove ``w``, which has stepped or skipped, from its decisions. The copies are dropped.
+
+        Args:
+            w: master weights of an optimizer.
+            decisions: decisions that the optimizer has waited for.
+        """
         w.clear()
         self._vetoes.pop(w, None)
         self._remove(w, decisions)

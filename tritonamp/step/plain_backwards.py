@@ -26,6 +26,9 @@ class PlainBackwards:
     Args:
         params: parameters that optimizers step on.
         is_scaled: function that tells whether the running backward is that of a scaled loss.
+
+    Attributes:
+        is_watching: whether the hooks are there.
     """
 
     def __init__(self, params: Iterable[Tensor], is_scaled: Callable[[], bool]) -> None:
@@ -37,6 +40,7 @@ class PlainBackwards:
         # object, and by ``is_scaled`` the decisions and masters, after the ``Amp`` is gone.
         hook = functools.partial(_note, weakref.ref(self))
         self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in trained]
+        self.is_watching = bool(self._hooks)
 
     def note(self, param: Tensor) -> None:
         """Note that a backward has added to the gradient of a parameter."""
@@ -47,8 +51,6 @@ class PlainBackwards:
 
     def check(self) -> None:
         """Warn, before a step on scaled gradients, if unscaled ones were added to them."""
-        if not self._hooks:
-            return
         found, self._found = self._found, []
         self._steps += 1
         # gradients that were cleared since are other tensors: nothing was mixed
@@ -69,6 +71,7 @@ class PlainBackwards:
             hook.remove()
         self._hooks = []
         self._found = []
+        self.is_watching = False
 
 
 def _note(watch: "weakref.ref[PlainBackwards]", param: Tensor) -> None:

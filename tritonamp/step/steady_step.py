@@ -24,7 +24,7 @@ class SteadyStep:
     ::
 
         a step is built    -> what it touched is recorded, with its launches
-        the next decision  -> has_like_gradients, stats
+        the next decision  -> stats
         the next step      -> is_like, run
 
     Where anything but hyperparameters and addresses of gradients differs, the step is built, and
@@ -42,6 +42,8 @@ class SteadyStep:
 
     Attributes:
         device: device of the launches.
+        untouched: function that tells whether torch has counted no write to the parameters
+            since this step.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class SteadyStep:
     ) -> None:
         assert updates.launches is not None
         self._touched = touched
+        self.untouched = touched.untouched
         self._launches = [launch for launch, _ in updates.launches]
         self._memory = updates.tensors.memory
         self._rule = rule
         self._groups = groups
         self._plans = plans
-        self._stats = stats
+        ((self._amax, self._square_sum),) = stats.results  # of the only device
+        self._stats_launches = stats.launches
         self.device = plans[1].devices[0]
         self._states = self._present_states()
 
@@ -105,16 +109,25 @@ class SteadyStep:
             return None
         return cls(touched, updates, rule, optimizer.param_groups, plans, stats)
 
-    def has_like_gradients(self) -> bool:
-        """Tell whether the gradients are like those of the last step, so that ``stats`` may run."""
-        moved = self._touched.same_gradients()
+    def stats(self, are_like: bool = False) -> tuple[Tensor, Tensor] | None:
+        """Return the statistics of the gradients, as ``grad_stats`` does.
+
+        Args:
+            are_like: whether ``is_like`` has said that the gradients are like those of the last
+                step.
+
+        Returns:
+            The statistics; None if the gradients are not like those of the last step.
+        """
+        moved = 0 if are_like else self._touched.same_gradients()
+        if moved < 0:
+            return None
         if moved > 0:
             self._send_gradients()
-        return moved >= 0
-
-    def stats(self) -> tuple[Tensor, Tensor]:
-        """Return the statistics of the gradients, as ``grad_stats`` does."""
-        return self._stats.run_again(self.device)
+        # atomics accumulate, so the maxima of the step before have to go
+        self._amax.zero_()
+        run_again(self._stats_launches, self.device)
+        return self._amax, self._square_sum
 
     def is_like(self) -> bool:
         """Tell whether this step touches what the last one did, so that ``run`` may follow."""
@@ -140,11 +153,6 @@ class SteadyStep:
         """
         run_again(self._launches, self.device, grad_scale, found_inf)
         self._touched.wrote()
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether torch has counted no write to the parameters since this step."""
-        return self._touched.untouched()
 
     def _present_states(self) -> list[bool]:
         """Return which optional states the groups have, which a float may say: SGD's momentum."""

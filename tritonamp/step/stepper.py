@@ -62,7 +62,7 @@ class Stepper:
             policy wants more than skipping.
         asleep: record of the tensors that are away from the device.
         offload: host memory of masters and optimizer state; None: they are on the device.
-        around_step: function that makes a context manager for each step of an optimizer.
+        around_step: function that makes a context manager for each step of an optimizer, or None.
 
     Attributes:
         scaler, weights, pending, asleep, offload, around_step: the arguments.
@@ -82,7 +82,7 @@ class Stepper:
         respond: Callable[[bool], None],
         asleep: Asleep,
         offload: Offload | None,
-        around_step: Callable[[Optimizer], AbstractContextManager[Any]],
+        around_step: Callable[[Optimizer], AbstractContextManager[Any]] | None,
     ) -> None:
         self.scaler = scaler
         self.weights = weights
@@ -132,7 +132,8 @@ class Stepper:
         if not decisions:
             self._idle.note(w, sum(outcomes.tried for outcomes in self.outcomes.values()))
             return None
-        self.plain_backwards.check()
+        if self.plain_backwards.is_watching:
+            self.plain_backwards.check()
         # Early decisions stay as they are if the step raises, because the user has acted on their
         # norm or flag.
         undecided = [d for d in decisions if not d.is_decided]
@@ -193,7 +194,8 @@ class Stepper:
         steady, built = w.steady_step(decisions), None
         if steady is not None:
             decision = decisions[0]
-            self.pending.decide(decision, known={w: steady})
+            if not decision.is_decided:
+                self.pending.decide(decision, known={w: steady})
             steady.run(decision.grad_scale, decision.found_inf)
         else:
             built = self._build_step(w, decisions, fused)
@@ -300,10 +302,9 @@ class Stepper:
     def _finish_step(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
         """Note the step or skip of ``w``, and remove ``w`` from its decisions."""
         w.note_step()
-        # Before ``leave_decisions``, which takes a decision with copies for one that was given up.
         for decision in decisions:
             decision.drop_copies()
-        self.pending.leave_decisions(w, decisions)
+        self.pending.end_step(w, decisions)
         self.outcomes[w.optimizer].note_outcome(found_inf_of(decisions))
 
     def _answer(self, decisions: Sequence[Decision], by_scaler: bool) -> None:
