@@ -175,7 +175,14 @@ def is_capturing(device: torch.device) -> bool:
 
     For other devices CUDA is not asked, because some processes must not initialise it.
     """
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    is_cuda = _is_cuda.get(device)
+    if is_cuda is None:
+        # remembered, because the type is a new string at each question, which takes 0.4 us
+        is_cuda = _is_cuda[device] = device.type == "cuda"
+    return is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+_is_cuda: dict[torch.device, bool] = {}
 
 
 def refuse_capture(device: torch.device, what: str) -> None:

@@ -93,12 +93,10 @@ class Amp:
 
         Raises RuntimeError after ``disable``, too.
         """
-        if not self._enabled:
-            self._check_enabled(caller)
-        parts = self._built
-        if parts.asleep.training:
-            parts.asleep.check_training()
-        return parts
+        if self._enabled and not self._built.asleep.training:
+            return self._built
+        self._check_enabled(caller)
+        return self._parts
 
     def __enter__(self) -> "Amp":
         self._check_enabled("with")

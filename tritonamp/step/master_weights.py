@@ -74,6 +74,7 @@ class MasterWeights:
         self._versions_after_step = b""  # of the parameters, for the log
         self._steady: SteadyStep | None = None  # the last step, if another one may repeat it
         self._true = TrueGradients(policy.grad_dtype)
+        self._has_true = False  # whether there may be true gradients, shown or set aside
 
     # masters
 
@@ -128,7 +129,6 @@ class MasterWeights:
             self._fp32_values.settle_lent()
             if steady.is_like():
                 return steady
-        self._forget_steady()
         return None
 
     def _steady_on(self, decision: Scale) -> SteadyStep | None:
@@ -140,7 +140,7 @@ class MasterWeights:
         steady, device = self._steady, decision.scale.device
         if steady is None or device != steady.device or is_capturing(device):
             return None
-        return None if self._true else steady
+        return None if self._has_true else steady
 
     def record(self, step: SteadyStep | None) -> None:
         """Keep a step that was built, which the next one may repeat."""
@@ -163,12 +163,12 @@ class MasterWeights:
             stats = steady.stats(are_like=known is not None)
             if stats is not None:
                 return stats
-        # the plans are about to get other addresses
-        self._forget_steady()
+        self.forget_step()  # the plans are about to get other addresses
         gradients = known if isinstance(known, Gradients) else self.gradients()
         return gradients.stats(self.masters.stepped, decision.scale.device, backend)
 
-    def _forget_steady(self) -> None:
+    def forget_step(self) -> None:
+        """Forget the last step, because this one is built."""
         if self._steady is not None:
             if self._steady.untouched():
                 self._versions_after_step = versions(self.masters.stepped.params)
@@ -216,7 +216,7 @@ class MasterWeights:
 
     def grad_holders(self) -> Sequence[Tensor]:
         """Return the tensors that hold the step's gradients: masters if TRUE, else parameters."""
-        if self._true:  # most steps show no gradient
+        if self._has_true:
             self._true.adopt_replaced(self.masters.sources)
         stepped = self.masters.stepped
         add_up_summands(stepped.params, self._sharding)
@@ -291,6 +291,7 @@ class MasterWeights:
             grad_scale: factor that unscales and clips, 0-d.
         """
         lent = set(self.masters.stepped.lent)
+        self._has_true = True
         with torch.no_grad():
             add_up_summands(self.masters.stepped.params, self._sharding)
             for master, param in self.masters.sources.items():
@@ -308,6 +309,7 @@ class MasterWeights:
         aside = self._true.take_aside()
         self.clear()
         if aside:
+            self._has_true = True
             lent = set(self.masters.stepped.lent)
             for master, param in self.masters.sources.items():
                 # gradients that the failed backward has added so far
@@ -324,8 +326,9 @@ class MasterWeights:
         """
         self.state = GradientState.CLEAR
         self.decision = None
-        if self._true:
+        if self._has_true:
             self._true.clear()
+            self._has_true = False
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients of half parameters, and those that were set aside.

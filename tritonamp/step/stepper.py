@@ -236,6 +236,7 @@ class Stepper:
             decisions: decisions that the optimizer waits for.
             undoable: keep copies, so that ``undo`` may follow.
         """
+        w.forget_step()
         # Before anything reads the lists: masters take over values that a checkpoint or the
         # user has written to half parameters, and groups that were changed by hand give the
         # optimizer other lists.

@@ -22,9 +22,6 @@ class TrueGradients:
         self._lent = LentGradients()
         self._aside: dict[Tensor, Tensor] = {}  # by master
 
-    def __bool__(self) -> bool:
-        return bool(self._shown.own or self._aside)
-
     @property
     def is_aside(self) -> bool:
         """Whether gradients are set aside."""
