@@ -103,7 +103,7 @@ class AmbientWatch:
 
     def __init__(self) -> None:
         self._generators = self._read()
-        self._plain: AmbientState | None = None  # with these, without autocast or a GPU
+        self._plain: AmbientState | None = None  # with these, without autocast
         self._still = 0
         self._wait = 0  # forwards until the generators are read again
 
@@ -113,14 +113,14 @@ class AmbientWatch:
             self._wait -= 1
         else:
             self._read_again()
-        is_plain = not gpus and not _any_autocast()
-        if is_plain and self._plain is not None:
-            return self._plain
-        cuda = {d: torch.cuda.get_rng_state(d) for d in gpus}
-        state = AmbientState.now(self._generators._replace(cuda=cuda))
-        if is_plain:
-            self._plain = state
-        return state
+        generators = self._generators
+        if gpus:
+            generators = generators._replace(cuda={d: torch.cuda.get_rng_state(d) for d in gpus})
+        if _any_autocast():
+            return AmbientState.now(generators)
+        if self._plain is None:
+            self._plain = AmbientState.now(self._generators)
+        return self._plain._replace(generators=generators) if gpus else self._plain
 
     @staticmethod
     def _read() -> Generators:
