@@ -30,7 +30,7 @@ class _InPython:
         return None
 
     addresses = versions = facts = dense = grads = count_write = leaf_versions = ask
-    steady_record = ask
+    note_versions = steady_record = ask
     run_under = None  # casts/context.py has its own way
 
 
@@ -58,6 +58,20 @@ def addresses(tensors: Sequence[Tensor]) -> bytes:
 def versions(tensors: Sequence[Tensor]) -> bytes:
     """Return torch's count of writes to each tensor, 64 bits each."""
     return _native.versions(tensors) or _packed(map(_version, tensors))
+
+
+def note_versions(tensors: list[Tensor], into: "array[int]", span: range) -> None:
+    """Write torch's counts of writes to some neighbours among ``tensors`` to the same places.
+
+    Args:
+        tensors: tensors.
+        into: 64-bit numbers, one for each tensor.
+        span: places of the neighbours.
+    """
+    # without a copy of the list and of the numbers, because each step asks twice
+    if not _native.note_versions(tensors, into, span.start, span.stop):
+        of = slice(span.start, span.stop)
+        into[of] = array("Q", map(_version, tensors[of]))
 
 
 def leaf_versions(values: tuple[Any, ...]) -> tuple[list[int], bool] | None:

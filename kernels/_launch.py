@@ -40,8 +40,10 @@ Room = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 def run_again(launches: Sequence["Launch"], device: torch.device, *given: Tensor) -> None:
     """Run the kernels of several launches on one device, one after the other.
 
+    A launch that has run on the device before starts the same kernel again.
+
     Args:
-        launches: launches with fixed tensors.
+        launches: launches with fixed tensors, whose addresses have not changed.
         device: their device.
         given: tensors for the slots of each launch, by ``Operand``.
     """
@@ -53,7 +55,14 @@ def run_again(launches: Sequence["Launch"], device: torch.device, *given: Tensor
         # a current stream may change between calls, as under torch.cuda.stream, so it is never kept
         stream = torch._C._cuda_getCurrentRawStream(index)
         for launch in launches:
-            launch.again(stream, *given)
+            kernels, run = launch._runs.get(index, _NOT_COMPILED)
+            if kernels is not _compiled:
+                launch(*given)
+                continue
+            arguments = launch._arguments.copy()
+            for i, operand in launch._operands:
+                arguments[i] = given[operand]
+            run(*arguments, stream=stream)
     else:
         for launch in launches:
             launch(*given)
@@ -121,7 +130,7 @@ class Launch:
     results: tuple[Room, ...] = ()
     _operands: list[tuple[int, Operand]] = field(init=False)
     _rest: tuple[Any, ...] = field(init=False)  # arguments after the tensors
-    _arguments: list[Any] = field(init=False)  # all of them, with placeholders
+    _arguments: list[Any] = field(init=False)  # all arguments, with each ``Operand`` in its slot
     # by device and alignment: the start function, and the dictionary that the kernel was found
     # in, since broken_compiler() exchanges it
     _runs: dict[Any, tuple[Any, Any]] = field(init=False, default_factory=dict)
@@ -148,7 +157,7 @@ class Launch:
         """
         tensors = given if self.tensors is None else self.all_tensors(given)
         first = tensors[0]
-        # ``has_torch_dispatch``, without a call
+        # the condition of ``has_torch_dispatch``, written out to save a call
         watched = torch._C._len_torch_dispatch_stack() > 0 or (
             type(first) is not Tensor and _is_wrapper(first)
         )
@@ -183,26 +192,6 @@ class Launch:
         stream = torch._C._cuda_getCurrentRawStream(device)
         run(*tensors, *self._rest, stream=stream)
         return results
-
-    def again(self, stream: int, *given: Tensor) -> None:
-        """Run the kernel that the last calls on this device have run.
-
-        The caller knows that its device is current, that nothing traces, and that the addresses of
-        ``given`` are multiples of 16 bytes.
-
-        Args:
-            stream: current stream of the device.
-            given: tensors for the slots, by ``Operand``.
-        """
-        assert self.tensors is not None
-        kernels, run = self._runs.get(self.tensors[0].get_device(), _NOT_COMPILED)
-        if kernels is not _compiled:
-            self(*given)
-        else:
-            arguments = self._arguments.copy()
-            for i, operand in self._operands:
-                arguments[i] = given[operand]
-            run(*arguments, stream=stream)
 
     def _record_or_interpret(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """Do the work of a call in a tracer or in Triton's interpreter."""

@@ -57,6 +57,23 @@ PyObject* versions(PyObject*, PyObject* list) {
   });
 }
 
+// note_versions(list, buffer of 64-bit numbers, start, stop): writes the versions of these tensors
+// to the same places of the buffer. Returns None, and writes nothing, if any is not plain.
+PyObject* note_versions(PyObject*, PyObject* args) {
+  PyObject* list = nullptr;
+  Py_buffer numbers;
+  Py_ssize_t start = 0, stop = 0;
+  if (!PyArg_ParseTuple(args, "O!w*nn", &PyList_Type, &list, &numbers, &start, &stop))
+    return nullptr;
+  auto* out = static_cast<uint64_t*>(numbers.buf);
+  bool plain = 0 <= start && stop <= PyList_GET_SIZE(list) && stop * 8 <= numbers.len;
+  for (Py_ssize_t i = start; plain && i < stop; i++) plain = is_plain(PyList_GET_ITEM(list, i));
+  for (Py_ssize_t i = start; plain && i < stop; i++)
+    out[i] = impl_of(PyList_GET_ITEM(list, i))->version_counter().current_version();
+  PyBuffer_Release(&numbers);
+  return Py_NewRef(plain ? Py_True : Py_None);
+}
+
 // Whether this thread records gradients, without autocast, transforms, dispatch modes or tracing.
 bool is_plain_thread() {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
@@ -159,6 +176,7 @@ PyObject* count_write(PyObject*, PyObject* list) {
 PyMethodDef methods[] = {
     {"addresses", addresses, METH_O, ""},
     {"versions", versions, METH_O, ""},
+    {"note_versions", note_versions, METH_VARARGS, ""},
     {"leaf_versions", leaf_versions, METH_O, ""},
     {"facts", facts, METH_O, ""},
     {"dense", dense, METH_O, ""},

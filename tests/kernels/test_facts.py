@@ -1,6 +1,7 @@
 """What C++ and Python answer about many tensors: the same, or Python alone."""
 
 import sys
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,36 @@ def test_the_same_numbers(name: str, cpp: Any) -> None:
     one_by_one = {"addresses": Tensor.data_ptr, "versions": lambda t: t._version}
     assert list(_facts.numbers(found)) == [one_by_one[name](t) for t in given]
     assert getattr(_facts, name)([]) == b""
+
+
+class Wrapped(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("subclass", [False, True])
+@pytest.mark.parametrize("span", [range(0, 12), range(3, 7), range(5, 5)])
+def test_versions_are_noted_at_their_places(span: range, subclass: bool, cpp: Any) -> None:
+    """Of plain tensors by C++; of others by Python, and then C++ has written nothing."""
+    given = tensors()
+    if subclass:
+        given[6] = torch.zeros(2).as_subclass(Wrapped)
+    for tensor in (given[3].detach(), given[6], given[9]):
+        tensor.zero_()
+    before, noted = [100 + i for i in range(12)], array("Q", range(100, 112))
+    is_plain = not (subclass and 6 in span)
+    assert cpp.note_versions(given, noted, span.start, span.stop) is (True if is_plain else None)
+    expected = [t._version if i in span else 100 + i for i, t in enumerate(given)]
+    assert list(noted) == (expected if is_plain else before)
+    noted = array("Q", before)
+    _facts.note_versions(given, noted, span)
+    assert list(noted) == expected
+
+
+@pytest.mark.parametrize("span", [(-1, 2), (0, 13), (0, 12)])
+def test_versions_are_not_noted_outside_of_the_buffer(span: tuple[int, int], cpp: Any) -> None:
+    noted = array("Q", [7] * 11)
+    assert cpp.note_versions(tensors(), noted, *span) is None
+    assert list(noted) == [7] * 11
 
 
 def test_the_very_gradients(cpp: Any) -> None:
@@ -109,10 +140,6 @@ def test_dense(ask: str, request: pytest.FixtureRequest) -> None:
     assert list(_facts.dense([x, x])) == [0, 1]
     assert list(_facts.dense([x, None, x.to_sparse(), x])) == [0, 3]
     assert list(_facts.dense([])) == []
-
-
-class Wrapped(Tensor):
-    pass
 
 
 @pytest.mark.parametrize("name", [*NUMBERS, "dense", "grads", "count_write"])

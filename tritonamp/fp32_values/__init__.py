@@ -12,7 +12,7 @@ from tritonamp.fp32_values.lent import LentValue
 from tritonamp.fp32_values.offloaded import OffloadedValue
 from tritonamp.fp32_values.packed import PackedValue
 from tritonamp.kernels._dynamo import between_graphs
-from tritonamp.kernels._facts import addresses, versions
+from tritonamp.kernels._facts import addresses, note_versions, versions
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._shards import to_local
 from tritonamp.kernels.cast import fp32_value, rounds_to
@@ -293,9 +293,8 @@ class Fp32Values:
             indices: results of ``indices``.
         """
         if isinstance(indices, range):  # two questions for all, not two for each
-            of = slice(indices.start, indices.stop)
-            self._versions[of] = array("Q", versions(self._halves[of]))
-            self._value_versions[of] = array("Q", versions(self._values[of]))
+            note_versions(self._halves, self._versions, indices)
+            note_versions(self._values, self._value_versions, indices)
             return
         for i in indices:
             self._versions[i] = self._halves[i]._version

@@ -45,6 +45,7 @@ class PendingDecisions:
         forwards: recorded forwards since the last decision.
 
     Attributes:
+        weights, ranks: the arguments.
         outlier_windows: losses and norms of the last steps, if the policy skips outliers.
     """
 
@@ -62,8 +63,8 @@ class PendingDecisions:
         self._policy = policy
         self._backend = backend
         self._scaler = scaler
-        self._weights = weights
-        self._ranks = ranks
+        self.weights = weights
+        self.ranks = ranks
         self._log = log
         self._forwards = forwards
         self._turns = itertools.count()
@@ -88,12 +89,12 @@ class PendingDecisions:
             loss: a tensor of any shape.
             feeds: optimizers that the loss feeds.
         """
-        if self._ranks.staged and scaler is not self._scaler:
+        if self.ranks.staged and scaler is not self._scaler:
             raise RuntimeError(
                 "loss_id: expected 0 in a pipeline, whose stages take one decision for all losses "
                 "between two steps: give losses the same loss_id and no scaler of their own"
             )
-        weights = [self._weights[o] for o in feeds]
+        weights = [self.weights[o] for o in feeds]
         if type(loss) is not Tensor:
             # Under tensor parallelism each rank may have a summand of the loss. Only the sum is
             # judged.
@@ -121,7 +122,7 @@ class PendingDecisions:
         # kept, so that a failed backward leaves the micro-batches before it as they were
         before = decision.loss_nonfinite, decision.loss
         # Several ranks judge at once: clients average a loss over ranks, in place, before the step.
-        decision.add_loss(wide.detach(), at_once=self._ranks.several)
+        decision.add_loss(wide.detach(), at_once=self.ranks.several)
         decision.blocks += 1
         try:
             yield scaled
@@ -180,7 +181,7 @@ class PendingDecisions:
         Raises:
             RuntimeError: gradients of earlier micro-batches were unscaled.
         """
-        if any(w.has_true_gradients for w in self._weights.values()):
+        if any(w.has_true_gradients for w in self.weights.values()):
             raise RuntimeError(
                 "amp.unscale_() was called between two schedule.step() of a pipeline: expected it "
                 "after the last one before optimizer.step(), since earlier stages would add scaled "
@@ -188,14 +189,14 @@ class PendingDecisions:
             )
         self._has_last_stage = True
         # The schedule runs the backward after this call returns, and may interleave it with others.
-        with self.open_decision(self._scaler, loss, self._weights):
+        with self.open_decision(self._scaler, loss, self.weights):
             pass
         return next(d.scale for d in self._decisions if d.phase is Phase.OPEN)
 
     @property
     def _is_earlier_stage(self) -> bool:
         """Whether only other ranks compute losses."""
-        return self._ranks.staged and not self._has_last_stage
+        return self.ranks.staged and not self._has_last_stage
 
     def _end_zeroed(self, weights: list[MasterWeights]) -> None:
         """End decisions whose gradients the user has cleared, by the optimizer or by the model."""
@@ -205,7 +206,7 @@ class PendingDecisions:
             # FSDP2 hides gradients of micro-batches that it does not synchronise, and some
             # schedules of pipelines make gradients of weights later. Missing gradients say nothing
             # there either: only a call of the optimizer's ``zero_grad`` counts.
-            hidden = self._ranks.gathered or self._ranks.staged
+            hidden = self.ranks.gathered or self.ranks.staged
             if waited and (hidden or w.has_gradients()):
                 waited = [d for d in waited if w in d.zeroed]
             if waited:
@@ -220,7 +221,7 @@ class PendingDecisions:
             optimizer: optimizer whose ``zero_grad`` was called.
             set_to_none: as for ``zero_grad``.
         """
-        w = self._weights[optimizer]
+        w = self.weights[optimizer]
         w.zero_grad(set_to_none)
         self._vetoes.pop(w, None)
         pending = [d for d in self._decisions if w in d.waiting]
@@ -244,19 +245,19 @@ class PendingDecisions:
         by_hand = self._scaler.loss_nonfinite is not None
         # The backward after ``scaler.scale(loss)``, or of a schedule, runs outside of any block of
         # ours.
-        return self.is_in_backward or by_hand or self._ranks.staged
+        return self.is_in_backward or by_hand or self.ranks.staged
 
     def fed_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that a loss has fed since their last step."""
-        by_hand = self._scaler.loss_nonfinite is not None
         waiting: set[MasterWeights] = set()
         for decision in self._decisions:
             waiting.update(decision.waiting)
-        if len(waiting) == len(self._weights):
-            return list(self._weights)
+        if len(waiting) == len(self.weights):
+            return list(self.weights)
+        by_hand = self._scaler.loss_nonfinite is not None
         return [
             optimizer
-            for optimizer, w in self._weights.items()
+            for optimizer, w in self.weights.items()
             if w in waiting or self._is_earlier_stage or (by_hand and w.with_gradient() > 0)
         ]
 
@@ -285,17 +286,17 @@ class PendingDecisions:
             waiting, others, untouched = decision.waiting, (), True
             for w in waiting:
                 untouched = untouched and w.is_untouched
-            if len(waiting) < len(self._weights):
+            if len(waiting) < len(self.weights):
                 # A forward that trains other optimizers alone belongs to their decision. A GAN
                 # makes its fakes before the discriminator's step, and goes back through them after
                 # it.
-                others = [w.parameters() for w in self._weights.values() if w not in waiting]
+                others = [w.parameters() for w in self.weights.values() if w not in waiting]
             forwards = self._forwards.pop_all(others)
             self._log.note(Outcome(decision.rule, forwards, untouched), looked)
         except BaseException:
-            # The log has noted nothing, so only the decision is undone. Several ranks keep it: the
-            # others may not have failed, and this one would decide again without them.
-            if not self._ranks.several:
+            # The log has noted nothing, so only the decision is undone. Several ranks keep the
+            # decision, because ranks that have not failed would not decide again.
+            if not self.ranks.several:
                 decision.undo()
             raise
 
@@ -306,16 +307,16 @@ class PendingDecisions:
         undoable: bool,
         known: Mapping[MasterWeights, Gradients | SteadyStep] | None = None,
     ) -> None:
-        """Judge the present gradients of a decision."""
+        """Judge the present gradients. The arguments are those of ``decide``."""
         # Numbers of turns order decisions that move the same scale, record and window. They are
         # taken back in the reverse order, because each restores the values that it has found.
         decision.turn = next(self._turns)
         params, device = list(map(_params, decision.waiting)), decision.scale.device
-        record = self._log.device_record.place(params, device, self._ranks.members)
+        record = self._log.device_record.place(params, device, self.ranks.members)
         outlying = None
         if self._policy.skip_outliers is not None:
             outlying = self.outlier_windows.limit(decision.scaler, device)
-        decision.judge(record, self._ranks, max_norm, undoable, outlying, known)
+        decision.judge(record, self.ranks, max_norm, undoable, outlying, known)
 
     def undo(self, decisions: Sequence[Decision]) -> None:
         """Take back decisions that a failed step has made, so that the step can be repeated."""
@@ -350,7 +351,7 @@ class PendingDecisions:
             RuntimeError: one of several optimizers that a loss feeds has stepped; or ranks may be
                 missing here, which would step all the same.
         """
-        if self._ranks.several and self._ranks.may_be_missing:
+        if self.ranks.several and self.ranks.may_be_missing:
             raise RuntimeError(
                 "amp.veto() inside of model.join(): expected all ranks, got some that may have run "
                 "out of batches and would step all the same: skip the batch on all ranks instead"
@@ -368,7 +369,7 @@ class PendingDecisions:
         for decision in self._decisions:
             decision.veto(flag)
         waiting = {w for decision in self._decisions for w in decision.waiting}
-        for w in {self._weights[o] for o in self.fed_optimizers()} - waiting:
+        for w in {self.weights[o] for o in self.fed_optimizers()} - waiting:
             self._vetoes[w] = self._vetoes[w] | flag if w in self._vetoes else flag
         for decision in decided:
             # in the order of before, with the same norm: without a veto the bits are those of one
@@ -396,8 +397,8 @@ class PendingDecisions:
             RuntimeError: the level has a scale, and no backward of a scaled loss has run; or a
                 stage of a pipeline would decide alone.
         """
-        w = self._weights[optimizer]
-        if self._ranks.ran_as_stage and not self._ranks.staged:
+        w = self.weights[optimizer]
+        if self.ranks.ran_as_stage and not self.ranks.staged:
             raise RuntimeError(ALONE)
         found = [d for d in self._decisions if w in d.waiting]
         # The loss reached none of these parameters, or the user has cleared their gradients. Either
@@ -423,7 +424,7 @@ class PendingDecisions:
             flag = self._scaler.take_loss_nonfinite()
         # No ``update`` will join the flags of the optimizers. So these wait for one decision, and
         # all of them step, or none.
-        if self._ranks.staged or (by_hand is not None and moves_scale):
+        if self.ranks.staged or (by_hand is not None and moves_scale):
             waiting += self._others_with_gradients(w)
         moves_scale |= by_hand is None
         decision = self._new_decision(self._scaler, device, flag, waiting, moves_scale)
@@ -435,40 +436,41 @@ class PendingDecisions:
         return decision
 
     def _is_without_gradients(self, w: MasterWeights, found: Sequence[Decision]) -> bool:
-        """Tell whether ``w`` has nothing to step on. ``has_gradients`` has found no gradient.
+        """Tell whether ``w``, for which ``has_gradients`` is False, has nothing to step on.
 
         Ranks that train together decide about every loss, because another rank may have gradients.
         Stages of a pipeline decide at every step, because some stages know of no loss.
         """
         if w.all_gradients():
             return False
-        knows = found or self._scaler.loss_nonfinite is not None or self._ranks.staged
-        return not (self._ranks.several and knows)
+        knows = found or self._scaler.loss_nonfinite is not None or self.ranks.staged
+        return not (self.ranks.several and knows)
 
     def _may_lack_loss(self, w: MasterWeights) -> bool:
         """Tell whether ``w`` may decide without a scaled loss, as stages of a pipeline may."""
-        return self._is_earlier_stage or (self._ranks.staged and not w.with_gradient())
+        return self._is_earlier_stage or (self.ranks.staged and not w.with_gradient())
 
     def _others_with_gradients(self, w: MasterWeights) -> list[MasterWeights]:
         taken = {w, *(waits for d in self._decisions for waits in d.waiting)}
-        others = [o for o in self._weights.values() if o not in taken]
-        return [o for o in others if self._ranks.staged or o.with_gradient()]
+        others = [o for o in self.weights.values() if o not in taken]
+        return [o for o in others if self.ranks.staged or o.with_gradient()]
 
     def leave_decisions(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
-        """Remove ``w`` from decisions, and end decisions that no other optimizer waits for.
+        """Remove ``w``, whose gradients were cleared, from decisions.
+
+        A decision that no other optimizer waits for is given up.
 
         Args:
-            w: master weights of an optimizer whose gradients were cleared.
+            w: master weights of an optimizer.
             decisions: decisions that the optimizer waits for.
         """
-        # a decision that could still be undone, and that nothing else waits for
         given_up = [d for d in decisions if d.can_be_undone and d.waiting == [w]]
         if given_up:
             self._give_up(given_up)
         self.end_step(w, decisions)
 
     def end_step(self, w: MasterWeights, decisions: Sequence[Decision]) -> None:
-        """Remove ``w``, which has stepped or skipped, from its decisions. The copies are dropped.
+        """Remove ``w`` from decisions, after a step or skip, which has dropped their copies.
 
         Args:
             w: master weights of an optimizer.
