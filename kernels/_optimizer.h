@@ -6,8 +6,7 @@
 
 namespace {
 
-// An attribute of an optimizer, which load_state_dict replaces by another object. It is not kept
-// alive, so another object may be at its address later.
+// An attribute of an optimizer, which load_state_dict replaces by another object.
 class Attribute {
  public:
   PyObject* record(PyObject* attributes, const char* name, const Kept& kept) {
@@ -16,18 +15,16 @@ class Attribute {
     if (name_ == nullptr) throw Raised{};
     kept.identity(name_);
     Py_DECREF(name_);  // the list holds it now
-    value_ = PyDict_GetItem(attributes_, name_);
-    if (value_ == nullptr) throw NotPlain{};
-    return value_;
+    PyObject* value = now();
+    if (value == nullptr) throw NotPlain{};
+    return value;
   }
 
-  // Returns the object, or a null pointer if the attribute is another one now.
-  PyObject* same() const {
-    return PyDict_GetItem(attributes_, name_) == value_ ? value_ : nullptr;
-  }
+  // Returns a borrowed reference; null: the optimizer has no such attribute.
+  PyObject* now() const { return PyDict_GetItem(attributes_, name_); }
 
  private:
-  PyObject *attributes_ = nullptr, *name_ = nullptr, *value_ = nullptr;
+  PyObject *attributes_ = nullptr, *name_ = nullptr;
 };
 
 // The groups of an optimizer: their dictionaries entry by entry, and their parameters. Keys are
@@ -37,16 +34,15 @@ class Groups {
   void record(PyObject* attributes, PyObject* keys, const Kept& kept) {
     PyObject* groups = attribute_.record(attributes, "param_groups", kept);
     if (!PyList_CheckExact(groups)) throw NotPlain{};
-    kept.identity(groups);
-    words_.push_back(PyList_GET_SIZE(groups));
+    words_.insert(words_.end(), {kept.identity(groups), PyList_GET_SIZE(groups)});
     for (Py_ssize_t g = 0; g < PyList_GET_SIZE(groups); g++)
       record_group(PyList_GET_ITEM(groups, g), keys, kept);
   }
 
   bool same(bool& changed) {
-    PyObject* groups = attribute_.same();
+    PyObject* groups = attribute_.now();
     int64_t* words = words_.data();
-    if (groups == nullptr || *words++ != PyList_GET_SIZE(groups)) return false;
+    if (*words++ != word_of(groups) || *words++ != PyList_GET_SIZE(groups)) return false;
     for (Py_ssize_t g = 0; g < PyList_GET_SIZE(groups); g++) {
       if (!same_group(PyList_GET_ITEM(groups, g), words, changed)) return false;
     }
@@ -114,9 +110,8 @@ class Groups {
 };
 
 // The state of an optimizer: the sequence of its entries, and what the step took from them. It is
-// walked, not looked up, because the hash of a tensor is Python code. Its dictionaries are not kept
-// alive, because they hold its tensors. Another dictionary at the address of a dead one is compared
-// entry by entry, as the same one would be.
+// walked, not looked up, because the hash of a tensor is Python code. All its dictionaries are
+// compared by their entries alone. They are not kept alive, because they hold its tensors.
 class State {
  public:
   // taking_part: the masters whose own state is recorded.
@@ -127,7 +122,7 @@ class State {
     words_.push_back(PyDict_GET_SIZE(state));
     PyObject *master, *values;
     for (Py_ssize_t at = 0; PyDict_Next(state, &at, &master, &values);) {
-      words_.insert(words_.end(), {kept.identity(master), word_of(values)});
+      words_.push_back(kept.identity(master));
       if (!taking_part.count(master)) {
         words_.push_back(-1);
         continue;
@@ -139,14 +134,14 @@ class State {
   }
 
   bool same() {
-    PyObject* state = attribute_.same();
+    PyObject* state = attribute_.now();
     int64_t* words = words_.data();
     const Hints::Parts* hints = hints_.first();
     if (state == nullptr || !PyDict_Check(state)) return false;
     if (*words++ != PyDict_GET_SIZE(state)) return false;
     PyObject *master, *values;
     for (Py_ssize_t at = 0; PyDict_Next(state, &at, &master, &values);) {
-      if (*words++ != word_of(master) || *words++ != word_of(values)) return false;
+      if (*words++ != word_of(master)) return false;
       const int64_t size = *words++;
       if (size < 0) continue;
       if (!PyDict_CheckExact(values) || size != PyDict_GET_SIZE(values)) return false;

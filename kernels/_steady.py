@@ -22,31 +22,31 @@ class Steady:
     Only ``_native.cpp`` can ask so fast, so there is no twin in Python.
 
     Attributes:
-        same_gradients: ``same_gradients()`` returns -1 if a gradient is unlike, else how often
-            gradients have moved since ``sent_gradients``. The slots hold the new addresses. At -1
-            no slot has changed.
-        same: ``same()`` returns -1 if anything is unlike, else the sum of what has changed. 0:
-            nothing. 1: hyperparameters that are floats, since ``sent_hyperparameters``, or that can
-            change in place, such as tensors. 2: addresses of gradients, since ``sent_gradients``;
-            the slots hold them.
+        same_gradients: ``same_gradients()`` returns -1 if a gradient is unlike, else the number of
+            gradients' moves since ``sent_gradients``. The slots hold the new addresses. At -1 no
+            slot has changed.
+        same: ``same()`` returns -1 if anything is unlike, else the sum of the changes. 0: none.
+            1: hyperparameters that are floats, since ``sent_hyperparameters``, or that can change
+            in place, such as tensors. 2: addresses of gradients, since ``sent_gradients``; the
+            slots hold the new addresses.
         sent_gradients: ``sent_gradients()`` notes that the slots have been copied to the device.
-        sent_hyperparameters: ``sent_hyperparameters()`` notes it of the hyperparameters.
+        sent_hyperparameters: ``sent_hyperparameters()`` notes that the hyperparameters have been
+            copied to the device.
         untouched: ``untouched()`` tells whether torch has counted no write to the model's
             parameters since ``wrote``.
         wrote: ``wrote()`` counts a write to each parameter and master that takes part, and notes
             the new versions.
     """
 
-    # An answer repeats until the caller has sent what it names. Otherwise an exception between the
-    # answer and the copy to the device, such as Ctrl-C, would leave old numbers there.
-
     def __init__(self, native: Any, value: Any, kept: list[Any]) -> None:
-        # Everything that the C++ value compares by identity alone is in the list, because another
-        # object at the address of a dead one would count as the same. The state, with its
-        # dictionaries, and the gradients are not in it, because they may be replaced long before
-        # the next step.
+        # The list holds each object that the C++ value compares by identity alone, because another
+        # object at the address of a dead one would count as the same. It holds neither the state,
+        # with its dictionaries, nor the gradients, because these may be replaced long before the
+        # next step.
         self._kept = kept
-        # C functions, because methods in Python would add a call to each question of a step
+        # C functions, because a method in Python would add a call to each question of a step. A
+        # change counts until ``sent_gradients`` or ``sent_hyperparameters``. Otherwise an exception
+        # between answer and copy, such as Ctrl-C, would leave old numbers on the device.
         self.same_gradients: Callable[[], int] = partial(native.steady_same_gradients, value)
         self.same: Callable[[], int] = partial(native.steady_same, value)
         self.sent_gradients: Callable[[], None] = partial(native.steady_sent_gradients, value)

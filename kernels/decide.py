@@ -149,17 +149,18 @@ def decide_triton(
 ) -> None:
     # pointers have to point somewhere, also without an argument
     moved = state or (used_scale,) * 4
-    numbers, places = (evidence.amax,) * 2 if record is None else record[:2]
+    amax, square_sum, fault, earlier, loss = evidence
+    numbers, places = (amax,) * 2 if record is None else record[:2]
     before = numbers if undo is None else undo.memory
     # numel() instead of len(), which is written in Python for tensors, and slow
-    lengths = evidence.amax.numel(), evidence.square_sum.numel(), places.numel() if record else 0
-    flagged, loss = evidence.loss_nonfinite is not None, evidence.loss
-    given = flagged, loss is not None, max_norm is not None, state is not None
+    lengths = amax.numel(), square_sum.numel(), places.numel() if record else 0
+    given = fault is not None, loss is not None, max_norm is not None, state is not None
     constants = *given, RECORD if record else 0, undo is not None
     # the dtype of the loss, because a launch keeps the kernel that it has found
     kind = lengths, max_norm, rule, squares, constants, None if loss is None else loss.dtype
-    fault, earlier = evidence[2:4] if flagged else (used_scale, used_scale)
-    known = evidence.amax, evidence.square_sum, fault, earlier, used_scale if loss is None else loss
+    fault = used_scale if fault is None else fault
+    earlier = used_scale if earlier is None else earlier
+    known = amax, square_sum, fault, earlier, used_scale if loss is None else loss
     _launch_of(*kind)(*known, used_scale, verdict.found_inf, *moved, numbers, places, before)
     if undo is not None:
         undo.is_filled = True
@@ -247,7 +248,7 @@ def decide(
         rule: rule of the loss scale's movement.
         squares: squares of the optimizers that step, by which the record's bound moves.
         record: memory of decisions, updated in place, or None.
-        verdict: memory of the results.
+        verdict: memory for the results, from ``new_verdicts``.
         backend: "auto", "triton" or "eager".
         undo: memory for the old values of ``record``, which must be given, and of ``state``.
     """

@@ -25,7 +25,7 @@ from two_ranks import Pair
 
 import tritonamp
 from tritonamp.casts import dispatch
-from tritonamp.kernels import _facts, _multi_tensor
+from tritonamp.kernels import _facts, _multi_tensor, _native
 
 HAS_GPU = torch.cuda.is_available()  # a real one: that in software comes and goes
 
@@ -185,6 +185,16 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps keep their plans, with ``TRITONAMP_PLAIN_STEPS=1`` in the environment, too."""
     monkeypatch.setattr(_multi_tensor, "PLAIN_STEPS", False)
     monkeypatch.setattr(_facts, "PLAIN_STEPS", False)
+
+
+@pytest.fixture
+def cpp(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module built from C++, which ``_facts`` and ``Steady`` then ask."""
+    module = _native.build().module
+    if module is None:
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setattr(_facts, "_native", module)
+    return module
 
 
 @pytest.fixture

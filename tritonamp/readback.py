@@ -61,18 +61,18 @@ class Readback:
         self._last = None
         if self._free:
             self._last = buffer = self._free.pop()
-            # does not wait if the numbers are on a GPU
+            # the host does not wait for numbers on a GPU
             buffer.numbers.copy_(numbers, non_blocking=True)
             if buffer.filled is not None:
                 buffer.filled.record(torch.cuda.current_stream(numbers.device))
             self._started.append((buffer, attached))
 
     def restart(self, numbers: Tensor, attached: Any) -> None:
-        """Copy the numbers into the copy that was started last, which keeps its ``attached``.
+        """Start the last copy again, with its own ``attached``.
 
         If that copy was read, or had no room, this is ``start(numbers, attached)``.
         """
-        if self._last is not None and self._is_last_under_way:
+        if self._is_last_under_way:
             buffer, attached = self._started.pop()
             self._free.append(buffer)
         self.start(numbers, attached)

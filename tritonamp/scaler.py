@@ -88,6 +88,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     _rule: ScaleRule | None = None  # the last result of ``rule``
+    _rule_settings: tuple[Any, ...] = ()  # settings that can change, as they were then
 
     def __init__(
         self,
@@ -163,11 +164,13 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def rule(self) -> ScaleRule:
         """The rule by which the scale moves."""
-        moves = self._growth_factor, self._backoff_factor, self._growth_interval
-        # a comparison is cheaper than a new rule in each step
-        if self._rule is None or self._rule[:3] != moves:
+        settings = self._growth_factor, self._backoff_factor, self._growth_interval, self.mode
+        # Comparing is cheaper than making a rule in each step. The other fields never change.
+        if self._rule is None or self._rule_settings != settings:
             limits = self._hysteresis, self._min_scale, self._max_scale
-            self._rule = ScaleRule(*moves, *limits, HEADROOM if self.mode == "headroom" else 0.0)
+            headroom = HEADROOM if self.mode == "headroom" else 0.0
+            self._rule = ScaleRule(*settings[:3], *limits, headroom)
+            self._rule_settings = settings
         return self._rule
 
     @between_graphs

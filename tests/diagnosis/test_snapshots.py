@@ -25,7 +25,7 @@ from tritonamp.diagnosis.batches import data_in
 from tritonamp.diagnosis.replay.bundles import load_bundle, write_bundle
 from tritonamp.diagnosis.replay.faults import NOT_REPRODUCED
 from tritonamp.diagnosis.replay.search import find_fault
-from tritonamp.kernels import _facts, _native
+from tritonamp.kernels import _facts
 from tritonamp.step.forwards import Forwards
 from tritonamp.step.snapshots import BatchGoneError, Snapshot
 
@@ -271,13 +271,12 @@ def given_to_forwards() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", given_to_forwards())
-def test_python_and_cpp_record_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = _native.build().module
-    if module is None:
-        pytest.skip("there is no C++ compiler")
+def test_python_and_cpp_record_the_same(
+    name: str, cpp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args, kwargs = given_to_forwards()[name]
     found = []
-    for native in (_facts._InPython, module):
+    for native in (_facts._InPython, cpp):
         monkeypatch.setattr(_facts, "_native", native)
         forwards = Forwards(gradients=False)
         snapshot = forwards.before(nn.Linear(2, 2), args, kwargs)
@@ -320,15 +319,6 @@ def test_cpp_answers_for_plain_threads_only(name: str, cpp: Any) -> None:
         note(fwAD.make_dual(x, x))
     assert seen[:2] == [(None, None)] * 2
     assert cpp.leaf_versions((x,)) == ([0], False)
-
-
-@pytest.fixture
-def cpp(monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = _native.build().module
-    if module is None:
-        pytest.skip("there is no C++ compiler")
-    monkeypatch.setattr(_facts, "_native", module)
-    return module
 
 
 # Bundles

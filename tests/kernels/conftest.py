@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonamp.kernels import _facts, _native, softmax, softmax_backward
+from tritonamp.kernels import softmax, softmax_backward
 from tritonamp.kernels._implementations import TraceableOp, operations
 from tritonamp.kernels._sample import Sample, as_list
 from tritonamp.kernels.device import INTERPRETED, why_not_triton
@@ -295,13 +295,3 @@ def traffic(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Tra
     monkeypatch.setattr(InterpreterBuilder, "create_masked_store", counted_store)
     monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", counted_atomic)
     return traffic
-
-
-@pytest.fixture
-def cpp(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module built from C++, which ``_facts`` and ``Steady`` then ask."""
-    module = _native.build().module
-    if module is None:
-        pytest.skip("there is no C++ compiler")
-    monkeypatch.setattr(_facts, "_native", module)
-    return module

@@ -184,7 +184,9 @@ def renamed(step: Step) -> None:
 
 
 STATE: dict[str, tuple[Change, int]] = {
-    "replaced": (lambda s: replace(vars(s.optimizer), "state", copy.copy), UNLIKE),
+    "replaced": (lambda s: replace(vars(s.optimizer), "state", copy.copy), SAME),
+    "replaced by a list": (lambda s: replace(vars(s.optimizer), "state", list), UNLIKE),
+    "gone": (lambda s: vars(s.optimizer).pop("state"), UNLIKE),
     "order": (lambda s: reorder(s.optimizer.state, s.masters[0]), UNLIKE),
     "a parameter gone": (lambda s: s.optimizer.state.pop(s.masters[0]), UNLIKE),
     "a parameter without gradient gone": (
@@ -193,10 +195,14 @@ STATE: dict[str, tuple[Change, int]] = {
     ),
     "another key": (lambda s: s.optimizer.state.update({nn.Parameter(torch.zeros(2)): {}}), UNLIKE),
     "a key of another kind": (lambda s: s.optimizer.state.update(global_step=1), UNLIKE),
-    "of a parameter replaced": (lambda s: replace(s.optimizer.state, s.masters[0], dict), UNLIKE),
+    "of a parameter replaced": (lambda s: replace(s.optimizer.state, s.masters[0], dict), SAME),
+    "of a parameter replaced by another kind": (
+        lambda s: replace(s.optimizer.state, s.masters[0], OrderedDict),
+        UNLIKE,
+    ),
     "of a parameter without gradient replaced": (
         lambda s: replace(s.optimizer.state, s.masters[UNUSED], dict),
-        UNLIKE,
+        SAME,
     ),
     "of a parameter without gradient": (
         lambda s: s.optimizer.state[s.masters[UNUSED]].clear(),

@@ -5,7 +5,6 @@ steps are meant, whose state no plan of kernels compares.
 import copy
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ import torch
 from helpers import Net, same
 from runs import FORMS, OPTIMIZERS, Training, batch
 from torch import Tensor, nn
+from two_ways import steps
 
-from tritonamp.kernels import _facts, _multi_tensor
 from tritonamp.step.small_state import StateShape
 
 State = dict[str, Any]
@@ -58,11 +57,6 @@ def looks(plans: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return noted
 
 
-def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (_multi_tensor, _facts):
-        monkeypatch.setattr(module, "PLAIN_STEPS", True)
-
-
 def trained(run: Eager, change: Change) -> list[Tensor]:
     """All that is written in five steps, with a change before the fourth."""
     for seed in range(5):
@@ -72,19 +66,26 @@ def trained(run: Eager, change: Change) -> list[Tensor]:
     return run.everything()
 
 
-def compared(
-    make: Callable[[], Eager], change: Change, looks: list[int], monkeypatch: pytest.MonkeyPatch
-) -> list[int]:
-    """Compare a training with one that looks at the state in every step; return the looks."""
-    with make() as run:
-        found = trained(run, change)
-    noted, looks[:] = list(looks), []
-    with monkeypatch.context() as patch, make() as run:
-        plainly(patch)
-        expected = trained(run, change)
-    assert len(looks) == 5
-    assert same(found, expected)
-    return noted
+@pytest.fixture
+def compared(looks: list[int]) -> Callable[..., list[int]]:
+    """A function that compares a training with one that looks at the state in every step.
+
+    Its arguments are the change, and those of ``Eager``. It returns the looks of the training.
+    """
+
+    def compare(change: Change, *of: Any) -> list[int]:
+        looks.clear()
+        with Eager(*of) as run:
+            found = trained(run, change)
+        noted = list(looks)
+        looks.clear()
+        with steps(plain=True), Eager(*of) as run:
+            expected = trained(run, change)
+        assert len(looks) == 5
+        assert same(found, expected)
+        return noted
+
+    return compare
 
 
 # changes of one tensor of the state, by key
@@ -183,33 +184,23 @@ CHANGED: list[tuple[str, Change]] = [
 
 @pytest.mark.parametrize(("kind", "change"), QUIET)
 def test_state_that_a_step_has_left_is_not_looked_at(
-    kind: str,
-    change: Change,
-    device: torch.device,
-    looks: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, change: Change, device: torch.device, compared: Callable[..., list[int]]
 ) -> None:
-    assert compared(partial(Eager, kind, device), change, looks, monkeypatch) == [4]
+    assert compared(change, kind, device) == [4]
 
 
 @pytest.mark.parametrize(("kind", "change"), CHANGED)
 def test_changed_state_is_looked_at_once(
-    kind: str,
-    change: Change,
-    device: torch.device,
-    looks: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, change: Change, device: torch.device, compared: Callable[..., list[int]]
 ) -> None:
-    assert compared(partial(Eager, kind, device), change, looks, monkeypatch) == [4, 4]
+    assert compared(change, kind, device) == [4, 4]
 
 
 def test_step_counts_in_main_memory_are_looked_at(
-    cuda: torch.device, looks: list[int], monkeypatch: pytest.MonkeyPatch
+    cuda: torch.device, compared: Callable[..., list[int]]
 ) -> None:
     """Where torch keeps them, and no kernel can count."""
-    change = with_value("step", Tensor.cpu)
-    make = partial(Eager, "AdamW", cuda)
-    assert compared(make, change, looks, monkeypatch) == [4, 4]
+    assert compared(with_value("step", Tensor.cpu), "AdamW", cuda) == [4, 4]
 
 
 def test_a_moment_of_a_list_raises_as_ever(device: torch.device, looks: list[int]) -> None:
@@ -230,26 +221,23 @@ def test_a_moment_of_a_list_raises_as_ever(device: torch.device, looks: list[int
 
 @pytest.mark.parametrize("form", ["bf16", "8bit", "packed fp32"])
 def test_formats_are_looked_at_once(
-    form: str, device: torch.device, looks: list[int], monkeypatch: pytest.MonkeyPatch
+    form: str, device: torch.device, compared: Callable[..., list[int]]
 ) -> None:
     def in_fp32(run: Eager) -> None:
         run.states()[0]["exp_avg"] = torch.zeros(4, 2, 3, 3, device=device)
 
-    make = partial(Eager, "AdamW", device, form)
-    assert compared(make, nothing, looks, monkeypatch) == [4]
-    looks.clear()
+    assert compared(nothing, "AdamW", device, form) == [4]
     expected = [4] if form == "packed fp32" else [4, 4]
-    assert compared(make, in_fp32, looks, monkeypatch) == expected
+    assert compared(in_fp32, "AdamW", device, form) == expected
 
 
 def test_codes_of_another_order_are_looked_at(
-    device: torch.device, looks: list[int], monkeypatch: pytest.MonkeyPatch
+    device: torch.device, compared: Callable[..., list[int]]
 ) -> None:
     def channels_last(run: Eager) -> None:
         run.model.to(memory_format=torch.channels_last)
 
-    make = partial(Eager, "AdamW", device, "8bit")
-    assert compared(make, channels_last, looks, monkeypatch) == [4, 4]
+    assert compared(channels_last, "AdamW", device, "8bit") == [4, 4]
 
 
 def test_kinds_that_alternate_are_all_noted(device: torch.device, looks: list[int]) -> None:

@@ -89,9 +89,12 @@ class Amp:
         return parts
 
     def _ready_parts(self, caller: str) -> Parts:
-        """Return ``_parts`` for a method that every step calls.
+        """Return ``_parts`` to a method that every step calls.
 
-        Raises RuntimeError after ``disable``, too.
+        Raises RuntimeError after ``disable`` and while the tensors of ``_parts`` are asleep.
+
+        Args:
+            caller: name of the method, for the message.
         """
         if self._enabled and not self._built.asleep.training:
             return self._built
@@ -162,7 +165,9 @@ class Amp:
             raise ValueError(f"loss: expected a Tensor, got {type(loss).__name__}")
         if not isinstance(loss_id, int):
             raise ValueError(f"loss_id: expected an int, got {loss_id!r}")
-        feeds = (optimizer is None and parts.optimizers) or self._check_fed(optimizer)
+        feeds = parts.optimizers
+        if optimizer is not None or not feeds:
+            feeds = self._check_fed(optimizer)
         if parts.first_loss.is_awaited:
             parts.first_loss.check_loss(loss)
         if scaler is None:

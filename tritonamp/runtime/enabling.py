@@ -66,8 +66,8 @@ def enable(
         scaler: a tritonamp.GradScaler with settings of your own; the loss scale is dynamic then.
         policy: a Policy; the same as a Policy given as ``level``.
         around_step: function that returns a context manager for an optimizer, or None. Each step
-            of the optimizer runs inside that context, which is entered before the step is decided.
-            For libraries that adapt tritonamp.
+            of the optimizer runs inside that context, which is entered before the decision. For
+            libraries that adapt tritonamp.
         **policy_fields: fields of Policy that differ from the level's.
 
     Returns:

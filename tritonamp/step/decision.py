@@ -156,7 +156,7 @@ class Decision:
         self.loss = loss if self.loss is None else self.loss + loss
 
     def _flag_of_loss(self) -> Tensor:
-        """Return ``loss_nonfinite``, which is made here where ``judge`` would judge the loss."""
+        """Return ``loss_nonfinite``. Judge the loss now if ``judge`` was to do so."""
         if self.loss_nonfinite is None:
             known = torch.zeros_like(self.scale) if self.loss is None else self.loss
             self.loss_nonfinite = nonfinite_flag(known)
@@ -232,7 +232,8 @@ class Decision:
         for w in self.waiting:
             stats[w] = self._stats_of(w, None if known is None else known.get(w))
         self._stats = stats
-        amax, square_sum = stats[w] if len(stats) == 1 else self._joined([*stats.values()])
+        each = [*stats.values()]
+        amax, square_sum = each[0] if len(each) == 1 else self._joined(each)
         flag = self.loss_nonfinite
         evidence = Evidence(amax, square_sum, flag, flag, self.loss)
         # Eager torch decides and steps by many operations, any of which may raise (out of memory,
@@ -242,8 +243,8 @@ class Decision:
         if self.moves_scale:
             self.scaler.before_move(by=self)
         # With ``backoff_on_fault`` a fault moves the scale as an overflow does, while the record
-        # notes which of the two it was. So the scale moves by a second call, which ignores a
-        # fault's flag.
+        # tells faults from overflows. So the scale moves by a second call, which ignores a fault's
+        # flag.
         apart = self.moves_scale and self.scaler.backoff_on_fault
         state = self.scaler.scale_state if self.moves_scale and not apart else None
         if undoable or (eager and not ranks.several):
@@ -263,8 +264,7 @@ class Decision:
         if apart:
             self.scaler.note_amax(amax)
             self.scaler.move_scale(self.found_inf, self._verdict.flag)
-        # The user's ``scaler.update`` moves the scale, by all that its optimizers have found until
-        # then.
+        # the user's ``scaler.update`` moves the scale, by flags and magnitudes of all optimizers
         if not self.moves_scale:
             self.scaler.note_flag(self._verdict.flag)
             for weights in self.waiting:
@@ -317,7 +317,7 @@ class Decision:
         return moved
 
     def _restore(self, unless: Tensor | None = None) -> None:
-        """Restore what ``judge`` has moved; ``unless`` is that of ``Undo``."""
+        """Restore scale, record and window, as ``Undo`` does."""
         if self._undo is not None:
             if self.moves_scale:
                 self.scaler.before_move(by=self)
@@ -362,6 +362,6 @@ class Decision:
 
 
 def _is_number(loss: Tensor) -> bool:
-    """Tell whether a kernel on the device of the loss can read it."""
+    """Tell whether a kernel can read the loss as one number."""
     is_wrapper = type(loss) is not Tensor and is_traceable_wrapper_subclass(loss)
     return not (is_wrapper or loss.dim()) and loss.dtype in (torch.float32, torch.float64)

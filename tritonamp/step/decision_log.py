@@ -94,7 +94,7 @@ class DecisionLog:
         self.device_record.cancel_last_reading()
 
     def note_again(self, rule: ScaleRule) -> None:
-        """Copy the numbers of the last decision again, after it was undone, perhaps made again."""
+        """Copy the numbers again, because the last decision was undone, and perhaps made again."""
         if not self.device_record.is_captured:
             self.device_record.start_reading(Outcome(rule), again=True)
 

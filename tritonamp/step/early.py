@@ -1,16 +1,14 @@
 """Decisions that the user asks for before the step: ``unscale_`` and ``clip_grad_norm_``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tritonamp.distributed.ranks import Ranks
 from tritonamp.distributed.sharding import by_mesh, total_norm
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.step.decision import Decision
-from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.pending import PendingDecisions
 
 
@@ -18,20 +16,12 @@ class EarlyDecisions:
     """Makes decisions of one ``Amp`` between backward and step.
 
     Args:
-        weights: optimizer to its master weights.
-        pending: pending decisions.
-        ranks: processes that decide together.
+        pending: decisions that optimizers wait for.
     """
 
-    def __init__(
-        self,
-        weights: Mapping[Optimizer, MasterWeights],
-        pending: PendingDecisions,
-        ranks: Ranks,
-    ) -> None:
-        self._weights = weights
+    def __init__(self, pending: PendingDecisions) -> None:
         self._pending = pending
-        self._ranks = ranks
+        self._weights = pending.weights
 
     @leaves_inference_mode
     def unscale_(self, optimizer: Optimizer, by_scaler: bool = False) -> Tensor | None:
@@ -93,7 +83,7 @@ class EarlyDecisions:
             self._pending.decide(decision, undoable=True)
         norms = [self._true_norm(optimizer) for optimizer in optimizers]
         total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-        total = self._ranks.norm_of_stages(total)
+        total = self._pending.ranks.norm_of_stages(total)
         params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
         # torch does not mix tensors of several meshes in one call
         for alike in by_mesh(params):

@@ -90,8 +90,8 @@ class EnabledOptimizer(Swapped):
         # before the optimizer
         self._opt_called = True
         optimizer: Any = self
-        # Ctrl-C waits for the whole block: between half copies and notes of the step a checkpoint
-        # would be neither the old state nor the new one.
+        # Ctrl-C waits for the whole block. A checkpoint between the half copies and the notes of a
+        # step would be neither the old state nor the new one.
         with Uninterrupted():
             if stepper.around_step is None:
                 stepper.step(optimizer)

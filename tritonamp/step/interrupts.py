@@ -18,8 +18,8 @@ class Uninterrupted:
     because Python delivers signals to no other thread.
     """
 
-    _handler: Any = None  # that was installed before the block
-    _arrived: FrameType | None = None
+    _handler: Any = None  # the handler before the block; None: no signal is held back
+    _arrived: FrameType | None = None  # the frame in which a signal was held back
 
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():

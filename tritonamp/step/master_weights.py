@@ -132,7 +132,7 @@ class MasterWeights:
         return None
 
     def _steady_on(self, decision: Scale) -> SteadyStep | None:
-        """Return the last step if it, too, used gradients with a scale, on the same device.
+        """Return the last step, unless true gradients, the device or a CUDA graph rule it out.
 
         Args:
             decision: decision whose scale the gradients carry.
@@ -153,7 +153,7 @@ class MasterWeights:
 
         Args:
             decision: decision whose scale the gradients carry.
-            known: gradients, where the caller has them; or the last step, which this one is like.
+            known: the gradients, or the last step if this one is like it; None: not known.
             backend: "auto", "triton" or "eager".
         """
         steady = known if isinstance(known, SteadyStep) else None
@@ -168,7 +168,7 @@ class MasterWeights:
         return gradients.stats(self.masters.stepped, decision.scale.device, backend)
 
     def forget_step(self) -> None:
-        """Forget the last step, because this one is built."""
+        """Forget the ``SteadyStep`` of the last step, because this step is built."""
         if self._steady is not None:
             if self._steady.untouched():
                 self._versions_after_step = versions(self.masters.stepped.params)

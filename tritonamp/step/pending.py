@@ -283,7 +283,8 @@ class PendingDecisions:
         looked = self._log.look(decision)
         self._judge(decision, max_norm, undoable, known)
         try:
-            waiting, others, untouched = decision.waiting, (), True
+            waiting, untouched = decision.waiting, True
+            others: list[list[Tensor]] = []
             for w in waiting:
                 untouched = untouched and w.is_untouched
             if len(waiting) < len(self.weights):

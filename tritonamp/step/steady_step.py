@@ -113,8 +113,7 @@ class SteadyStep:
         """Return the statistics of the gradients, as ``grad_stats`` does.
 
         Args:
-            are_like: whether ``is_like`` has said that the gradients are like those of the last
-                step.
+            are_like: whether ``is_like`` has returned True in this step.
 
         Returns:
             The statistics; None if the gradients are not like those of the last step.

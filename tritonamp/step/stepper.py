@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from tritonamp.asleep import Asleep
 from tritonamp.class_swap import base_class
-from tritonamp.distributed.ranks import Ranks
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.policy import Policy
@@ -55,9 +54,7 @@ class Stepper:
         policy: policy of the ``Amp``.
         backend: "auto", "triton" or "eager".
         scaler: scaler that the user may drive in a ``torch.amp`` loop.
-        weights: optimizer to its master weights.
-        pending: pending decisions.
-        ranks: processes that decide together.
+        pending: decisions that optimizers wait for.
         respond: function that is called after every decision, with whether it was a skip, if the
             policy wants more than skipping.
         asleep: record of the tensors that are away from the device.
@@ -65,7 +62,8 @@ class Stepper:
         around_step: function that makes a context manager for each step of an optimizer, or None.
 
     Attributes:
-        scaler, weights, pending, asleep, offload, around_step: the arguments.
+        scaler, pending, asleep, offload, around_step: the arguments.
+        weights: optimizer to its master weights.
         early: maker of decisions that the user asks for before the step.
         outcomes: step outcomes by optimizer.
         plain_backwards: detector of backwards whose loss was not scaled.
@@ -76,25 +74,22 @@ class Stepper:
         policy: Policy,
         backend: str,
         scaler: GradScaler,
-        weights: dict[Optimizer, MasterWeights],
         pending: PendingDecisions,
-        ranks: Ranks,
         respond: Callable[[bool], None],
         asleep: Asleep,
         offload: Offload | None,
         around_step: Callable[[Optimizer], AbstractContextManager[Any]] | None,
     ) -> None:
         self.scaler = scaler
-        self.weights = weights
         self.pending = pending
+        self.weights = weights = pending.weights
         self.asleep = asleep
         self.offload = offload
         self.around_step = around_step
-        self.early = EarlyDecisions(weights, pending, ranks)
+        self.early = EarlyDecisions(pending)
         self.outcomes = {optimizer: StepOutcomes() for optimizer in weights}
         self._policy = policy
         self._backend = backend
-        self._ranks = ranks
         self._respond = respond
         self._fused: dict[Optimizer, FusedStep | None] = {}
         self._idle = IdleSteps()
@@ -229,7 +224,7 @@ class Stepper:
     def _judge(
         self, w: MasterWeights, decisions: Sequence[Decision], undoable: bool = False
     ) -> Judged:
-        """Decide on one optimizer's gradients, and on those of optimizers that share its losses.
+        """Judge one optimizer's gradients, and those of optimizers that share its losses.
 
         Args:
             w: master weights of the optimizer.
@@ -260,7 +255,7 @@ class Stepper:
         The user's hooks run at a skip, too, as for optimizers that skip on the device.
         """
         # Several ranks would have to decide again together, and the others may not have failed.
-        judged = self._judge(w, decisions, undoable=not self._ranks.several)
+        judged = self._judge(w, decisions, undoable=not self.pending.ranks.several)
         if bool(judged.found_inf):
             optimizer = owner_of_hooks(w.optimizer)
             run_with_hooks(lambda _: self._finish_step(w, decisions), optimizer)
