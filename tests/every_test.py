@@ -185,6 +185,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps keep their plans, with ``TRITONAMP_PLAIN_STEPS=1`` in the environment, too."""
     monkeypatch.setattr(_multi_tensor, "PLAIN_STEPS", False)
     monkeypatch.setattr(_facts, "PLAIN_STEPS", False)
+    # a step may switch to C++; the next test begins as this one
+    monkeypatch.setattr(_facts, "_native", _facts._native)
 
 
 @pytest.fixture

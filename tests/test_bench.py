@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -469,9 +470,10 @@ def calls_of_a_forward(bench: Any, level: str) -> int:
 def test_an_empty_forward_costs_hardly_more_at_o2_than_at_o1(bench: Any) -> None:
     """Inputs are not looked at. O2 asks whether masters were written to."""
     _facts.use_native()  # as after the first step
-    calls = calls_of_a_forward(bench, "O2")
+    with ThreadPoolExecutor(1) as thread:  # which no other test has left in a policy
+        calls, at_o1 = thread.map(calls_of_a_forward, [bench, bench], ["O2", "O1"])
     few = 9 if _facts._native is _facts._InPython else 4
-    assert calls <= calls_of_a_forward(bench, "O1") + few
+    assert calls <= at_o1 + few
     # with Python 3.11 and torch 2.14: 36, and 71 without a C++ compiler
     assert calls <= (80 if _facts._native is _facts._InPython else 45)
 

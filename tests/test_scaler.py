@@ -363,6 +363,20 @@ def test_headroom_takes_powers_of_two(settings: dict[str, Any], message: str) ->
         GradScaler("cpu", **settings)
 
 
+def test_the_rule_follows_its_settings(device: torch.device) -> None:
+    scaler = GradScaler(device.type)
+    assert scaler.rule[:3] == (2.0, 0.5, 2000) and scaler.rule.headroom == 0.0
+    scaler.set_growth_factor(4.0)
+    scaler.set_backoff_factor(0.25)
+    scaler.set_growth_interval(3)
+    scaler.mode = "headroom"
+    assert scaler.rule[:3] == (4.0, 0.25, 3) and scaler.rule.headroom > 0.0
+    scaler.load_state_dict(GradScaler(device.type).state_dict())
+    assert scaler.rule[:3] == (2.0, 0.5, 2000)
+    assert b"ScaleRule" not in pickle.dumps(scaler)  # later versions may have another one
+    assert pickle.loads(pickle.dumps(scaler)).rule == scaler.rule
+
+
 def test_what_headroom_remembers_goes_with_a_pickle_and_into_a_scaler_that_runs(
     device: torch.device,
 ) -> None:

@@ -550,8 +550,9 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state["_init_hysteresis_tracker"], state["_init_ceiling"] = self._hysteresis_and_ceiling()
-        passing = ("_memory", "_scale_state", "_loss_nonfinite", "_largest", "_process_group")
-        return {**state, **dict.fromkeys(passing), "_memories": None, "_users": None}
+        passing = "_memory", "_scale_state", "_loss_nonfinite", "_largest", "_process_group"
+        passing += "_rule", "_memories", "_users"
+        return {**state, **dict.fromkeys(passing)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

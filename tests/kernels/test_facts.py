@@ -77,11 +77,13 @@ def test_versions_are_noted_at_their_places(span: range, subclass: bool, cpp: An
     assert list(noted) == expected
 
 
-@pytest.mark.parametrize("span", [(-1, 2), (0, 13), (0, 12)])
-def test_versions_are_not_noted_outside_of_the_buffer(span: tuple[int, int], cpp: Any) -> None:
-    noted = array("Q", [7] * 11)
+@pytest.mark.parametrize(("size", "span"), [(11, (-1, 2)), (14, (0, 13)), (11, (0, 12))])
+def test_versions_are_noted_inside_of_list_and_buffer(
+    size: int, span: tuple[int, int], cpp: Any
+) -> None:
+    noted = array("Q", [7] * size)
     assert cpp.note_versions(tensors(), noted, *span) is None
-    assert list(noted) == [7] * 11
+    assert list(noted) == [7] * size
 
 
 def test_the_very_gradients(cpp: Any) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ import tritonamp
 from tritonamp.casts import active, context
 from tritonamp.kernels import _facts, _implementations, _launch
 from tritonamp.kernels import device as hardware
+from tritonamp.step import interrupts
 from tritonamp.step.fused import FusedStep
 from tritonamp.testing import compile_failure
 
@@ -629,6 +631,27 @@ def test_ctrl_c_while_a_policy_is_entered_or_left(
                 sys.settrace(tracing)
             assert now() == before
         assert tracer.left > 0 and interrupted > 50
+
+
+def test_an_error_of_another_signals_handler_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python runs handlers of signals that have arrived before it installs one."""
+
+    def alarm(*args: Any) -> None:
+        raise ValueError("on purpose")
+
+    def installed(number: int, handler: Any) -> Any:
+        signal.raise_signal(signal.SIGALRM)
+        return signal.signal(number, handler)
+
+    interrupt, before = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGALRM, alarm)
+    try:
+        fake = mock.Mock(wraps=interrupts._signal, signal=installed)
+        monkeypatch.setattr(interrupts, "_signal", fake)
+        with pytest.raises(ValueError, match="on purpose"), interrupts.Uninterrupted():
+            pass
+        assert signal.getsignal(signal.SIGINT) is interrupt
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_the_handler_of_ctrl_c_is_left_as_it_was(start: Any) -> None:

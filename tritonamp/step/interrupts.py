@@ -3,6 +3,7 @@
 # Private, and the base of ``signal`` in all supported Pythons. ``signal`` itself converts each
 # answer to an enum, which takes 5 us per call, twice a step.
 import _signal  # type: ignore[import-not-found]
+import threading
 from types import FrameType
 from typing import Any
 
@@ -32,8 +33,12 @@ class Uninterrupted:
             return
         try:
             _signal.signal(_SIGINT, self._hold_back)
-        except ValueError:  # this is not the main thread
+        except ValueError:
             self._handler = None
+            # In the main thread it is an error of the user's handler of another signal that has
+            # just arrived, because ``signal`` runs such handlers first.
+            if threading.current_thread() is threading.main_thread():
+                raise
 
     def _hold_back(self, number: int, frame: FrameType | None) -> None:
         self._arrived = frame
