@@ -178,6 +178,25 @@ def test_sparse_gradients(momentum: float, dampening: float, device: torch.devic
             assert (a - b).abs().max() <= 8 * torch.finfo(torch.float32).eps * a.abs().max()
 
 
+@pytest.mark.parametrize("unscales", [False, True])
+def test_sparse_fp32_gradients_of_half_parameters(unscales: bool, device: torch.device) -> None:
+    """Without masters a parameter's gradient keeps the dtype that ``grad_dtype`` asks for."""
+    runs, words = [], torch.tensor([[0, 2, 2], [5, 0, 1]], device=device)
+    for grad_dtype in (None, torch.float32):
+        model = Words(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        fields = {"loss_scale": "dynamic", "grad_dtype": grad_dtype, "backend": "eager"}
+        with tritonamp.enable(model, optimizer, level="O3", **fields) as amp:
+            amp.backward(model(words).float().square().sum())
+            if unscales:
+                amp.unscale_()
+                assert model.words.weight.grad.dtype is (grad_dtype or torch.float16)
+            optimizer.step()
+            runs.append([p.detach().float() for p in model.parameters()])
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-9, atol=2**-11)
+
+
 def test_no_state_without_momentum(device: torch.device) -> None:
     run = OfSgd(device)
     with run.enabled("O2"):

@@ -201,4 +201,5 @@ def unscaled(param: Tensor, master: Tensor, grad_scale: Tensor, lent: bool) -> T
     if param is master and not grad.is_sparse:
         # An FP32 gradient is multiplied in place, and copied to itself, which does nothing.
         return grad.copy_(wide.mul_(grad_scale))
-    return (wide * grad_scale).to(master.dtype)
+    # a parameter that is its own master takes gradients of the dtype that its backward makes
+    return (wide * grad_scale).to(grad.dtype if param is master else master.dtype)
