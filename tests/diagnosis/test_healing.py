@@ -204,3 +204,15 @@ def test_several_modules_are_healed_together(caplog: Any) -> None:
         "Healed: 1, 2 compute in FP32 from now on, after 2 faults in 1; amp.unheal('1'); "
         "amp.unheal('2') undoes it."
     ]
+
+
+def test_a_model_that_is_healed_before_its_first_forward(caplog: Any) -> None:
+    """Its forward enters no op table, and no warning says that there was none."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tritonamp.enable(model, optimizer, level="O2") as amp:
+        amp.heal("")
+        with caplog.at_level(logging.WARNING, "tritonamp"):
+            amp.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+    assert caplog.messages == []

@@ -680,6 +680,7 @@ class Amp:
         """
         self._check_enabled("heal")
         self._parts.healing.heal(module)
+        self._parts.first_loss.is_awaited = False  # FP32 forwards do not enter the op table
 
     @leaves_inference_mode
     def unheal(self, module: str) -> None:
