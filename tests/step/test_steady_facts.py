@@ -213,7 +213,7 @@ def move_after_clip(run: Changing) -> None:
 
 def move_after_clip_and_build(run: Changing) -> None:
     move_after_clip(run)
-    run.copy_state(0)
+    run.own_state["exp_avg"] = run.own_state["exp_avg"].clone()
 
 
 class Marked(Tensor):
