@@ -159,23 +159,20 @@ def keep_for_undo(
 
 
 class Verdict(NamedTuple):
-    """The results of ``decide``: 0-d float32 tensors in one piece of memory.
+    """The results of ``decide``: float32 tensors in one piece of memory, 0-d except ``numbers``.
 
     Attributes:
+        numbers: the three others and ``flag``, of shape (4,) and stride (4,).
         found_inf: not 0 if the optimizers skip.
         norm: 2-norm of the unscaled gradients.
         grad_scale: factor from a scaled gradient to the one to step with: 1/scale times the clip
             coefficient.
     """
 
+    numbers: Tensor
     found_inf: Tensor
     norm: Tensor
     grad_scale: Tensor
-
-    @property
-    def numbers(self) -> Tensor:
-        """The three numbers and ``flag``, float32 of shape (4,) and stride (4,)."""
-        return self.found_inf.as_strided((4,), (_APART,))
 
     @property
     def flag(self) -> Tensor:
@@ -187,8 +184,9 @@ def new_verdicts(count: int, device: torch.device) -> list[Verdict]:
     """Return memory for ``count`` verdicts in one piece, which costs about as much as for one."""
     # Each number is at a multiple of 16 bytes, because launches that read it are found faster then.
     block = torch.empty((count, 4, _APART), dtype=torch.float32, device=device)
-    by_name = block.as_strided((len(Verdict._fields), count), (_APART, 4 * _APART)).unbind()
-    return [Verdict(*numbers) for numbers in zip(*[row.unbind() for row in by_name], strict=True)]
+    by_name = block.as_strided((3, count), (_APART, 4 * _APART)).unbind()
+    fields = block[..., 0].unbind(), *[row.unbind() for row in by_name]
+    return [Verdict(*verdict) for verdict in zip(*fields, strict=True)]
 
 
 def nonfinite_flag(loss: Tensor) -> Tensor:

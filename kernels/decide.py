@@ -161,7 +161,7 @@ def decide_triton(
     fault = used_scale if fault is None else fault
     earlier = used_scale if earlier is None else earlier
     known = amax, square_sum, fault, earlier, used_scale if loss is None else loss
-    _launch_of(*kind)(*known, used_scale, verdict.found_inf, *moved, numbers, places, before)
+    _launch_of(*kind)(*known, used_scale, verdict.numbers, *moved, numbers, places, before)
     if undo is not None:
         undo.is_filled = True
 

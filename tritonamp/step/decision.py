@@ -104,7 +104,7 @@ class Decision:
         self.zeroed: set[MasterWeights] = set()
         self.max_norm: float | None = None
         self._verdict = verdict
-        self.found_inf, self.norm, self.grad_scale = verdict
+        _, self.found_inf, self.norm, self.grad_scale = verdict
         self._found_earlier: Tensor | None = None
         # Valid until the next ``grad_stats`` of the same optimizer, which writes to the same
         # memory.
