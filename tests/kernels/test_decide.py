@@ -310,6 +310,17 @@ def judge(
     return found_inf, norm, factor
 
 
+def test_verdicts_of_one_piece_are_apart(device: torch.device) -> None:
+    """Each tensor is at a multiple of 16 bytes, and a number belongs to one verdict."""
+    verdicts = new_verdicts(3, device)
+    for k, verdict in enumerate(verdicts):
+        verdict.numbers.copy_(torch.arange(4.0) + 10 * k)
+    for k, verdict in enumerate(verdicts):
+        parts = verdict.found_inf, verdict.norm, verdict.grad_scale, verdict.flag
+        assert [float(part) for part in parts] == [10.0 * k + i for i in range(4)]
+        assert not any(part.data_ptr() & 15 for part in parts)
+
+
 @pytest.mark.parametrize(
     ("amax", "scale", "skips"),
     [
