@@ -11,13 +11,12 @@ from typing import NamedTuple
 
 import pytest
 from covering import SLOW, is_slow
+from slowness import slowness
 
 SLOWNESS = pytest.StashKey[float]()
 SECONDS = 2.0
 IN_PROCESSES = 10.0
 """The limit for processes that a test starts, each of which imports torch for two seconds."""
-LOOP = 0.011
-"""What ``slowness`` has Python do takes as many seconds where tests were marked."""
 
 
 class CpuTime(NamedTuple):
@@ -33,16 +32,6 @@ class CpuTime(NamedTuple):
 
     def since(self, before: "CpuTime") -> "CpuTime":
         return CpuTime(self.own - before.own, self.children - before.children)
-
-
-def slowness() -> float:
-    """Return how many times slower this machine is than the one where tests were marked, or 1."""
-    times = []
-    for _ in range(3):
-        before = time.process_time()
-        sum(i * i for i in range(200_000))
-        times.append(time.process_time() - before)
-    return max(1.0, min(times) / LOOP)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

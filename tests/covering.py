@@ -6,6 +6,7 @@ pytest --tools                        a sample, with all tests of the tools
 pytest --slow                         a sample of every test, the slow ones, too
 pytest --full                         every case of every test
 pytest --rest                         what --full has and a plain pytest leaves out
+pytest --rest --turn 1/3              of what would run, the first of three parts
 pytest tests/step/test_loop.py        every case of what is named: files, tests,
 pytest -k softmax; pytest -m ranks    and what -k, -m and --lf pick
 
@@ -17,7 +18,9 @@ Tools are built on the library, or run its tests. ``TOOLS`` lists them: each has
 are marked as ``smoke``, and a plain run takes these alone.
 """
 
+import argparse
 import ast
+import zlib
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -133,6 +136,20 @@ def left_out(config: pytest.Config) -> list[str]:
     return [] if option.slow else [mark for mark in SLOW if mark not in kept]
 
 
+def part(text: str) -> tuple[int, int]:
+    """Return the numbers of a part of the cases, as ``--turn`` takes them, and of all parts."""
+    which, _, parts = text.partition("/")
+    if which.isdecimal() and parts.isdecimal() and 1 <= int(which) <= int(parts):
+        return int(which), int(parts)
+    raise argparse.ArgumentTypeError(f"expected K/N with K from 1 to N, like 2/3, got {text!r}")
+
+
+def is_in(part: tuple[int, int], name: str) -> bool:
+    """Whether a case is in a part: the same one on every machine."""
+    which, parts = part
+    return zlib.crc32(name.encode()) % parts == which - 1
+
+
 def is_slow(item: pytest.Item, marks: Iterable[str] = SLOW) -> bool:
     return not item.get_closest_marker(SMOKE) and any(map(item.get_closest_marker, marks))
 
@@ -154,6 +171,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tools", action="store_true", help="run all tests of the tools, too")
     parser.addoption("--full", action="store_true", help="run every case of every test")
     parser.addoption("--rest", action="store_true", help="run what is left out without options")
+    parser.addoption(
+        "--turn",
+        type=part,
+        metavar="K/N",
+        help="of the cases that would run, run the K-th of N parts; a part has cases of every test",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -189,12 +212,16 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
+    option = config.option
     if not takes_all(config):
-        which = "with" if config.option.slow else "without"
-        return f"cases: a covering sample, {which} slow tests (--full runs all)"
-    if config.option.rest:
-        return "cases: those that are not in the covering sample, and slow tests"
-    return "cases: all" if config.option.full else "cases: all of what is named"
+        which = "with" if option.slow else "without"
+        cases = f"a covering sample, {which} slow tests (--full runs all)"
+    elif option.rest:
+        cases = "those that are not in the covering sample, and slow tests"
+    else:
+        cases = "all" if option.full else "all of what is named"
+    turn = "part {} of {} of ".format(*option.turn) if option.turn else ""
+    return f"cases: {turn}{cases}"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -215,25 +242,30 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a covering sample of the tests without a slow mark; with --rest all others."""
-    if takes_all(config) and not config.option.rest:
-        return
+    """Keep what ``chosen`` returns, or all that was asked for; of these a part with ``--turn``."""
+    named = takes_all(config)
+    kept = items if named and not config.option.rest else chosen(config, items)
+    if turn := config.option.turn:
+        kept = [item for item in kept if is_in(turn, item.nodeid)]
+    if not named:
+        marks, files = left_out(config), len(config.stash[SLOW_FILES])
+        and_none = f", and none of {files} files marked as {', '.join(marks)}" if marks else ""
+        config.stash[REPORT] = f"{len(kept)} of {len(items)} cases{and_none}: --full runs all"
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = kept
+
+
+def chosen(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return a covering sample of the tests without a slow mark; with --rest all others."""
     marks = left_out(config)
     candidates = [item for item in items if not is_slow(item, marks)]
     if getattr(config.option, "fake_cuda", None) == "ptx":
         candidates = [item for item in candidates if not item.get_closest_marker(STEPS)]
     kept = list(sample(candidates))
-    if config.option.rest:
-        in_sample = set(kept)
-        kept = [item for item in items if item not in in_sample]
-    else:
-        files = len(config.stash[SLOW_FILES])
-        and_none = f", and none of {files} files marked as {', '.join(marks)}"
-        config.stash[REPORT] = (
-            f"{len(kept)} of {len(items)} cases{and_none if marks else ''}: --full runs all"
-        )
-    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
-    items[:] = kept
+    if not config.option.rest:
+        return kept
+    in_sample = set(kept)
+    return [item for item in items if item not in in_sample]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -1,13 +1,14 @@
 """What runs without --full: the sample itself, and pytest on a small project of its own."""
 
+import argparse
 import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-import budget
 import pytest
-from covering import SLOW, SMOKE, TOOLS, covering, file_marks, more, one_in
+import slowness
+from covering import SLOW, SMOKE, TOOLS, covering, file_marks, more, one_in, part
 from small_project import run_pytest
 
 
@@ -110,8 +111,8 @@ def run(tmp_path: Path) -> Callable[..., str]:
     (tmp_path / "tool" / "test_smoke.py").write_text(TOOL)
     (tmp_path / "tool" / "test_more.py").write_text("def test(): pass")
     (tmp_path / "conftest.py").write_text(
-        "import budget, covering\n"
-        "budget.SECONDS, budget.IN_PROCESSES, budget.LOOP = 0.2, 0.3, 1.0\n"
+        "import budget, covering, slowness\n"
+        "budget.SECONDS, budget.IN_PROCESSES, slowness.LOOP = 0.2, 0.3, 1.0\n"
         'covering.TOOLS = ["tool"]\n'
         'pytest_plugins = ["covering", "budget", "on_a_gpu"]\n'
     )
@@ -131,6 +132,7 @@ MORE_RUNS = [
     ("-n2 --slow --dist load", "a covering sample, with slow tests", 11),
     ("-n0 --full", "cases: all\n", 33),
     ("-n2 --rest --dist load", "those that are not in the covering sample", 26),
+    ("-n2 --full --turn 1/1", "part 1 of 1 of all\n", 33),
     ("-n0 -k plain", "all of what is named", 1),
     ("-n0 -m ranks", "all of what is named", 1),
     ("-n0 -m tools", "all of what is named", 6),
@@ -156,6 +158,23 @@ def test_what_runs(run: Callable[..., str], arguments: str, header: str, passed:
     report = "7 of 31 cases, and none of 2 files marked as ranks, clients, crash"
     assert (report in shown) == (passed == 7)
     assert ("11 of 33 cases: --full runs all" in shown) == ("--slow" in arguments)
+
+
+@pytest.mark.parametrize("which", [None, *more(["--rest", "--full", "-k rows"])])
+def test_turns_run_every_case_once(run: Callable[..., str], which: str | None) -> None:
+    def cases(*arguments: str) -> list[str]:
+        shown = run("-v", "-n0", *(which or "").split(), *arguments)
+        return re.findall("^(\\S+::.+) PASSED", shown, re.MULTILINE)
+
+    turns = [cases("--turn", f"{k}/3") for k in (1, 2, 3)]
+    assert sorted(itertools.chain(*turns)) == sorted(cases())
+    assert all(turns)
+
+
+@pytest.mark.parametrize("turn", ["0/2", "3/2", "1", "a/b", "-1/2", "1/2/3", ""])
+def test_what_is_no_turn(turn: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected K/N with K from 1 to N"):
+        part(turn)
 
 
 @pytest.mark.parametrize(
@@ -195,10 +214,10 @@ def test_a_gpu_takes_long_tests_and_compiled_ones(run: Callable[..., str], tmp_p
 
 
 def test_a_slow_machine_gets_more_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "LOOP", 1e-6)
-    assert budget.slowness() > 100
-    monkeypatch.setattr(budget, "LOOP", 1.0)
-    assert budget.slowness() == 1
+    monkeypatch.setattr(slowness, "LOOP", 1e-6)
+    assert slowness.slowness() > 100
+    monkeypatch.setattr(slowness, "LOOP", 1.0)
+    assert slowness.slowness() == 1
 
 
 def test_one_named_test_runs_in_this_process(run: Callable[..., str]) -> None:

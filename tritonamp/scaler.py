@@ -550,9 +550,9 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state["_init_hysteresis_tracker"], state["_init_ceiling"] = self._hysteresis_and_ceiling()
-        passing = "_memory", "_scale_state", "_loss_nonfinite", "_largest", "_process_group"
-        passing += "_rule", "_memories", "_users"
-        return {**state, **dict.fromkeys(passing)}
+        scale = "_scale_state", "_largest", "_loss_nonfinite", "_rule"
+        of_this_process = "_memory", "_memories", "_process_group", "_users"
+        return {**state, **dict.fromkeys(scale + of_this_process)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
