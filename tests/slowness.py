@@ -1,4 +1,6 @@
-"""How slow this machine is. As a program it prints in how many turns CI runs its tests here."""
+"""How slow this machine is. As a program it prints in how many turns CI runs its tests here, at
+least: CI looks again after its first tests.
+"""
 
 import time
 
