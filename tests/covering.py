@@ -136,18 +136,17 @@ def left_out(config: pytest.Config) -> list[str]:
     return [] if option.slow else [mark for mark in SLOW if mark not in kept]
 
 
-def part(text: str) -> tuple[int, int]:
-    """Return the numbers of a part of the cases, as ``--turn`` takes them, and of all parts."""
-    which, _, parts = text.partition("/")
-    if which.isdecimal() and parts.isdecimal() and 1 <= int(which) <= int(parts):
-        return int(which), int(parts)
+def turn_of(text: str) -> tuple[int, int]:
+    """Return K and N of ``--turn K/N``."""
+    which, _, turns = text.partition("/")
+    if which.isdecimal() and turns.isdecimal() and 1 <= int(which) <= int(turns):
+        return int(which), int(turns)
     raise argparse.ArgumentTypeError(f"expected K/N with K from 1 to N, like 2/3, got {text!r}")
 
 
-def is_in(part: tuple[int, int], name: str) -> bool:
-    """Whether a case is in a part: the same one on every machine."""
-    which, parts = part
-    return zlib.crc32(name.encode()) % parts == which - 1
+def has_turn(name: str, which: int, turns: int) -> bool:
+    """Whether a case runs in a turn: the same one on every machine and in every process."""
+    return zlib.crc32(name.encode()) % turns == which - 1
 
 
 def is_slow(item: pytest.Item, marks: Iterable[str] = SLOW) -> bool:
@@ -173,9 +172,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rest", action="store_true", help="run what is left out without options")
     parser.addoption(
         "--turn",
-        type=part,
+        type=turn_of,
         metavar="K/N",
-        help="of the cases that would run, run the K-th of N parts; a part has cases of every test",
+        help="run the K-th of N parts of the cases that would run, by a checksum of their names",
     )
 
 
@@ -243,11 +242,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep what ``chosen`` returns, or all that was asked for; of these a part with ``--turn``."""
-    named = takes_all(config)
-    kept = items if named and not config.option.rest else chosen(config, items)
+    every = takes_all(config)
+    kept = items if every and not config.option.rest else chosen(config, items)
     if turn := config.option.turn:
-        kept = [item for item in kept if is_in(turn, item.nodeid)]
-    if not named:
+        kept = [item for item in kept if has_turn(item.nodeid, *turn)]
+    if not every:
         marks, files = left_out(config), len(config.stash[SLOW_FILES])
         and_none = f", and none of {files} files marked as {', '.join(marks)}" if marks else ""
         config.stash[REPORT] = f"{len(kept)} of {len(items)} cases{and_none}: --full runs all"

@@ -189,6 +189,13 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_facts, "_native", _facts._native)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def built_cpp() -> None:
+    """Build the C++, which takes seconds, before it counts as the time of a test."""
+    if not _native.PLAIN_STEPS:
+        _native.build()
+
+
 @pytest.fixture
 def cpp(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module built from C++, which ``_facts`` and ``Steady`` then ask."""

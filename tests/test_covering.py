@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import budget
 import pytest
-import slowness
-from covering import SLOW, SMOKE, TOOLS, covering, file_marks, more, one_in, part
+from covering import SLOW, SMOKE, TOOLS, covering, file_marks, more, one_in, turn_of
 from small_project import run_pytest
 
 
@@ -111,8 +111,8 @@ def run(tmp_path: Path) -> Callable[..., str]:
     (tmp_path / "tool" / "test_smoke.py").write_text(TOOL)
     (tmp_path / "tool" / "test_more.py").write_text("def test(): pass")
     (tmp_path / "conftest.py").write_text(
-        "import budget, covering, slowness\n"
-        "budget.SECONDS, budget.IN_PROCESSES, slowness.LOOP = 0.2, 0.3, 1.0\n"
+        "import budget, covering\n"
+        "budget.SECONDS, budget.IN_PROCESSES, budget.LOOP = 0.2, 0.3, 1.0\n"
         'covering.TOOLS = ["tool"]\n'
         'pytest_plugins = ["covering", "budget", "on_a_gpu"]\n'
     )
@@ -174,7 +174,7 @@ def test_turns_run_every_case_once(run: Callable[..., str], which: str | None) -
 @pytest.mark.parametrize("turn", ["0/2", "3/2", "1", "a/b", "-1/2", "1/2/3", ""])
 def test_what_is_no_turn(turn: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected K/N with K from 1 to N"):
-        part(turn)
+        turn_of(turn)
 
 
 @pytest.mark.parametrize(
@@ -214,10 +214,19 @@ def test_a_gpu_takes_long_tests_and_compiled_ones(run: Callable[..., str], tmp_p
 
 
 def test_a_slow_machine_gets_more_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slowness, "LOOP", 1e-6)
-    assert slowness.slowness() > 100
-    monkeypatch.setattr(slowness, "LOOP", 1.0)
-    assert slowness.slowness() == 1
+    monkeypatch.setattr(budget, "LOOP", 1e-6)
+    assert budget.slowness() > 100
+    monkeypatch.setattr(budget, "LOOP", 1.0)
+    assert budget.slowness() == 1
+
+
+def test_a_minute_that_is_slow_gets_more_seconds(run: Callable[..., str], tmp_path: Path) -> None:
+    """The machine is measured where a test took long, not where the run begins."""
+    slow = "import budget\nbudget.slowness = lambda: 10.0\n"
+    (tmp_path / "test_busy.py").write_text(BUSY)
+    assert " 3 failed" in run("-n0", "--budget", "0.2", "test_busy.py")
+    (tmp_path / "test_busy.py").write_text(slow + BUSY)
+    assert " failed" not in run("-n0", "--budget", "0.2", "test_busy.py")
 
 
 def test_one_named_test_runs_in_this_process(run: Callable[..., str]) -> None:
