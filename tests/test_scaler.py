@@ -377,6 +377,21 @@ def test_the_rule_follows_its_settings(device: torch.device) -> None:
     assert pickle.loads(pickle.dumps(scaler)).rule == scaler.rule
 
 
+def test_a_pickle_has_numbers_alone(device: torch.device) -> None:
+    """What an enabled model, its step and its gradients gave to the scaler stays in the process."""
+    model, optimizer = setting(device, "SGD")
+    given = GradScaler(device.type, mode="headroom")
+    with tritonamp.enable(model, optimizer, level="O2", scaler=given) as amp:
+        amp.backward(model(torch.ones(2, 4, device=device)).sum())
+        optimizer.step()
+        amp.backward(model(torch.ones(2, 4, device=device)).sum())
+        given._largest = torch.ones((), device=device)  # as where the user calls unscale_
+        plain = int, float, bool, str, type(None)
+        others = {k for k, v in given.__getstate__().items() if not isinstance(v, plain)}
+        assert others <= {"_per_optimizer_states", "_settings", "_rule_settings"}  # plain inside
+        assert pickle.loads(pickle.dumps(given)).state_dict() == given.state_dict()
+
+
 def test_what_headroom_remembers_goes_with_a_pickle_and_into_a_scaler_that_runs(
     device: torch.device,
 ) -> None:
