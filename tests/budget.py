@@ -6,7 +6,6 @@ is the test itself: fixtures are shared, and their first user would pay for all.
 """
 
 import os
-import sys
 import time
 from typing import NamedTuple
 
@@ -16,9 +15,6 @@ from covering import SLOW, is_slow
 SECONDS = 2.0
 IN_PROCESSES = 10.0
 """The limit for processes that a test starts, each of which imports torch for two seconds."""
-IMPORTED = 100
-"""A test that imports more modules is not measured. It is the first to use a part of torch, such as
-the 900 modules that a checkpoint imports in 2.7 s, and in another order another test would be."""
 LOOP = 0.011
 """What ``slowness`` has Python do takes as many seconds where tests were marked."""
 
@@ -70,10 +66,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
-    before, modules = CpuTime.now(), len(sys.modules)
+    before = CpuTime.now()
     result = yield
     taken, seconds = CpuTime.now().since(before), pyfuncitem.config.option.budget
-    if seconds is None or is_slow(pyfuncitem) or len(sys.modules) - modules > IMPORTED:
+    if seconds is None or is_slow(pyfuncitem):
         return result
     limits = CpuTime(seconds, IN_PROCESSES)
     if taken.exceeds(limits):

@@ -229,14 +229,6 @@ def test_a_minute_that_is_slow_gets_more_seconds(run: Callable[..., str], tmp_pa
     assert " failed" not in run("-n0", "--budget", "0.2", "test_busy.py")
 
 
-def test_the_first_one_to_import_is_not_measured(run: Callable[..., str], tmp_path: Path) -> None:
-    imports = "    sys.modules.update({f'm{i}': sys for i in range(NUMBER)})\n"
-    busy = f"{BUSY}\ndef test_imports():\n{imports}    use_cpu(0.4)\n"
-    for number, failed in (budget.IMPORTED, 4), (budget.IMPORTED + 1, 3):
-        (tmp_path / "test_busy.py").write_text(busy.replace("NUMBER", str(number)))
-        assert f" {failed} failed" in run("-n0", "--budget", "0.2", "test_busy.py")
-
-
 def test_one_named_test_runs_in_this_process(run: Callable[..., str]) -> None:
     assert "workers" not in run("test_rows.py::test_plain")
     assert "workers" not in run("-s", "-k", "plain")
