@@ -34,6 +34,7 @@ TABLE: dict[str, tuple[Any, Any, Any, Any]] = {
     "state_dict_dtype": (FP32, FP32, FP32, FP32),
     "fp32_modules": ((), (), (), ()),
     "fuse_norms": (True, True, True, True),
+    "fuse_ops": (True, True, True, True),
     "state": ("fp32", "fp32", "fp32", "fp32"),
     "masters": (None, None, None, None),
     "offload": (None, None, None, None),

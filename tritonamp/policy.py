@@ -64,6 +64,8 @@ class Policy:
             stay FP32.
         fuse_norms: hand-written RMSNorms with the arithmetic of ``rms_norm`` run as ``rms_norm``
             (only with ``op_policy``).
+        fuse_ops: activations that code writes out, such as the tanh form of GELU or ``silu(a) *
+            b``, run as one op on half tensors (only with ``op_policy``).
         on_nonfinite: response to a skip for which a lower scale cannot help. "skip": a line in the
             log. "explain": the failing batch runs again, and the operation is named. "heal": in
             addition, modules compute in FP32 from then on if that cures such faults. "raise":
@@ -96,6 +98,7 @@ class Policy:
     half_parameters: bool = False
     fp32_modules: tuple[str | type, ...] = ()
     fuse_norms: bool = True
+    fuse_ops: bool = True
     on_nonfinite: str = "skip"
     raise_after: int = 1
     track_changes: bool = False

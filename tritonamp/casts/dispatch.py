@@ -20,6 +20,7 @@ from tritonamp.casts.linear_losses import LINEAR_LOSSES
 from tritonamp.casts.op_rules import ALSO_WITHOUT_OP_POLICY, Rule, Stock
 from tritonamp.casts.op_table import op_table
 from tritonamp.casts.user_functions import registered
+from tritonamp.casts.written import installed
 from tritonamp.watched.frames import Role, plays
 
 
@@ -46,6 +47,7 @@ def acquire() -> None:
     registration.owners += 1
     _register()
     registered.replace_originals()
+    installed.place()
 
 
 def borrow(borrower: Any) -> None:
@@ -85,6 +87,7 @@ def release() -> None:
     registration.owners -= 1
     if registration.owners == 0:
         registered.restore_originals()
+        installed.restore()
         compilations.release()
         for library in registration.libraries:
             # private (torch 2.11 to 2.15): else the kernels stay until the library is collected

@@ -14,6 +14,7 @@ from tritonamp.casts.model_dtypes import ModelDtypes
 from tritonamp.casts.norm_layers import is_written_norm
 from tritonamp.casts.norm_results import unknown_followers
 from tritonamp.casts.saved import SavedDtypes
+from tritonamp.casts.written import installed
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.names import prefixes
 
@@ -29,7 +30,8 @@ class EnabledModels:
 
     Attributes:
         dtypes: dtypes of the models' tensors.
-        fused: names of the user-written norms that run as one kernel.
+        fused: names of the user-written norms, and functions and lines of the written-out
+            activations, that run as one op.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class EnabledModels:
                 else:
                     install(inner, Fp32Module, context)
             self._install_norms(model, context, front)
+            if context.policy.op_policy and context.policy.fuse_ops:
+                self.fused += installed.install(model)
             install(model, EnabledModule, context, saved, signature_of(model.forward), False)
         sharing.note(context, models, self.dtypes, stepped)
 

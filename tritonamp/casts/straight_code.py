@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import itertools
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from tritonamp.casts.norm_terms import (
     power,
     subtract,
 )
+from tritonamp.casts.source import source_of
 
 _MODULES = torch, torch.nn, torch.nn.functional
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -31,8 +31,6 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: divide,
     ast.Pow: power,
 }
-
-_PARTS = "co_code", "co_consts", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount"
 
 Values = dict[str, Any]
 """Values of local variables: terms, numbers, dtypes, shapes, None, and the module itself."""
@@ -226,33 +224,4 @@ def _statements(function: Any) -> list[ast.stmt]:
         raise Unproved(function)
     if function.__closure__ or function.__kwdefaults__:
         raise Unproved(function)
-    source = inspect.getsource(function)
-    if source[0].isspace():
-        source = "if True:\n" + source
-    (tree,) = ast.parse(source).body
-    if isinstance(tree, ast.If):
-        (tree,) = tree.body
-    if not isinstance(tree, ast.FunctionDef):
-        raise Unproved(function)
-    _check_same_code(tree, function)
-    return tree.body
-
-
-def _check_same_code(tree: ast.FunctionDef, function: FunctionType) -> None:
-    """Raise where the source is not the code that runs, for example after the file changed."""
-    code, outer = function.__code__, function.__globals__
-    modules = [name for name in code.co_names if inspect.ismodule(outer.get(name))]
-    # Python compiles ``torch.rsqrt(x)`` by whether torch was imported in the same file, or cell
-    for count in range(len(modules) + 1):
-        for imported in itertools.combinations(modules, count):
-            imports = [ast.Import([ast.alias(name)]) for name in imported]
-            source = ast.fix_missing_locations(ast.Module([*imports, tree], []))
-            compiled = compile(source, "<source>", "exec", dont_inherit=True)
-            if any(_is_same(found, code) for found in compiled.co_consts):
-                return
-    raise Unproved(code)
-
-
-def _is_same(found: Any, code: CodeType) -> bool:
-    is_it = isinstance(found, CodeType) and found.co_name == code.co_name
-    return is_it and all(getattr(found, part) == getattr(code, part) for part in _PARTS)
+    return source_of(function).tree.body

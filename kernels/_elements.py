@@ -1,0 +1,72 @@
+"""Programs of elementwise kernels: which part of which row each of them computes."""
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tritonamp.kernels._lines import MAX_VECTOR, WIDEST
+from tritonamp.kernels.device import tl, triton
+
+BLOCK, WARPS = 1024, 4  # elements and warps of a program: a thread holds 16 bytes of each tensor
+SHORTEST = 512  # elements of a row; a program would have nothing to do for most of its threads
+
+
+class Rows(NamedTuple):
+    """Tensors of one shape as rows: contiguous ones as one row, halves of a tensor as many.
+
+    Attributes:
+        grid: number of programs.
+        sizes: elements of a row, programs of a row, and the distance of two rows of each tensor.
+        full: every program computes ``BLOCK`` elements, and needs no mask.
+        vec: number of neighbours that a thread loads at once; it divides all distances.
+    """
+
+    grid: tuple[int, int, int]
+    sizes: tuple[int, ...]
+    full: bool
+    vec: int
+
+
+def rows_of(*tensors: Tensor) -> tuple[Rows, list[Tensor]]:
+    """Return the rows of tensors of one shape with elements, and the tensors to launch with.
+
+    A tensor is copied if its rows are not contiguous, or short and apart.
+    """
+    shape = tensors[0].shape
+    n = shape[-1] if shape else 1
+    if n < SHORTEST or all(x.is_contiguous() for x in tensors):
+        given = [x.contiguous() for x in tensors]
+        rows, n = 1, given[0].numel()
+        distances = [0] * len(given)
+    else:
+        given = [x.reshape(-1, n) for x in tensors]  # copies where this is no view
+        given = [x if x.stride(1) == 1 else x.contiguous() for x in given]
+        rows, distances = len(given[0]), [x.stride(0) for x in given]
+    widest = WIDEST // max(x.element_size() for x in given)
+    vec = math.gcd(MAX_VECTOR, widest, n, *distances)
+    blocks = -(-n // BLOCK)
+    return Rows((rows * blocks, 1, 1), (n, blocks, *distances), n % BLOCK == 0, vec), given
+
+
+@triton.jit
+def element_offsets(n, blocks, FULL: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the row of this program, and offsets and mask of its elements within the row; int64.
+
+    Args:
+        n: elements of a row.
+        blocks: programs of a row.
+        FULL: whether BLOCK divides n.
+        VEC: number that divides n.
+        BLOCK: elements of a program.
+    """
+    pid = tl.program_id(0)
+    start = (pid % blocks).to(tl.int64) * BLOCK
+    j = tl.arange(0, BLOCK)
+    row = (pid // blocks).to(tl.int64)
+    # a constant mask of True, which the compiler removes
+    if FULL:
+        return row, start + j, tl.full([BLOCK], True, tl.int1)
+    else:
+        # tells the compiler that VEC divides the mask's bound, or it would load element by element
+        return row, start + j, j < n // VEC * VEC - start

@@ -1,0 +1,431 @@
+"""Activations that code writes out: which are found, and what they compute then."""
+
+import copy
+import functools
+import inspect
+import math
+import pickle
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tritonamp
+from tests.casts.written_code import EXACT, LEFT
+from tritonamp.casts.written import installed
+from tritonamp.casts.written.rewriting import NAME, rewritten
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+class Calls(nn.Module):
+    """A model that calls a function of its input, or of two inputs, after a layer."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 8), function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        self.given = [self.layer(x) for x in inputs]
+        self.found = self.function(*self.given)
+        return self.found
+
+
+def inputs(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+    count = len(inspect.signature(function).parameters)
+    torch.manual_seed(0)
+    return [torch.randn(6, 4, device=device) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", EXACT)
+def test_it_computes_the_same_in_one_op(
+    handles: Any, device: torch.device, name: str, level: str, dtype: torch.dtype
+) -> None:
+    function, formula = EXACT[name]
+    own = function.__code__
+    model = Calls(function).to(device)
+    amp = handles(model, level=level, dtype=dtype, cast_outputs=None)
+    assert [site.rpartition(":")[0] for site in amp.stats()["fused"]] == [name]
+    model(*inputs(function, device))
+    assert model.found.dtype is dtype
+    wide = [x.detach().double().requires_grad_() for x in model.given]
+    expected = formula(*wide)
+    # one rounding; half the tests have two ops, or an addition behind the one
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(model.found.double(), expected, rtol=2 * eps, atol=eps / 8)
+    grads = torch.autograd.grad(expected.sum(), wide, allow_unused=True)
+    found = torch.autograd.grad(model.found.sum(), model.given, allow_unused=True)
+    for grad, result in zip(grads, found, strict=True):
+        assert (grad is None) == (result is None)
+        if grad is not None:
+            torch.testing.assert_close(result.double(), grad, rtol=2 * eps, atol=2 * eps)
+    amp.disable()
+    assert function.__code__ is own and NAME not in function.__globals__
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_other_code_is_left_alone(name: str) -> None:
+    assert rewritten(LEFT[name], lambda _: False) is None
+
+
+def test_there_are_thirty_of_the_others() -> None:
+    assert len(LEFT) >= 30
+
+
+def gelu(x: Tensor) -> Tensor:
+    c = 0.044715
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + c * x**3)))
+
+
+class MLP(nn.Module):
+    """A gated layer whose activation is a module."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = (nn.Linear(8, 8) for _ in range(3))
+        self.act = act
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.gate(x)) * self.up(x)
+        self.product = x
+        return self.down(x)
+
+
+class Swapped(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        self.product = self.up(x) * self.act(self.gate(x))
+        return self.down(self.product)
+
+
+class WrittenSiLU(nn.Module):
+    """One argument, and a docstring."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x * sigmoid(x)."""
+        return x * torch.sigmoid(x)
+
+
+ACTS = {"SiLU": nn.SiLU(), "GELU": nn.GELU(), "GELU tanh": nn.GELU("tanh"), "own": WrittenSiLU()}
+
+
+def is_gated(model: Any) -> bool:
+    return bool(model.product.grad_fn.name() == "ActivationBackward")
+
+
+@pytest.mark.parametrize("cls", [MLP, Swapped])
+@pytest.mark.parametrize("act", ACTS)
+def test_a_module_times_a_gate(
+    handles: Any, device: torch.device, act: str, cls: type[MLP]
+) -> None:
+    torch.manual_seed(0)
+    model, x = cls(ACTS[act]).to(device), torch.randn(4, 8, device=device)
+    expected = model(x)
+    amp = handles(model, level="O1", dtype=FP16, cast_outputs=None)
+    assert f"{cls.__name__}.forward" in {site.rpartition(":")[0] for site in amp.stats()["fused"]}
+    result = model(x)
+    assert is_gated(model) and result.dtype is FP16
+    torch.testing.assert_close(result.float(), expected, rtol=0, atol=4e-3)
+    result.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_module_with_hooks_is_called(handles: Any) -> None:
+    model, seen = MLP(nn.SiLU()), []
+    handles(model, level="O1")
+    hook = model.act.register_forward_hook(lambda *_: seen.append(1))
+    model(torch.randn(2, 8))
+    assert seen == [1] and not is_gated(model)
+    hook.remove()
+    every = nn.modules.module.register_module_forward_hook(lambda *_: seen.append(2))
+    model(torch.randn(2, 8))
+    every.remove()
+    assert 2 in seen and not is_gated(model)
+    model(torch.randn(2, 8))
+    assert is_gated(model)
+
+
+def test_another_module_in_its_place_is_called(handles: Any) -> None:
+    model = MLP(nn.SiLU())
+    handles(model, level="O1")
+    model.act = nn.Tanh()
+    x = torch.randn(2, 8)
+    model(x)
+    assert not is_gated(model)
+    model.act = nn.GELU()
+    model(x)
+    assert is_gated(model)
+
+
+def test_dropout_between_keeps_its_place_in_the_random_numbers(handles: Any) -> None:
+    class Random(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            self.product = self.act(F.dropout(self.gate(x))) * F.dropout(self.up(x))
+            return self.product
+
+    results = []
+    for fuse in (True, False):
+        torch.manual_seed(0)
+        model = Random(nn.SiLU())
+        amp = handles(model, level="O1", fuse_ops=fuse)
+        results.append(model(torch.ones(4, 8)))
+        assert is_gated(model) is fuse
+        amp.disable()
+    assert torch.equal(results[0] == 0, results[1] == 0)
+    torch.testing.assert_close(*results, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"level": "O1", "fuse_ops": False}, {"level": "O0"}, {"level": "O3"}]
+)
+def test_without_the_field_code_stays(handles: Any, fields: Any) -> None:
+    own = gelu.__code__
+    model = Calls(gelu)
+    amp = handles(model, **fields)
+    assert amp.stats()["fused"] == [] and gelu.__code__ is own
+    model(torch.randn(2, 4))
+
+
+class Inside(nn.Module):
+    """Code that only half tensors inside an enabled forward may run as one op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        half = self.layer(x)
+        with tritonamp.disable_casts():
+            uncast = gelu(half.float())
+        return (
+            gelu(half),
+            gelu(half.float()),
+            gelu(half.double()),
+            uncast,
+            gelu(2.0 * torch.ones(())),
+        )
+
+
+def test_other_dtypes_run_the_code_as_it_stands(handles: Any) -> None:
+    model = Inside()
+    amp = handles(model, level="O1", cast_outputs=None)
+    found = model(torch.randn(3, 4))
+    assert [y.dtype for y in found] == [FP16, FP32, torch.float64, FP32, FP32]
+    names = [y.grad_fn.name() for y in found[:-1]]
+    assert names == ["GeluBackward0", "MulBackward0", "MulBackward0", "MulBackward0"]
+    outside = gelu(found[0].detach())
+    assert outside.dtype is FP16
+    amp.disable()
+    assert torch.equal(gelu(found[0].detach()), outside)
+
+
+def test_numbers_and_errors_are_those_of_the_code(handles: Any) -> None:
+    class Faulty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Any) -> Any:
+            return gelu(x)
+
+    model = Faulty()
+    handles(model, level="O1")
+    with pytest.raises(TypeError) as raised:
+        model("text")
+    last = traceback.extract_tb(raised.value.__traceback__)[-1]
+    lines, first = inspect.getsourcelines(gelu)
+    assert (last.filename, last.lineno) == (__file__, first + 2)
+    assert last.line == lines[2].strip()
+
+
+def test_two_models_share_a_function(handles: Any) -> None:
+    own = gelu.__code__
+    first, second = Calls(gelu), Calls(gelu)
+    one = handles(first, level="O1", cast_outputs=None)
+    two = handles(second, level="O1", cast_outputs=None, fuse_ops=False)
+    x = torch.randn(2, 4)
+    assert (first(x).dtype, second(x).dtype) == (FP16, FP32)
+    one.disable()
+    assert second(x).dtype is FP32 and gelu.__code__ is not own
+    two.disable()
+    assert gelu.__code__ is own and NAME not in gelu.__globals__
+
+
+def test_a_second_model_may_have_more_modules(handles: Any) -> None:
+    class Two(nn.Module):
+        def __init__(self, left: nn.Module, right: nn.Module) -> None:
+            super().__init__()
+            self.layer, self.left, self.right = nn.Linear(8, 8), left, right
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.layer(x)
+            return self.left(x) * x, self.right(x) * x
+
+    x = torch.randn(2, 8)
+    first, second = Two(nn.SiLU(), nn.Tanh()), Two(nn.Tanh(), nn.SiLU())
+    one = handles(first, level="O1")
+    two = handles(second, level="O1")
+    assert len(one.stats()["fused"]) == 1
+    assert len(two.stats()["fused"]) == 2  # lines, whichever module runs
+    for model, place in ((first, 0), (second, 1)):
+        outputs = model(x)
+        names = [y.grad_fn.name() for y in outputs]
+        assert [name == "ToCopyBackward0" for name in names] == [True, True]
+        inner = [y.grad_fn.next_functions[0][0].name() for y in outputs]
+        assert [name == "ActivationBackward" for name in inner] == [place == 0, place == 1]
+
+
+def test_code_that_another_tool_has_replaced_stays(handles: Any) -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
+    model = Calls(scaled)
+    amp = handles(model, level="O1")
+    other = (lambda x: 2 * x).__code__
+    scaled.__code__ = other
+    amp.disable()
+    assert scaled.__code__ is other
+    scaled.__code__ = next(row.original for f, row in installed._rows.items() if f is scaled)
+
+
+def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    wrapper.__wrapped__ = function  # type: ignore[attr-defined]
+    return wrapper
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    @staticmethod
+    def static(x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
+    def method(self, x: Tensor, /, scale: float = 1.0, *, shift: float = 0.0) -> Tensor:
+        """With defaults, and a nested function that reads another name."""
+
+        def shifted(y: Tensor) -> Tensor:
+            return y + shift
+
+        return shifted(x * torch.sigmoid(x) * scale)
+
+
+class Decorated(Base):
+    @decorated
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * torch.sigmoid(x)
+
+
+class Static(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.static(super().forward(x))
+
+
+class Method(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method(self.layer(x), shift=1.0)
+
+
+class Partial(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = functools.partial(gelu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.layer(x))
+
+
+class Bound(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = self.method
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    "cls", [Decorated, Static, Method, Partial, Bound], ids=lambda c: c.__name__
+)
+def test_the_function_is_found(handles: Any, cls: type[Base]) -> None:
+    torch.manual_seed(0)
+    model, x = cls(), torch.randn(3, 4)
+    expected = model(x)
+    amp = handles(model, level="O2", cast_outputs=None)
+    assert len(amp.stats()["fused"]) == 1
+    result = model(x)
+    assert result.dtype is FP16
+    torch.testing.assert_close(result.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_copies_pickles_and_checkpoints(handles: Any) -> None:
+    model = MLP(nn.SiLU())
+    x = torch.randn(2, 8)
+    amp = handles(model, level="O2")
+    expected = model(x)
+    del model.product  # a tensor with a graph has no copy
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x), expected) and is_gated(twin)
+    loss = checkpoint(model, x, use_reentrant=False).sum()
+    loss.backward()
+    assert model.gate.weight.grad.isfinite().all()
+    amp.disable()
+    assert torch.equal(twin(x), expected) and is_gated(twin)
+    del twin, model.product
+    assert pickle.loads(pickle.dumps(model)) is not None
+
+
+# torch 2.11 tracing a Function
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled(handles: Any) -> None:
+    model = MLP(nn.SiLU())
+    handles(model, level="O2")
+    x = torch.randn(2, 8)
+    expected = model(x)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_explain_names_the_line(handles: Any) -> None:
+    class Overflows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = 300 + self.layer(x)
+            return F.relu(y) ** 2
+
+    model = Overflows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = tritonamp.enable(model, optimizer, level="O1")
+    try:
+        amp.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+        text = amp.explain(replay=True)
+    finally:
+        amp.disable()
+    _, first = inspect.getsourcelines(Overflows.forward)
+    assert f"test_written.py:{first + 2}" in text, text
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    yield
+    assert all(f.__code__ is row.original for f, row in installed._rows.items())
+    assert not any(NAME in f.__globals__ for f in installed._rows)

@@ -1,0 +1,71 @@
+"""The activation that a module computes."""
+
+import ast
+import weakref
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_modules
+
+from tritonamp.casts.source import source_of
+from tritonamp.casts.written import terms
+from tritonamp.casts.written.reader import Reader
+from tritonamp.kernels.activation import KINDS
+
+Spec = tuple[str, float, float]
+"""Arguments kind, a and b of ``kernels.activation``."""
+
+# by code of a forward
+_known: "weakref.WeakKeyDictionary[CodeType, Spec | None]" = weakref.WeakKeyDictionary()
+
+
+def of_module(module: Any) -> Spec | None:
+    """Return kind, a and b of the activation that calling ``module`` computes, and nothing else.
+
+    None for other modules, for modules with hooks, and while hooks of all modules are set.
+    """
+    # private (torch 2.11 to 2.15): what nn.Module asks itself
+    if not isinstance(module, nn.Module) or torch_modules._has_any_global_hook():
+        return None
+    own = vars(module)
+    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    if "forward" in own or any(own[name] for name in hooks):
+        return None
+    cls = type(module)
+    if cls is nn.SiLU:
+        return KINDS["silu"]
+    if cls is nn.GELU:
+        return KINDS["gelu" if module.approximate == "none" else "gelu tanh"]
+    forward: Any = cls.forward
+    return _of_forward(forward) if isinstance(forward, FunctionType) else None
+
+
+def _of_forward(forward: FunctionType) -> Spec | None:
+    code = forward.__code__
+    if code not in _known:
+        _known[code] = _proved(forward)
+    return _known[code]
+
+
+def note_rewritten(forward: FunctionType, code: CodeType) -> None:
+    """Note that other code of a function computes the same as its own code, which runs now."""
+    _known[code] = _of_forward(forward)
+
+
+def _proved(forward: FunctionType) -> Spec | None:
+    """Return the activation of a forward that returns an expression of its one argument."""
+    try:
+        body = source_of(forward).tree.body
+        if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            body = body[1:]
+        (statement,) = body
+        if not isinstance(statement, ast.Return) or statement.value is None:
+            return None
+        reader = Reader(forward)
+        found = terms.activation(reader.read(statement.value))
+    except Exception:  # Unproved, or source that is missing
+        return None
+    _, *arguments = forward.__code__.co_varnames[: forward.__code__.co_argcount]
+    is_whole = [found.x] == arguments and found.gate is None and not reader.opaque
+    return (found.kind, found.a, found.b) if is_whole else None

@@ -1,0 +1,248 @@
+"""Rewrite a function so that the activations in it are calls of ``ops``."""
+
+import ast
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from tritonamp.casts.norm_terms import Unproved
+from tritonamp.casts.source import source_of
+from tritonamp.casts.written import terms
+from tritonamp.casts.written.reader import ONE_OP, Reader, may_have_activations
+
+NAME = "_tritonamp_written"
+"""Global under which rewritten functions find ``ops``."""
+
+_SCOPES = (
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda,
+    ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
+)  # fmt: skip
+
+IsActivation = Callable[[str], bool]
+"""Tells whether an attribute of ``self`` is a module that computes an activation."""
+
+
+class Rewritten(NamedTuple):
+    """A function's code with calls of ``ops``, and the lines of the activations."""
+
+    code: CodeType
+    lines: tuple[int, ...]
+
+
+def rewritten(function: FunctionType, is_activation: IsActivation) -> Rewritten | None:
+    """Return the code of a function in which activations are one op; None if it has none."""
+    calls_modules = any(map(is_activation, function.__code__.co_names))
+    if not calls_modules and not may_have_activations(function):
+        return None
+    try:
+        source = source_of(function)
+        rewriter = _Rewriter(function, source.tree, is_activation)
+        tree = copy.copy(source.tree)
+        tree.body = rewriter.block(tree.body)
+        if not rewriter.lines:
+            return None
+        code = source.compiled(tree, function.__code__)
+        return Rewritten(code, tuple(rewriter.lines))
+    except (Unproved, OSError, SyntaxError):
+        return None
+
+
+class _Known(NamedTuple):
+    """The value of a local name, computed by statements in a row."""
+
+    value: Any  # a number or a ``Polynomial``
+    first: int  # index of the first of the statements
+
+
+class _Rewriter:
+    """Replaces activations by calls of ``ops``. All other code stays as it is."""
+
+    def __init__(
+        self, function: FunctionType, tree: ast.FunctionDef, is_activation: IsActivation
+    ) -> None:
+        self.function, self.is_activation = function, is_activation
+        self.loads = _loads([tree])
+        self.lines: list[int] = []
+
+    def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        """Return a block in which activations are one op.
+
+        An activation may read names that the statements before it assign. If nothing else reads
+        them, the statements are skipped together with the last one.
+        """
+        before: list[ast.stmt] = []  # as they stood; after a replaced row, from there on
+        result: list[ast.stmt] = []
+        known: dict[str, _Known] = {}
+        for statement in statements:
+            count = len(self.lines)
+            visited = self.visit(copy.deepcopy(statement))
+            target, value = _target_and_value(statement)
+            used = [known[n] for n in _loads([value] if value else []) if n in known]
+            first = min((k.first for k in used), default=len(result))
+            before.append(statement)
+            result.append(visited)
+            if value is None or len(self.lines) > count:  # it may do anything
+                known.clear()
+                continue
+            if used and self._is_apart(before[first:]):
+                row = self._row(statement, value, known, result[first:])
+                if row is not None:
+                    before[first:], result[first:] = [row], [row]
+                    known.clear()
+                    continue
+            reader = self._reader(known)
+            read = _or_none(lambda: reader.read(value))  # noqa: B023
+            if target is None or read is None or reader.opaque:
+                known.clear()
+            else:
+                known[target] = _Known(read, first)
+        return result
+
+    def _is_apart(self, row: list[ast.stmt]) -> bool:
+        """Return whether nothing else reads the names that a row assigns before its end."""
+        inside = _loads(row)
+        names = [_target_and_value(statement)[0] for statement in row[:-1]]
+        return all(name is not None and self.loads[name] == inside[name] for name in names)
+
+    def _row(
+        self,
+        statement: ast.stmt,
+        value: ast.expr,
+        known: Mapping[str, _Known],
+        plain: list[ast.stmt],
+    ) -> ast.stmt | None:
+        """Return one statement for a row whose last one computes an activation."""
+        reader = self._reader(known)
+        found = _or_none(lambda: terms.activation(reader.read(value)))
+        if found is None or reader.opaque:
+            return None
+        operands = [_name(found.x), *([] if found.gate is None else [_name(found.gate)])]
+        one_op: Any = copy.copy(statement)
+        one_op.value = _call("activation", _spec(found), *operands)
+        self.lines.append(statement.lineno)
+        return _placed(ast.If(_call("takes", *operands), [one_op], plain), plain[0])
+
+    def _reader(self, known: Mapping[str, _Known]) -> Reader:
+        return Reader(self.function, {name: k.value for name, k in known.items()})
+
+    def visit(self, node: Any) -> Any:
+        """Return a part of the tree in which activations are one op; it may be changed in place."""
+        if isinstance(node, list):
+            is_block = bool(node) and isinstance(node[0], ast.stmt)
+            return self.block(node) if is_block else [self.visit(part) for part in node]
+        if not isinstance(node, ast.AST) or isinstance(node, _SCOPES):
+            return node
+        if isinstance(node, (ast.BinOp, ast.Call)):
+            replaced = self._one_op(node) or self._by_module(node)
+            if replaced is not None:
+                return _placed(replaced, node)
+        for name, value in ast.iter_fields(node):
+            setattr(node, name, self.visit(value))
+        return node
+
+    def _one_op(self, node: ast.expr) -> ast.expr | None:
+        """Return a call of ``ops.run`` for an expression that is an activation."""
+        reader = self._reader({})
+        if isinstance(node, ast.Call) and reader.object(node.func) in ONE_OP:
+            return None
+        found = _or_none(lambda: terms.activation(reader.read(node)))
+        if found is None:
+            return None
+        self.lines.append(node.lineno)
+        names = [name for name in (found.x, found.gate) if name is not None]
+        # other expressions in the order in which they stand; a name has no effects
+        order = sorted(names, key=[*reader.opaque, *names].index)
+        places = {id(expression): name for name, expression in reader.opaque.items()}
+        plain = ast.Lambda(_arguments(order), _with_names(node, places))
+        operands = [
+            self.visit(reader.opaque[name]) if name in reader.opaque else _name(name)
+            for name in order
+        ]
+        return _call("run", plain, _spec(found), ast.Constant(order.index(found.x)), *operands)
+
+    def _by_module(self, node: ast.expr) -> ast.expr | None:
+        """Return an expression for ``self.act(x) * gate``, in either order."""
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+            return None
+        for place, (call, gate) in enumerate(((node.left, node.right), (node.right, node.left))):
+            match call:
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="self"), attr=name) as module,
+                    args=[x],
+                    keywords=[],
+                ) if self.is_activation(name) and not isinstance(x, ast.Starred):
+                    self.lines.append(node.lineno)
+                    x, gate = self.visit(copy.deepcopy(x)), self.visit(copy.deepcopy(gate))
+                    operands = (x, gate) if place == 0 else (gate, x)
+                    one_op = _call("gated", module, ast.Constant(place), *operands)
+                    return ast.IfExp(_call("of_module", module), one_op, node)
+        return None
+
+
+def _or_none(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Exception:  # Unproved, or what Python says of code that could not run either
+        return None
+
+
+def _target_and_value(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
+    """Return the name that a statement assigns, and its value; None for other statements."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            return name, value
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+            return name, value
+        case ast.Return(value=ast.expr() as value):
+            return None, value
+    return None, None
+
+
+def _loads(nodes: Iterable[ast.AST]) -> Counter[str]:
+    """Return how often each name is read."""
+    return Counter(
+        inner.id
+        for node in nodes
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Store)
+    )
+
+
+def _with_names(node: Any, names: Mapping[int, str]) -> Any:
+    """Return a copy of a tree with names in place of some expressions, given by their ids."""
+    if id(node) in names:
+        return _name(names[id(node)])
+    if isinstance(node, list):
+        return [_with_names(part, names) for part in node]
+    if not isinstance(node, ast.AST):
+        return node
+    result = copy.copy(node)
+    for name, value in ast.iter_fields(node):
+        setattr(result, name, _with_names(value, names))
+    return result
+
+
+def _placed(new: Any, old: Any) -> Any:
+    """Return a node with the line of the one that it replaces, so that tracebacks name it."""
+    for node in ast.walk(new):
+        if "lineno" in node._attributes and not hasattr(node, "lineno"):
+            ast.copy_location(node, old)
+    return new
+
+
+def _spec(found: terms.Activation) -> ast.expr:
+    return ast.Tuple([ast.Constant(v) for v in (found.kind, found.a, found.b)], ast.Load())
+
+
+def _name(name: str) -> ast.expr:
+    return ast.Name(name, ast.Load())
+
+
+def _call(name: str, *arguments: ast.expr) -> ast.expr:
+    return ast.Call(ast.Attribute(_name(NAME), name, ast.Load()), [*arguments], [])
+
+
+def _arguments(names: Iterable[str]) -> ast.arguments:
+    return ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
