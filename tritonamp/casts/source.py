@@ -26,10 +26,10 @@ class Source(NamedTuple):
     imports: tuple[str, ...]
 
     def compiled(self, tree: ast.FunctionDef, code: CodeType) -> CodeType:
-        """Return the code of another definition, as if it stood in the place of ``code``.
+        """Return the code of another definition, with the cells, line and names of ``code``.
 
         Raises:
-            Unproved: it needs other cells than ``code``.
+            Unproved: the definition needs other cells.
         """
         found = _compiled(tree, code, self.imports)
         if found.co_freevars != code.co_freevars:
@@ -44,9 +44,9 @@ def source_of(function: Any) -> Source:
     """Return the source of a function.
 
     Raises:
-        Unproved: it has no source, or one that is not the code that runs, for example because the
-            file has changed.
-        OSError: there is no file.
+        Unproved: the function has no source, or its source is not the code that runs, for example
+            because the file has changed.
+        OSError: the file is missing.
     """
     if not isinstance(function, FunctionType):
         raise Unproved(function)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonamp.casts.active import active
 from tritonamp.casts.written.modules import Spec
@@ -17,10 +18,10 @@ from tritonamp.policy import HALF_DTYPES
 def takes(x: Any, gate: Any = None) -> bool:
     """Return whether the activation of ``x``, times a gate if there is one, runs as one op now."""
     # torch.compile fuses by itself
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.dtype not in HALF_DTYPES:
+    if torch.compiler.is_compiling() or not _is_plain(x) or x.dtype not in HALF_DTYPES:
         return False
     if gate is not None:
-        if type(gate) is not Tensor or gate.dtype is not x.dtype:
+        if not _is_plain(gate) or gate.dtype is not x.dtype:
             return False
         if gate.shape != x.shape or gate.device != x.device:
             return False
@@ -29,6 +30,20 @@ def takes(x: Any, gate: Any = None) -> bool:
         return False
     # autocast is off inside disable_casts()
     return torch.is_autocast_enabled(x.device.type) and not is_under_transforms()
+
+
+def _is_plain(x: Any) -> bool:
+    """Return whether operations on ``x`` are torch's own."""
+    cls = type(x)
+    if cls is Tensor:
+        return True
+    if not issubclass(cls, Tensor) or is_traceable_wrapper_subclass(x):
+        return False
+    # a class may give functions another meaning; private: what disables that (torch 2.11 to 2.15)
+    own: Any = cls.__torch_function__
+    of_torch: Any = Tensor.__torch_function__
+    disabled = torch._C._disabled_torch_function_impl
+    return own is disabled or getattr(own, "__func__", None) is of_torch.__func__
 
 
 def activation(spec: Spec, x: Tensor, gate: Tensor | None = None) -> Tensor:

@@ -153,7 +153,7 @@ def activation(value: Any) -> Activation:
     """Return the activation, with or without a gate, that a polynomial is.
 
     Raises:
-        Unproved: it is something else.
+        Unproved: the polynomial is no activation.
     """
     terms = _polynomial(value).terms
     atoms = _atoms(terms)
