@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import tritonamp
 from tests.casts.written_code import EXACT, LEFT
 from tritonamp.casts.written import installed
-from tritonamp.casts.written.rewriting import NAME, rewritten
+from tritonamp.casts.written.rewriting import rewritten
+from tritonamp.casts.written.trees import NAME
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 

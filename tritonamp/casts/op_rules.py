@@ -238,14 +238,14 @@ def fitting_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) 
     dtype = kwargs.get("dtype") or next(floating_dtypes(args), None)
     if dtype not in HALF_DTYPES:
         return stock(*args, **kwargs)
-    fitted = [_fit(value, dtype) for value in args]
+    fitted = [fitted_number(value, dtype) for value in args]
     # tensors before the last one are masks and indices
     if isinstance(args[-1], Tensor) and args[-1].dtype is not dtype:
         fitted[-1] = _fit_tensor(args[-1], dtype)
     return stock(*fitted, **kwargs)
 
 
-def _fit(value: Any, dtype: torch.dtype) -> Any:
+def fitted_number(value: Any, dtype: torch.dtype) -> Any:
     """Return a finite number clamped to the range of ``dtype``, and any other value unchanged."""
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         return value

@@ -11,7 +11,8 @@ from torch import nn
 
 from tritonamp.casts.written import ops
 from tritonamp.casts.written.modules import note_rewritten, of_module
-from tritonamp.casts.written.rewriting import NAME, rewritten
+from tritonamp.casts.written.rewriting import rewritten
+from tritonamp.casts.written.trees import NAME
 
 _NOT_USERS = "torch", "tritonamp", "builtins"
 

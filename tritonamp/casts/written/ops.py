@@ -3,53 +3,24 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch import float32 as float32
 
-from tritonamp.casts.active import active
+from tritonamp.casts.written import masks
+from tritonamp.casts.written.conditions import backend
+from tritonamp.casts.written.conditions import takes as takes
 from tritonamp.casts.written.modules import Spec
 from tritonamp.casts.written.modules import of_module as of_module
 from tritonamp.functional.activations import activated
-from tritonamp.functional.inputs import is_under_transforms
-from tritonamp.policy import HALF_DTYPES
 
-
-def takes(x: Any, gate: Any = None) -> bool:
-    """Return whether the activation of ``x``, times a gate if there is one, runs as one op now."""
-    # torch.compile fuses by itself
-    if torch.compiler.is_compiling() or not _is_plain(x) or x.dtype not in HALF_DTYPES:
-        return False
-    if gate is not None:
-        if not _is_plain(gate) or gate.dtype is not x.dtype:
-            return False
-        if gate.shape != x.shape or gate.device != x.device:
-            return False
-    found = active()
-    if found is None or not (found.policy.op_policy and found.policy.fuse_ops):
-        return False
-    # autocast is off inside disable_casts()
-    return torch.is_autocast_enabled(x.device.type) and not is_under_transforms()
-
-
-def _is_plain(x: Any) -> bool:
-    """Return whether operations on ``x`` are torch's own."""
-    cls = type(x)
-    if cls is Tensor:
-        return True
-    if not issubclass(cls, Tensor) or is_traceable_wrapper_subclass(x):
-        return False
-    # a class may give functions another meaning; private: what disables that (torch 2.11 to 2.15)
-    own: Any = cls.__torch_function__
-    of_torch: Any = Tensor.__torch_function__
-    disabled = torch._C._disabled_torch_function_impl
-    return own is disabled or getattr(own, "__func__", None) is of_torch.__func__
+added, added_, divided, divided_ = masks.added, masks.added_, masks.divided, masks.divided_
+filled, filled_, kept = masks.filled, masks.filled_, masks.kept
+scaled, scaled_, softmax = masks.scaled, masks.scaled_, masks.softmax
 
 
 def activation(spec: Spec, x: Tensor, gate: Tensor | None = None) -> Tensor:
     """Return an activation as one op, for operands that ``takes`` accepts."""
-    found = active()
-    return activated(x, gate, *spec, "auto" if found is None else found.backend)
+    return activated(x, gate, *spec, backend())
 
 
 def run(plain: Callable[..., Any], spec: Spec, place: int, *operands: Any) -> Any:

@@ -46,12 +46,12 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 ONE_OP = functional.gelu, functional.silu
 """Functions that are one op already."""
-_NAMES = frozenset({"erf", "exp", "gelu", "relu", "sigmoid", "silu", "tanh"})
+_NAMES = frozenset({"erf", "exp", "gelu", "relu", "sigmoid", "silu", "softmax", "tanh"})
 _UNSAFE = ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await, ast.Starred
 
 
-def may_have_activations(function: FunctionType) -> bool:
-    """Tell, from names alone, whether a function may have an activation in its code."""
+def may_have_formulas(function: FunctionType) -> bool:
+    """Tell, from names alone, whether an activation or a softmax may be in a function's code."""
     names, outer = function.__code__.co_names, function.__globals__
     if not _NAMES.isdisjoint(names):
         return True

@@ -2,7 +2,6 @@
 
 import ast
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -10,10 +9,9 @@ from typing import Any, NamedTuple
 from tritonamp.casts.norm_terms import Unproved
 from tritonamp.casts.source import source_of
 from tritonamp.casts.written import terms
-from tritonamp.casts.written.reader import ONE_OP, Reader, may_have_activations
-
-NAME = "_tritonamp_written"
-"""Global under which rewritten functions find ``ops``."""
+from tritonamp.casts.written.reader import ONE_OP, Reader, may_have_formulas
+from tritonamp.casts.written.scores import masked_softmaxes
+from tritonamp.casts.written.trees import call, loads, name_node, placed, target_and_value
 
 _SCOPES = (
     ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda,
@@ -34,17 +32,18 @@ class Rewritten(NamedTuple):
 def rewritten(function: FunctionType, is_activation: IsActivation) -> Rewritten | None:
     """Return the code of a function in which activations are one op; None if it has none."""
     calls_modules = any(map(is_activation, function.__code__.co_names))
-    if not calls_modules and not may_have_activations(function):
+    if not calls_modules and not may_have_formulas(function):
         return None
     try:
         source = source_of(function)
-        rewriter = _Rewriter(function, source.tree, is_activation)
-        tree = copy.copy(source.tree)
+        tree, lines = masked_softmaxes(function, source.tree)
+        rewriter = _Rewriter(function, tree, is_activation)
+        tree = copy.copy(tree)
         tree.body = rewriter.block(tree.body)
-        if not rewriter.lines:
+        lines += rewriter.lines
+        if not lines:
             return None
-        code = source.compiled(tree, function.__code__)
-        return Rewritten(code, tuple(rewriter.lines))
+        return Rewritten(source.compiled(tree, function.__code__), tuple(sorted(lines)))
     except (Unproved, OSError, SyntaxError):
         return None
 
@@ -63,7 +62,7 @@ class _Rewriter:
         self, function: FunctionType, tree: ast.FunctionDef, is_activation: IsActivation
     ) -> None:
         self.function, self.is_activation = function, is_activation
-        self.loads = _loads([tree])
+        self.loads = loads([tree])
         self.lines: list[int] = []
 
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
@@ -78,8 +77,8 @@ class _Rewriter:
         for statement in statements:
             count = len(self.lines)
             visited = self.visit(copy.deepcopy(statement))
-            target, value = _target_and_value(statement)
-            used = [known[n] for n in _loads([value] if value else []) if n in known]
+            target, value = target_and_value(statement)
+            used = [known[n] for n in loads([value] if value else []) if n in known]
             first = min((k.first for k in used), default=len(result))
             before.append(statement)
             result.append(visited)
@@ -102,8 +101,8 @@ class _Rewriter:
 
     def _is_apart(self, row: list[ast.stmt]) -> bool:
         """Return whether nothing else reads the names that a row assigns before its end."""
-        inside = _loads(row)
-        names = [_target_and_value(statement)[0] for statement in row[:-1]]
+        inside = loads(row)
+        names = [target_and_value(statement)[0] for statement in row[:-1]]
         return all(name is not None and self.loads[name] == inside[name] for name in names)
 
     def _row(
@@ -118,11 +117,11 @@ class _Rewriter:
         found = _or_none(lambda: terms.activation(reader.read(value)))
         if found is None or reader.opaque:
             return None
-        operands = [_name(found.x), *([] if found.gate is None else [_name(found.gate)])]
+        operands = [name_node(found.x), *([] if found.gate is None else [name_node(found.gate)])]
         one_op: Any = copy.copy(statement)
-        one_op.value = _call("activation", _spec(found), *operands)
+        one_op.value = call("activation", _spec(found), *operands)
         self.lines.append(statement.lineno)
-        return _placed(ast.If(_call("takes", *operands), [one_op], plain), plain[0])
+        return placed(ast.If(call("takes", *operands), [one_op], plain), plain[0])
 
     def _reader(self, known: Mapping[str, _Known]) -> Reader:
         return Reader(self.function, {name: k.value for name, k in known.items()})
@@ -137,7 +136,7 @@ class _Rewriter:
         if isinstance(node, (ast.BinOp, ast.Call)):
             replaced = self._one_op(node) or self._by_module(node)
             if replaced is not None:
-                return _placed(replaced, node)
+                return placed(replaced, node)
         for name, value in ast.iter_fields(node):
             setattr(node, name, self.visit(value))
         return node
@@ -157,17 +156,17 @@ class _Rewriter:
         places = {id(expression): name for name, expression in reader.opaque.items()}
         plain = ast.Lambda(_arguments(order), _with_names(node, places))
         operands = [
-            self.visit(reader.opaque[name]) if name in reader.opaque else _name(name)
+            self.visit(reader.opaque[name]) if name in reader.opaque else name_node(name)
             for name in order
         ]
-        return _call("run", plain, _spec(found), ast.Constant(order.index(found.x)), *operands)
+        return call("run", plain, _spec(found), ast.Constant(order.index(found.x)), *operands)
 
     def _by_module(self, node: ast.expr) -> ast.expr | None:
         """Return an expression for ``self.act(x) * gate``, in either order."""
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
             return None
-        for place, (call, gate) in enumerate(((node.left, node.right), (node.right, node.left))):
-            match call:
+        for place, (product, gate) in enumerate(((node.left, node.right), (node.right, node.left))):
+            match product:
                 case ast.Call(
                     func=ast.Attribute(value=ast.Name(id="self"), attr=name) as module,
                     args=[x],
@@ -176,8 +175,8 @@ class _Rewriter:
                     self.lines.append(node.lineno)
                     x, gate = self.visit(copy.deepcopy(x)), self.visit(copy.deepcopy(gate))
                     operands = (x, gate) if place == 0 else (gate, x)
-                    one_op = _call("gated", module, ast.Constant(place), *operands)
-                    return ast.IfExp(_call("of_module", module), one_op, node)
+                    one_op = call("gated", module, ast.Constant(place), *operands)
+                    return ast.IfExp(call("of_module", module), one_op, node)
         return None
 
 
@@ -188,32 +187,10 @@ def _or_none(function: Callable[[], Any]) -> Any:
         return None
 
 
-def _target_and_value(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
-    """Return the name that a statement assigns, and its value; None for other statements."""
-    match statement:
-        case ast.Assign(targets=[ast.Name(id=name)], value=value):
-            return name, value
-        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-            return name, value
-        case ast.Return(value=ast.expr() as value):
-            return None, value
-    return None, None
-
-
-def _loads(nodes: Iterable[ast.AST]) -> Counter[str]:
-    """Return how often each name is read."""
-    return Counter(
-        inner.id
-        for node in nodes
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Store)
-    )
-
-
 def _with_names(node: Any, names: Mapping[int, str]) -> Any:
     """Return a copy of a tree with names in place of some expressions, given by their ids."""
     if id(node) in names:
-        return _name(names[id(node)])
+        return name_node(names[id(node)])
     if isinstance(node, list):
         return [_with_names(part, names) for part in node]
     if not isinstance(node, ast.AST):
@@ -224,24 +201,8 @@ def _with_names(node: Any, names: Mapping[int, str]) -> Any:
     return result
 
 
-def _placed(new: Any, old: Any) -> Any:
-    """Return a node with the line of the one that it replaces, so that tracebacks name it."""
-    for node in ast.walk(new):
-        if "lineno" in node._attributes and not hasattr(node, "lineno"):
-            ast.copy_location(node, old)
-    return new
-
-
 def _spec(found: terms.Activation) -> ast.expr:
     return ast.Tuple([ast.Constant(v) for v in (found.kind, found.a, found.b)], ast.Load())
-
-
-def _name(name: str) -> ast.expr:
-    return ast.Name(name, ast.Load())
-
-
-def _call(name: str, *arguments: ast.expr) -> ast.expr:
-    return ast.Call(ast.Attribute(_name(NAME), name, ast.Load()), [*arguments], [])
 
 
 def _arguments(names: Iterable[str]) -> ast.arguments:

@@ -1,0 +1,53 @@
+"""Parts of syntax trees that rewriting reads and makes."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+NAME = "_tritonamp_written"
+"""Global under which rewritten functions find ``ops``."""
+
+
+def target_and_value(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
+    """Return the name that a statement assigns, and its value; None for other statements."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            return name, value
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+            return name, value
+        case ast.Return(value=ast.expr() as value):
+            return None, value
+    return None, None
+
+
+def loads(nodes: Iterable[ast.AST]) -> Counter[str]:
+    """Return how often each name is read."""
+    return Counter(
+        inner.id
+        for node in nodes
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Store)
+    )
+
+
+def name_node(name: str) -> ast.expr:
+    return ast.Name(name, ast.Load())
+
+
+def of_ops(name: str) -> ast.expr:
+    """Return the expression for an attribute of ``ops``."""
+    return ast.Attribute(name_node(NAME), name, ast.Load())
+
+
+def call(name: str, *arguments: ast.expr) -> ast.expr:
+    """Return the call of a function of ``ops``."""
+    return ast.Call(of_ops(name), [*arguments], [])
+
+
+def placed(new: Any, old: Any) -> Any:
+    """Return a node with the line of the one that it replaces, so that tracebacks name it."""
+    for node in ast.walk(new):
+        if "lineno" in node._attributes and not hasattr(node, "lineno"):
+            ast.copy_location(node, old)
+    return new
