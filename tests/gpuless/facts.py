@@ -13,7 +13,7 @@ class Facts:
 
     Attributes:
         name: its name, without "aten::".
-        is_composite: whether torch computes it by other operations.
+        is_composite: whether torch computes it by other operations on a GPU.
         is_view: whether it touches no values, and only gives other sizes to its argument's memory.
         is_resize: whether it gives other sizes to its argument itself, as ``t_`` does.
         is_in_place: whether all results are arguments that it writes.
@@ -48,7 +48,8 @@ def facts(func: Any) -> Facts:
     arguments = [(at, a.name, a.alias_info) for at, a in enumerate(schema.arguments)]
     return Facts(
         name,
-        is_composite=func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd),
+        is_composite=func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd)
+        and not func.has_kernel_for_dispatch_key(keys.CUDA),
         is_view=is_resize if schema.is_mutable else any(returned),
         is_resize=is_resize,
         is_in_place=schema.is_mutable and all(returned),

@@ -54,6 +54,7 @@ class InterpretedKernel:
             assert all(isinstance(x, CudaTensor) for x in tensors), "a kernel got a CPU tensor"
             inner, rest = unwrap(tensors), args[len(tensors) :]
             self._gpu.launches.append(self._kernel.__name__)
+            self._gpu.observer.launched(self._kernel.__name__, tensors)
             self._gpu.use(self._kernel.__name__, writes=tensors)
 
             def work() -> None:

@@ -36,6 +36,20 @@ class Record(NamedTuple):
     where: str
 
 
+class Observer:
+    """Is shown the work of the GPU; this one ignores it."""
+
+    def computed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """See an operation of torch after its work was launched; views are operations, too."""
+
+    def launched(self, kernel: str, tensors: tuple[Tensor, ...]) -> None:
+        """See a kernel of this repository, with its arguments that are tensors."""
+
+    def attention(self, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the operations that stand for a kernel of attention."""
+        return contextlib.nullcontext()
+
+
 class _Copy:
     """A copy under way.
 
@@ -73,6 +87,7 @@ class Gpu:
         graph: the work of a capture, which is recorded instead of done.
         generator: generator of random numbers on the GPU.
         streams: the order between work of different streams.
+        observer: an object that is shown all work.
     """
 
     def __init__(self) -> None:
@@ -83,6 +98,7 @@ class Gpu:
         self.raises_on_wait = False
         self.graph: list[Callable[[], object]] | None = None
         self.generator = torch.Generator()
+        self.observer = Observer()
         self._one_at_a_time = threading.RLock()  # threads share the stream
         self._pinned: dict[int, Tensor] = {}  # alive, so that no other tensor gets the address
         self._under_way: list[_Copy] = []

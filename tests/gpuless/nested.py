@@ -11,13 +11,14 @@ NO_TREES = {bool, int, float, str, type(None), torch.device, torch.dtype, torch.
 """Frequent types of arguments that are no tensors and hold none."""
 
 
-def mapped(function: Callable[[Any], Any], of: type, tree: Any) -> Any:
+def mapped(function: Callable[[Any], Any], of: type, tree: Any, subclasses: bool = False) -> Any:
     """Do as torch's ``tree_map_only``, but faster for lists, tuples and dictionaries.
 
     Args:
         function: function of tensors.
         of: type of the tensors that are mapped.
         tree: nested lists, tuples and dictionaries.
+        subclasses: whether tensors of its subclasses are mapped, too.
     """
     kind = type(tree)
     if kind is of:
@@ -25,10 +26,14 @@ def mapped(function: Callable[[Any], Any], of: type, tree: Any) -> Any:
     if kind in NO_TREES:
         return tree
     if kind is list or kind is tuple:
-        return kind([mapped(function, of, x) for x in tree])
+        return kind([mapped(function, of, x, subclasses) for x in tree])
     if kind is dict:
-        return {key: mapped(function, of, x) for key, x in tree.items()}
-    return tree_map(lambda x: function(x) if type(x) is of else x, tree)
+        return {key: mapped(function, of, x, subclasses) for key, x in tree.items()}
+
+    def one(x: Any) -> Any:
+        return function(x) if type(x) is of or (subclasses and isinstance(x, of)) else x
+
+    return tree_map(one, tree)
 
 
 def tensors_of(args: Iterable[Any]) -> list[Tensor]:

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from gpuless.arithmetic import computed
 from gpuless.facts import facts
 from gpuless.gpu import Gpu
 from gpuless.nested import mapped, tensors_of
+from gpuless.subclasses import on_gpu, seen_as
 from torch import Tensor
-from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -75,6 +76,10 @@ class CudaTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def as_subclass(self, cls: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return seen_as(self, on_gpu(CudaTensor, cls))
+
     @property
     def data(self) -> Tensor:
         return Tensor.data.__get__(self)
@@ -116,7 +121,7 @@ class FakeCudaMode(TorchDispatchMode):
 
 def unwrap(tree: Any) -> Any:
     """Return the same arguments or results with the tensors of main memory."""
-    return mapped(_inner, CudaTensor, tree)
+    return mapped(_inner, CudaTensor, tree, subclasses=True)
 
 
 def wrap(tree: Any) -> Any:
@@ -146,7 +151,7 @@ def run(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return operations()[name].triton_function(*args, **kwargs)
     if known.name == "_to_copy" and kind == ("cpu" if ours else "cuda"):
         return _moved(gpu, func, args[0], kwargs)
-    if known.name == "copy_" and len({type(x) is CudaTensor for x in args[:2]}) == 2:
+    if known.name == "copy_" and len({isinstance(x, CudaTensor) for x in args[:2]}) == 2:
         _transfer(gpu, *args, **kwargs)
         return args[0]
     if ours:
@@ -154,7 +159,9 @@ def run(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             reads = tensors if known.reads_values else []
             gpu.use(known.name, reads=reads, writes=tensors_of(known.writes(args, kwargs)))
         _check(gpu, known.name, args, tensors)
-    return _computed_on(gpu, func, args, kwargs, tensors, to_gpu)
+    result = _computed_on(gpu, func, args, kwargs, tensors, to_gpu)
+    gpu.observer.computed(func, args, kwargs, result)
+    return result
 
 
 def _computed_on(
@@ -173,7 +180,7 @@ def _computed_on(
     inner = unwrap((args, given))
 
     def compute(args: Any, kwargs: Any) -> Any:
-        return _computed(gpu, func, args, kwargs)
+        return computed(gpu, func, args, kwargs)
 
     if known.is_in_place:
         if known.is_resize:
@@ -195,31 +202,6 @@ def _computed_on(
     if known.name == "_pack_padded_sequence":
         return wrap(result[0]), result[1]  # sizes of batches are the host's
     return wrap(result) if to_gpu else result
-
-
-def _computed(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run the operation, also where only CUDA has it."""
-    known = facts(func)
-    if "_softmax" in known.name:  # from half CUDA computes in FP32, and rounds once
-        *given, last = args
-        backward = known.name.endswith("data")
-        out = last if backward else torch.float32 if last else given[0].dtype
-        wide = [
-            x.to(torch.promote_types(x.dtype, torch.float32)) if isinstance(x, Tensor) else x
-            for x in given
-        ]
-        return func(*wide, wide[0].dtype if backward else False).to(out)
-    if func is torch.ops.aten.mm.dtype:  # half operands, an FP32 result
-        a, b, out = args
-        return a.to(out) @ b.to(out)
-    if known.is_random:
-        with gpu.random_numbers():
-            return func(*args, **kwargs)
-    if not known.is_on_cpu:
-        if func not in decomposition_table:
-            pytest.skip(f"{func} is CUDA's alone: the GPU in software has no arithmetic for it")
-        func = decomposition_table[func]
-    return func(*args, **kwargs)
 
 
 def _apply_to_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

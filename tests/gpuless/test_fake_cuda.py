@@ -1,5 +1,6 @@
 """What the GPU in software does as a GPU would, and what it sees."""
 
+import contextlib
 import copy
 import io
 import threading
@@ -8,6 +9,7 @@ import pytest
 import torch
 from gpuless import driver
 from gpuless.fake_cuda import FakeCuda
+from gpuless.gpu import Observer
 from torch import nn
 
 from tritonamp.kernels import softmax
@@ -190,3 +192,85 @@ def test_without_the_fixture_there_is_no_gpu() -> None:
     x = torch.ones(3, requires_grad=True)
     x.sum().backward()
     assert torch.equal(x.grad, torch.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_histograms_of_integers(fake_cuda: FakeCuda, dtype: torch.dtype) -> None:
+    x = torch.tensor([0, 1, 2, 2, 5, 6, 7, 9], dtype=dtype, device="cuda")
+    found = torch.histc(x, bins=4, min=1, max=7)  # parts of a width of 1.5; 7 is in the last one
+    assert found.is_cuda and found.dtype is dtype
+    assert found.tolist() == [3, 0, 1, 2]
+    assert torch.histc(x, bins=3).tolist() == [4, 1, 3]  # from the least to the largest
+    assert torch.histc(x[:1] + 4, bins=2).tolist() == [0, 1]
+
+
+class Tagged(torch.Tensor):
+    """Has a method, and an answer of its own to one function."""
+
+    def twice(self) -> torch.Tensor:
+        return self + self
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.sigmoid:
+            return "mine"
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_tensors_of_other_subclasses(fake_cuda: FakeCuda) -> None:
+    x = torch.arange(4.0, device="cuda").requires_grad_()
+    tagged = x.as_subclass(Tagged)
+    assert isinstance(tagged, Tagged) and tagged.is_cuda
+    assert torch.sigmoid(tagged) == "mine"
+    y = tagged.view(2, 2).twice()  # results have the subclass, too
+    assert isinstance(y, Tagged) and y.is_cuda
+    plain = y.as_subclass(torch.Tensor)
+    assert type(plain) is type(x)
+    plain.sum().backward()
+    assert x.grad.tolist() == [2.0] * 4
+    with torch.no_grad():
+        tagged.mul_(3)  # the same memory
+        tagged.copy_(tagged + 1)
+    assert x.tolist() == [1.0, 4.0, 7.0, 10.0]
+    assert tagged.cpu().tolist() == x.tolist()
+
+
+class Names(Observer):
+    """Notes what it is shown."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def computed(self, func, args, kwargs, result) -> None:
+        self.found.append(func._schema.name)
+
+    def launched(self, kernel, tensors) -> None:
+        assert all(x.is_cuda for x in tensors)
+        self.found.append(kernel)
+
+    @contextlib.contextmanager
+    def attention(self, args, kwargs):
+        self.found = ["attention"]
+        yield
+        self.found = [*self.found[:1], "end"]
+
+
+def test_an_observer_sees_what_a_gpu_would_run(fake_cuda: FakeCuda) -> None:
+    x = torch.ones(2, 4, 4, device="cuda").requires_grad_()
+    names = fake_cuda.observer = Names()
+    nn.functional.silu(x).backward(x)
+    assert "aten::silu" in names.found
+    assert "aten::silu_backward" in names.found  # not the operations that torch has for others
+    softmax.softmax(x.detach(), -1, torch.float16, False, "triton")
+    assert names.found[-1] == "softmax_kernel"
+    nn.functional.scaled_dot_product_attention(x, x, x)
+    assert names.found == ["attention", "end"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_attention_is_that_of_the_cpu(fake_cuda: FakeCuda, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 2, 3, 8, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = nn.functional.scaled_dot_product_attention(*x.double(), is_causal=True)
+    found = nn.functional.scaled_dot_product_attention(*x.cuda(), is_causal=True)
+    atol = torch.finfo(dtype).eps * x.abs().max().item()  # a mean of values, in FP32
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=0, atol=atol)

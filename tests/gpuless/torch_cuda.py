@@ -204,13 +204,14 @@ def in_its_thread(run: Any) -> Any:
     return with_gpu
 
 
-def attention_by_parts() -> torch.library.Library:
+def attention_by_parts(gpu: Gpu) -> torch.library.Library:
     """Have attention computed by operations that the CPU has: CUDA's choice asks the driver."""
     library = torch.library.Library("aten", "IMPL")
     by_parts = torch.ops.aten._scaled_dot_product_attention_math
 
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return by_parts(*args, **kwargs)[0]
+        with gpu.observer.attention(args, kwargs):
+            return by_parts(*args, **kwargs)[0]
 
     for key in ("CUDA", "AutogradCUDA"):
         library.impl("scaled_dot_product_attention", attention, key)
@@ -251,7 +252,7 @@ def in_force(gpu: Gpu) -> Iterator[None]:
         stack.enter_context(mock.patch.object(threading.Thread, "run", in_its_thread(run)))
         stack.enter_context(mock.patch.object(CudaTensor, "gpu", gpu, create=True))
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-        stack.callback(attention_by_parts()._destroy)
+        stack.callback(attention_by_parts(gpu)._destroy)
         torch._C._ensureCUDADeviceGuardSet()
         driver.set_devices(driver.MAX_DEVICES)
         stack.callback(driver.set_devices, 0)

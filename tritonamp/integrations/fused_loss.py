@@ -20,6 +20,8 @@ _LOSSES = frozenset(
     (loss_utils.ForCausalLMLoss, loss_utils.ForMaskedLMLoss, loss_utils.ForTokenClassification)
 )
 
+_PLAIN = {nn.Parameter}  # weights of a subclass may be shards, or have a format of their own
+
 
 class _StaysHalf(torch.Tensor):
     """Half logits that ``float`` leaves half, until cross entropy reads them."""
@@ -119,7 +121,7 @@ def without_logits(model: nn.Module) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     layer = own.get_output_embeddings()
     plain = type(layer) is nn.Linear and "forward" not in vars(layer)
-    if not plain or type(layer.weight) is not nn.Parameter or has_compiled_regions(model):
+    if not plain or type(layer.weight) not in _PLAIN or has_compiled_regions(model):
         return contextlib.nullcontext()
     return leaves_logits_unread(layer)
 
