@@ -2,6 +2,7 @@
 
     python bench/counts.py --arch 90 --only "softmax.*n=1000"
     python bench/counts.py --peers --only "softmax n=1000"  # others' kernels next to ours
+    python bench/counts.py --models --only GPT-2  # bytes of a forward and backward of models
 
 Needs no GPU, because some programs of each launch run in the emulator of tests/gpuless/ptx. The
 calls are those of ``static.py``. That script reads machine code, and counts the body of a loop
@@ -9,6 +10,7 @@ once; this one counts executed PTX instructions. It prints a line per launch, an
 stderr with exit status 1. After a kernel got better, call it with ``--snapshot``.
 """
 
+import argparse
 import importlib
 import multiprocessing
 import os
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import builds
+import model_tables
 import numpy as np
 import side_by_side
 import snapshots
@@ -155,20 +158,38 @@ def line(row: Row) -> str:
     )
 
 
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program if options contradict one another."""
+    if args.peers and args.models:
+        parser.error("expected --peers or --models, got both")
+    if (args.peers or args.models) and (args.arch or args.op):
+        mode = "--peers is for sm_90" if args.peers else "--models is for CUDA"
+        parser.error(f"{mode} and all operations: leave out --arch and --op")
+    if args.json and not (args.peers or args.models):
+        parser.error("--json is of --peers and --models: add one")
+    if args.models and (reason := model_tables.unknown(args.only)):
+        parser.error(reason)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = snapshots.parser_for(SNAPSHOT, __doc__.splitlines()[0], builds.NVIDIA)
     parser.add_argument(
         "--peers", action="store_true",
         help="also kernels of other packages, for sm_90; --snapshot writes bench/results/",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="of --peers: an object on each line")
+    parser.add_argument(
+        "--models", action="store_true",
+        help="bytes of a forward and backward of models; --only chooses names of models",
+    )  # fmt: skip
+    parser.add_argument(
+        "--json", action="store_true", help="of --peers and --models: an object on each line"
+    )
     args = snapshots.parsed(parser, arguments)
-    if args.peers and (args.arch or args.op):
-        parser.error("--peers is for sm_90 and all operations: leave out --arch and --op")
-    if args.json and not args.peers:
-        parser.error("--json is of --peers: add that")
+    check(parser, args)
     if args.peers:
         return side_by_side.main(args.only, args.json, args.snapshot)
+    if args.models:
+        return model_tables.main(args.only, args.json, args.snapshot)
     modules = args.op or [m.name for m in pkgutil.iter_modules(tritonamp.kernels.__path__)]
     tasks = [(module, arch, args.only) for arch in args.arch or ARCHS for module in modules]
     rows: list[Row] = []

@@ -22,6 +22,7 @@ import convergence
 import first_summary
 import jsonl
 import matrix
+import model_tables
 import peer_tables
 import pictures
 import step_bytes
@@ -296,6 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
             "articles": articles.results(folder),
             "bytes": step_bytes.page(),
             "counts": peer_tables.page(peer_tables.load()),
+            "models": model_tables.page(model_tables.load()),
             **studies,
         },
     }

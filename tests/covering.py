@@ -50,6 +50,7 @@ TOOLS = [  # folders and files, from the root
     "tests/test_bench.py",
     "tests/test_first_gpu.py",
     "tests/test_lines.py",
+    "tests/test_model_counts.py",
     "tests/test_on_a_gpu.py",
     "tests/test_readme.py",
 ]

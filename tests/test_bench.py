@@ -544,6 +544,7 @@ def test_readme_is_what_the_report_writes(bench: SimpleNamespace) -> None:
     found["speed"] = speed
     found["bytes"] = bench.report.step_bytes.page()
     found["counts"] = bench.report.peer_tables.page(bench.report.peer_tables.load())
+    found["models"] = bench.report.model_tables.page(bench.report.model_tables.load())
     for name, body in found.items():
         assert text == bench.report.filled(text, name, body)
     front = bench.report.FRONT_PAGE.read_text()
