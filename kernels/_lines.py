@@ -26,6 +26,7 @@ MAX_VECTOR = 8  # half elements in WIDEST bytes
 COLUMN_VECTOR = 4
 MAX_WARPS, LOOP_WARPS = 32, 8
 SHORT = 4096  # elements of a tile of several short lines
+SIDE = 64  # lines of a tile of columns
 MANY = 128  # programs that fill a GPU well enough; fewer share their lines with others
 MAX_SPLITS = 256
 # Results that a function under ``cached_by_shape`` keeps. A run with more shapes starts again,
@@ -85,7 +86,14 @@ def cached_by_shape(function: F) -> F:
 
 
 def tiling(
-    shape: Sequence[int], first: int, last: int, per_thread: int, longest: int, vec: int
+    shape: Sequence[int],
+    first: int,
+    last: int,
+    per_thread: int,
+    longest: int,
+    vec: int,
+    side: int = SIDE,
+    over_lines: bool = False,
 ) -> Tiling:
     """Return the tiling of a contiguous tensor for lines along some of its dimensions.
 
@@ -97,6 +105,9 @@ def tiling(
         longest: longest line that a program holds in its registers.
         vec: elements that a thread accesses at once, 16 bytes of the widest dtype. 16 bytes of the
             half dtype would leave gaps between the FP32 elements of neighbouring threads.
+        side: fewest lines side by side in a tile of columns, for which a tile gives up lines until
+            it holds all columns; not above SIDE.
+        over_lines: whether each program also adds up over its lines, and leaves a row of sums.
     """
     # closed form instead of autotuning, which stalls a first call, and
     # makes results vary between runs
@@ -114,10 +125,17 @@ def tiling(
     # a tile of whole lines if registers hold them, and of several lines if these are short
     if row_major:
         block = power_of_two(n, min(longest, MAX_WARPS * WARP_SIZE * per_thread))
-        lines = power_of_two(rows, SHORT // block) if block <= 512 else 1
+        lines = 1
+        if block <= 512:
+            lines = power_of_two(rows, SHORT // block)
+        # Sums over lines want few programs, so each takes several longer lines, too, and has as
+        # many warps more: bytes in flight are those of all warps. Few lines stay apart, because
+        # they would leave programs idle.
+        elif over_lines:
+            lines = power_of_two(-(-rows // MANY), SHORT // block)
     else:
         # as many lines side by side as fill a sector of memory, and more
-        lines = power_of_two(rows, 64)
+        lines = power_of_two(rows, min(max(loop // power_of_two(n), side), SIDE))
         block = power_of_two(n, loop // lines)
     if block < n:  # the program moves along the lines
         block, per_thread = loop // lines, of_loop

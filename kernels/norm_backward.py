@@ -4,11 +4,11 @@ With h = (x - mean) * rstd and g = grad * weight
 
     dx = rstd * (g - mean(g) - h * mean(g * h)),  dweight = sum(grad * h),  dbias = sum(grad)
 
-where the last two sums are over lines, and rms_norm has no mean(g). Each of at most PARTS programs,
-whatever the GPU, processes neighbouring lines and keeps FP32 sums; another launch adds these up.
-Lines that are too long for registers are read twice for dx, and once more for the sums. A gradient
-that reaches x without passing the norm, as through a residual connection, is added to dx before dx
-is rounded.
+where the last two sums are over lines, and rms_norm has no mean(g). A fixed number of programs,
+whatever the GPU, process neighbouring lines and keep FP32 sums; another launch adds these up. Lines
+that are too long for registers are read twice for dx, and once more for the sums. A gradient that
+reaches x without passing the norm, as through a residual connection, is added to dx before dx is
+rounded.
 """
 
 import math
@@ -41,9 +41,9 @@ from tritonamp.kernels.device import tl, triton
 # Elements that a thread holds of each of six tiles. The forward has fewer tiles, and twice as many.
 PER_THREAD = 8
 LONGEST = 8192  # line that registers hold
-# Rows of partial sums, one for each program. More programs keep more bytes in flight, and more rows
-# add bytes to those of the input.
-PARTS = 512
+# Each program leaves a row of partial sums, which adds bytes to those of the input. Bytes in flight
+# are those of all warps, so programs of many warps need not be many.
+PARTS, WARPS = 128, 2048
 
 
 @triton.jit(do_not_specialize=("rows", "n", "tiles", "steps"))
@@ -62,11 +62,8 @@ def norm_backward_kernel(
     # a fixed range of neighbouring tiles, so that sums have one order,
     # and the same bits on every GPU
     count = min(steps, tiles - part * steps)
-    # Every program has a tile, so the compiler may leave out the code for a loop that never runs.
-    # rms_norm keeps that code, because it takes more registers without (56 instead of 48 on
-    # sm_120).
-    if CENTER:
-        tl.assume(count > 0)
+    # every program has a tile, so the compiler may leave out the code for a loop that never runs
+    tl.assume(count > 0)
     for step in range(0, count):
         tile = part * steps + step
         lines, numbers, valid = line_offsets(tile, rows, n, tiles, ROW_MAJOR, ALIGN, VEC, ROWS)
@@ -138,7 +135,7 @@ def _whole(t: Tiling, dx: Room, flags: tuple[bool, ...], wants: tuple[bool, bool
     """Return the work on lines in registers, one launch."""
     tiles = t.grid[0]
     # steps first, and then only as many programs as these steps need: none is idle
-    steps = -(-tiles // PARTS)
+    steps = -(-tiles // max(PARTS, WARPS // t.num_warps))
     programs = -(-tiles // steps)
     sizes, constants = (t.lines, t.n, tiles, steps), (*flags, *wants, *t.layout)
     results = dx, dense((sum(wants), programs, t.n), torch.float32)
@@ -173,7 +170,10 @@ def _backward(
     has_added_grad, has_mean, has_weight, then needs_input_grad of weight and bias.
     """
     vec = math.gcd(n, WIDEST // itemsize)
-    t = tiling((math.prod(shape) // n, n), 1, 1, PER_THREAD, LONGEST, vec)
+    # only if a thread holds one vector: else Triton would spread a line over
+    # the warps of others, and the bits of dx would depend on the number of lines
+    over_lines = vec == PER_THREAD
+    t = tiling((math.prod(shape) // n, n), 1, 1, PER_THREAD, LONGEST, vec, over_lines=over_lines)
     dx = dense(shape, dtypes[1])
     return (_whole if t.whole else _long)(t, dx, flags[:3], (flags[3], flags[4]))
 

@@ -30,6 +30,9 @@ from tritonamp.kernels.device import tl, triton
 
 PER_THREAD = 32  # elements that a thread holds
 LONGEST = 8192  # line that is one tile
+# Bytes side by side in a tile of columns, at least. An FP32 tile may have 128 columns then, so that
+# one launch adds up the partial sums of a norm's backward.
+SIDE = 128
 
 
 @triton.jit
@@ -125,7 +128,8 @@ def _sum(
     launches = []
     # one launch for each level of the tree, because the partial sums are lines of the next level
     while True:
-        t = tiling(shape, first, last, PER_THREAD, LONGEST, WIDEST // given.itemsize)
+        vec, side = WIDEST // given.itemsize, SIDE // given.itemsize
+        t = tiling(shape, first, last, PER_THREAD, LONGEST, vec, side)
         parts = 1 if t.whole else -(-t.n // t.layout[-1])
         # a partial sum is FP32 whatever the input is, and is rounded to
         # dtype in the last launch alone

@@ -62,6 +62,36 @@ def test_regimes_of_softmax(
 
 
 @pytest.mark.parametrize(
+    ("shape", "lines"),
+    [
+        ((9000, 512), 8),
+        ((9000, 513), 4),
+        ((9000, 2049), 1),
+        ((257, 1024), 4),
+        ((256, 1024), 2),
+        ((128, 1024), 1),
+        ((100, 512), 8),
+        ((0, 1024), 1),
+        ((9000, 8193), 1),
+    ],
+)
+def test_tiles_over_lines(shape: tuple[int, ...], lines: int) -> None:
+    """They hold 4096 elements, but for few long lines, which 128 programs share evenly."""
+    t = tiling(shape, 1, 1, 8, 8192, 8, over_lines=True)
+    assert t.layout[3] == lines
+    assert t.grid[0] * lines >= shape[0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "lines", "block"), [(64, 64, 64), (65, 32, 128), (128, 32, 128), (129, 32, 128)]
+)
+def test_tiles_with_fewer_lines_side_by_side(columns: int, lines: int, block: int) -> None:
+    """As many lines are given up as make the tile whole, and no more than allowed."""
+    t = tiling((3, columns, 640), 1, 1, reduce.PER_THREAD, reduce.LONGEST, 4, 32)
+    assert (t.whole, *t.layout[3:]) == (columns <= block, lines, block)
+
+
+@pytest.mark.parametrize(
     ("shape", "splits", "steps"),
     [
         ((128, 100_000), 1, 13),

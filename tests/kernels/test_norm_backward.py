@@ -1,5 +1,7 @@
 """Gradients of layer_norm and rms_norm, kernels and twins against FP64."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ from tests.kernels.test_norm import (
 )
 from tritonamp.kernels import norm_backward as norm_backward_module
 from tritonamp.kernels.norm import norm
-from tritonamp.kernels.norm_backward import norm_backward
+from tritonamp.kernels.norm_backward import _backward, norm_backward
 
 pytestmark = numpy_warns
 
@@ -32,6 +34,7 @@ pytestmark = numpy_warns
 def three_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial sums of the weights' gradients."""
     monkeypatch.setattr(norm_backward_module, "PARTS", 3)
+    monkeypatch.setattr(norm_backward_module, "WARPS", 0)
 
 
 def check_norm_backward(given: Inputs, center: bool, backend: str) -> None:
@@ -70,6 +73,46 @@ def test_gradients_of_another_dtype(
     small_tiles(limit)
     given = inputs((3, 258), (HALF, BF16), device)
     check_norm_backward(given._replace(grad=given.grad.float() * 1.001), center, backend)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "itemsize", "programs", "lines", "num_warps"),
+    [
+        (8192, 256, 2, 128, 16, 16),
+        (4096, 1000, 2, 128, 4, 16),
+        (4096, 2048, 2, 128, 2, 16),
+        (4096, 8192, 2, 128, 1, 32),
+        (256, 1024, 2, 128, 2, 8),  # few lines: a tile for each program
+        (128, 1024, 2, 128, 1, 4),
+        (4096, 1001, 2, 512, 1, 4),  # vectors of one element
+        (4096, 1024, 4, 512, 1, 4),
+        (4096, 4096, 4, 128, 1, 16),
+    ],
+)
+def test_2048_warps_leave_few_rows_of_sums(
+    rows: int, n: int, itemsize: int, programs: int, lines: int, num_warps: int
+) -> None:
+    """Where a thread holds one vector of a line, as many lines as 16 warps hold make up a tile."""
+    dtype = {2: HALF, 4: WIDE}[itemsize]
+    launch: Any = _backward((rows, n), n, itemsize, (dtype,) * 4, False, *[True] * 4)
+    assert launch.grid == (programs, 1, 1)
+    assert launch.results[1][0] == (2, programs, n)
+    assert (launch.constants[-2], launch.num_warps) == (lines, num_warps)
+
+
+@pytest.mark.parametrize(("n", "dtype"), [(520, HALF), (521, HALF), (520, WIDE)], ids=str)
+@each_kind
+def test_gradients_do_not_depend_on_other_lines(
+    device: torch.device, backend: str, n: int, dtype: torch.dtype, center: bool
+) -> None:
+    """Bit for bit, although more lines make wider tiles."""
+    x, w, _, grad = inputs((600, n), (dtype, dtype), device)
+    stats = norm(x, w, None, n, EPS, center, dtype, "eager")[1]
+    dx, some = (
+        norm_backward(grad[:k], x[:k], w, stats[:, :k].contiguous(), n, True, center, None, backend)
+        for k in (600, 100)
+    )
+    assert torch.equal(dx[0][:100], some[0])
 
 
 @pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)], ids=str)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import Shrink, assert_rounded, numpy_warns, sum_and_error
+from tritonamp.kernels._launch import Launch
 from tritonamp.kernels.reduce import sum
 
 pytestmark = numpy_warns
@@ -103,6 +104,24 @@ def test_lines_of_one_tile_and_several(
     small_tiles(0)
     x = torch.randn(shape, device=device).to(torch.float16)
     assert_is_sum(sum(x, (dim,), False, torch.float32, backend), x, (dim,))
+
+
+@pytest.mark.parametrize("rows", [64, 65, 128, 129])
+def test_one_launch_adds_128_rows(
+    device: torch.device, backend: str, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """Of FP32, which is what a norm's backward leaves."""
+    launched: list[Launch] = []
+    run = Launch.__call__
+
+    def noted(launch: Launch, *given: Tensor) -> tuple[Tensor, ...]:
+        launched.append(launch)
+        return run(launch, *given)
+
+    monkeypatch.setattr(Launch, "__call__", noted)
+    x = torch.randn(2, rows, 70, device=device)
+    assert_is_sum(sum(x, (1,), False, torch.float32, backend), x, (1,))
+    assert len(launched) == (0 if backend == "eager" else 1 if rows <= 128 else 2)
 
 
 @pytest.mark.parametrize("view", VIEWS)
