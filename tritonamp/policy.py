@@ -31,7 +31,8 @@ class Policy:
     Attributes:
         dtype: half format, torch.float16 or torch.bfloat16.
         cast_model: parameters are stored in ``dtype``.
-        keep_norms_fp32: normalisation layers keep FP32 parameters (only with ``cast_model``).
+        keep_norms_fp32: normalisation layers, and modules that a model asks to keep in FP32, keep
+            FP32 parameters (only with ``cast_model``; without it, such modules compute in FP32).
         op_policy: the forward runs under the op table (autocast plus overrides).
         master_weights: the optimizer steps on FP32 copies of the half parameters (only with
             ``cast_model`` or ``half_parameters``).

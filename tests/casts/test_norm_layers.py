@@ -163,20 +163,74 @@ class Asks(nn.Module):
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("inside", [False, True])
-def test_what_a_model_asks_to_keep(handles: Any, dtype: torch.dtype, inside: bool) -> None:
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_a_model_asks_to_keep(
+    handles: Any, level: str, dtype: torch.dtype, inside: bool
+) -> None:
     asking = Asks()
     model = nn.Sequential(asking) if inside else asking
-    handles(model, level="O2", dtype=dtype)
-    for_float16 = FP32 if dtype is FP16 else dtype
+    handles(model, level=level, dtype=dtype)
+    stored = FP32 if level == "O1" else dtype
+    for_float16 = FP32 if dtype is FP16 else stored
     (block,) = asking.blocks
     found = [block.wi, block.wo, block.two, asking.gate]
-    assert [m.weight.dtype for m in found] == [dtype, for_float16, dtype, FP32]
-    assert asking.gate.bias.dtype is dtype and asking.query.dtype is for_float16
+    assert [m.weight.dtype for m in found] == [stored, for_float16, stored, FP32]
+    assert asking.gate.bias.dtype is stored and asking.query.dtype is for_float16
     assert model(torch.ones(2, 4)).dtype is FP32
-    assert block.dtypes == [for_float16, FP32]  # the input is as it was given
+    # the input is as it was given
+    assert block.dtypes == [FP32 if dtype is FP16 else dtype, FP32]
 
 
-def test_what_it_asks_for_is_of_o2(handles: Any) -> None:
+class AsksStrictly(nn.Sequential):
+    _keep_in_fp32_modules_strict = ("1",)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_is_kept_computes_in_fp32(handles: Any, level: str, dtype: torch.dtype) -> None:
+    """The same bits as FP32 from half inputs; weights beyond float16 are no fault."""
+    torch.manual_seed(0)
+    model = AsksStrictly(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.uniform_(model[1].weight, 1e5, 2e5)
+    results: list[tuple[Tensor, Tensor]] = []
+    model[1].register_forward_hook(lambda _, args, y: results.append((args[0], y)))
+    handles(model, level=level, dtype=dtype)
+    model(torch.ones(2, 4)).sum().backward()
+    [(x, y)] = results
+    assert x.dtype is dtype
+    assert torch.equal(y, F.linear(x.float(), model[1].weight, model[1].bias))
+    assert model[1].weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"level": "O3"}, {"level": "O2", "keep_norms_fp32": False}, {"level": "O0"}],
+    ids=str,
+)
+def test_who_says_no_to_what_a_model_asks(handles: Any, fields: dict[str, Any]) -> None:
     model = Asks()
-    handles(model, level="O3")
-    assert {p.dtype for p in model.parameters()} == {FP16}
+    handles(model, **fields)
+    assert type(model.blocks[0].wo) is nn.Linear
+    assert {p.dtype for p in model.parameters()} == {FP32 if fields["level"] == "O0" else FP16}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_attribute_of_none_asks_for_nothing(handles: Any, level: str) -> None:
+    model = Asks()
+    model._keep_in_fp32_modules = model._keep_in_fp32_modules_strict = None
+    handles(model, level=level)
+    model(torch.ones(2, 4))
+    assert model.blocks[0].dtypes == [FP16, FP32]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("half", ["all", "but wo"])
+def test_half_parameters_that_stay_are_not_kept(handles: Any, level: str, half: str) -> None:
+    """transformers loads such modules in FP32; ``model.half()`` leaves them half."""
+    model = Asks().half()
+    if half == "but wo":
+        model.blocks[0].wo.float()
+    handles(model, level=level, half_parameters=True)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.blocks[0].dtypes[0] is (FP16 if half == "all" else FP32)
+    assert model.blocks[0].wi.weight.dtype is FP16

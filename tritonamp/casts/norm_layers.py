@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from tritonamp.policy import Policy
+from tritonamp.policy import HALF_DTYPES, Policy
 
 NORMS = (
     # private (torch 2.11 to 2.15): the base of BatchNorm, InstanceNorm and SyncBatchNorm
@@ -39,7 +39,8 @@ def _kept_names(model: nn.Module, policy: Policy) -> Iterator[tuple[nn.Module, r
     Models of transformers ask in ``_keep_in_fp32_modules`` for float16, and in
     ``_keep_in_fp32_modules_strict`` for both half formats.
     """
-    if not policy.keep_norms_fp32:
+    # where parameters are cast, keep_norms_fp32=False refuses; at O1 the field is always False
+    if not policy.keep_norms_fp32 and (policy.cast_model or not policy.op_policy):
         return
     attributes = ["_keep_in_fp32_modules_strict"]
     if policy.dtype is torch.float16:
@@ -60,14 +61,19 @@ def _kept_names(model: nn.Module, policy: Policy) -> Iterator[tuple[nn.Module, r
 
 
 def kept_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
-    """Return the modules inside ``model`` that it asks to keep in FP32 under ``policy``."""
+    """Return the modules inside ``model`` that it asks to keep in FP32 under ``policy``.
+
+    Modules whose parameters stay half are left out, because they cannot compute in FP32.
+    """
     found = []
     for owner, pattern in _kept_names(model, policy):
         for name, module in owner.named_modules(remove_duplicate=False):
             match = pattern.search(name)
             if match is not None and match.end() == len(name):
                 found.append(module)
-    return found
+    if not policy.half_parameters:
+        return found
+    return [m for m in found if all(p.dtype not in HALF_DTYPES for p in m.parameters())]
 
 
 def kept_tensors(model: nn.Module, policy: Policy) -> set[Tensor]:
