@@ -170,5 +170,13 @@ def _one_pass(scores: Scores, dtype: torch.dtype) -> Tensor | None:
         steps.append(last)
     x = scores.computed(len(steps))
     return softmax_of_scores(
-        x, mask, factor, dtype=dtype, keep=keep, fill=fill, zero=False, rounds=True, backend=backend()
+        x,
+        mask,
+        factor,
+        dtype=dtype,
+        keep=keep,
+        fill=fill,
+        zero=False,
+        rounds=True,
+        backend=backend(),
     )

@@ -1,11 +1,13 @@
 """The activation that a module computes."""
 
 import ast
+import functools
 import weakref
 from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
+from torch.nn import functional
 from torch.nn.modules import module as torch_modules
 
 from tritonamp.casts.source import source_of
@@ -18,6 +20,7 @@ Spec = tuple[str, float, float]
 
 # by code of a forward
 _known: "weakref.WeakKeyDictionary[CodeType, Spec | None]" = weakref.WeakKeyDictionary()
+_delegating: "weakref.WeakKeyDictionary[CodeType, bool]" = weakref.WeakKeyDictionary()
 
 
 def of_module(module: Any) -> Spec | None:
@@ -38,7 +41,41 @@ def of_module(module: Any) -> Spec | None:
     if cls is nn.GELU:
         return KINDS["gelu" if module.approximate == "none" else "gelu tanh"]
     forward: Any = cls.forward
-    return _of_forward(forward) if isinstance(forward, FunctionType) else None
+    if not isinstance(forward, FunctionType):
+        return None
+    names = forward.__code__.co_names
+    if len(names) == 1 and names[0] in own:  # it may call a function that the module holds
+        return _of_function(own[names[0]]) if _calls_its_own(forward) else None
+    return _of_forward(forward)
+
+
+def _of_function(function: Any) -> Spec | None:
+    """Return the activation of a function of torch, or of one with its keywords set."""
+    if function is functional.silu:
+        return KINDS["silu"]
+    keywords = {}
+    if type(function) is functools.partial and not function.args:
+        function, keywords = function.func, function.keywords
+    if function is not functional.gelu or not keywords.keys() <= {"approximate"}:
+        return None
+    return KINDS["gelu tanh" if keywords.get("approximate") == "tanh" else "gelu"]
+
+
+def _calls_its_own(forward: FunctionType) -> bool:
+    """Return whether a forward is ``return self.name(x)``."""
+    code = forward.__code__
+    if code not in _delegating:
+        try:
+            (statement,) = source_of(forward).tree.body
+            _delegating[code] = (
+                isinstance(statement, ast.Return)
+                and isinstance(statement.value, ast.Call)
+                and ast.unparse(statement.value)
+                == f"self.{code.co_names[0]}({code.co_varnames[1]})"
+            )
+        except Exception:  # Unproved, or source that is missing
+            _delegating[code] = False
+    return _delegating[code]
 
 
 def _of_forward(forward: FunctionType) -> Spec | None:
