@@ -32,7 +32,7 @@ TYPES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
-TYPES |= {torch.int32: "i32", torch.int64: "i64"}
+TYPES |= {torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
 
 
 class FunctionName(NamedTuple):
