@@ -314,9 +314,9 @@ def masked_softmax(
     scale: float,
     causal: bool,
     dtype: torch.dtype,
-    keep: bool = True,
-    fill: float = -INF,
-    zero: bool = True,
+    keep: bool,
+    fill: float,
+    zero: bool,
     backend: str = "auto",
 ) -> Tensor:
     """Compute softmax of ``x * scale`` under masks along the last dimension, rounded once.

@@ -50,6 +50,7 @@ PUBLIC_ONLY = {"apex", "commands", "demo", "integrations", "testing", "__main__"
 # in addition to the public names: code that would otherwise be there twice
 SHARED = {
     "apex": [
+        "tritonamp.functional.masked_rows.softmax_of_scores",
         "tritonamp.policy.HALF_DTYPES",
         "tritonamp.readback.Readback",
         "tritonamp.step.state_loading.load_state",

@@ -9,6 +9,7 @@ from tritonamp.functional.group_norms import group_norm
 from tritonamp.functional.linear_head import LinearHead
 from tritonamp.functional.linear_losses import linear_cross_entropy
 from tritonamp.functional.losses import cross_entropy
+from tritonamp.functional.masked_rows import masked_softmax
 from tritonamp.functional.mixed_norms import mixed_layer_norm, mixed_rms_norm
 from tritonamp.functional.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from tritonamp.functional.rows import log_softmax, softmax, sum
@@ -24,6 +25,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_token_log_probs",
     "log_softmax",
+    "masked_softmax",
     "mixed_layer_norm",
     "mixed_rms_norm",
     "rms_norm",

@@ -1,12 +1,13 @@
 """Drop-in for ``apex.transformer.functional``: masked softmax of attention scores."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tritonamp import functional
 from tritonamp.apex.transformer.enums import AttnMaskType
+from tritonamp.functional.masked_rows import softmax_of_scores
 
 __all__ = [
     "FusedScaleMaskSoftmax",
@@ -30,16 +31,9 @@ def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> 
         mask: bool, broadcastable to ``inputs``; True is masked. Rows that are all True are 0.
         scale: factor of the inputs.
     """
-    device_type = inputs.device.type
-    if torch.is_autocast_enabled(device_type):
-        inputs = inputs.to(torch.get_autocast_dtype(device_type))
-    with torch.autocast(device_type, enabled=False):
-        scores = inputs if scale == 1.0 else inputs.float() * scale
-        if mask is None:
-            return functional.softmax(scores, -1).to(inputs.dtype)
-        mask = mask.bool()
-        probs = functional.softmax(scores.masked_fill(mask, MASKED), -1).to(inputs.dtype)
-        return probs.masked_fill(mask.all(-1, keepdim=True), 0)
+    # apex's polarity, and its score of masked columns
+    mask = None if mask is None else mask.bool()
+    return _fused(inputs, mask, scale, keep=False, fill=MASKED)
 
 
 generic_scaled_masked_softmax = scaled_masked_softmax
@@ -59,8 +53,18 @@ def scaled_upper_triang_masked_softmax(inputs: Tensor, mask: Tensor | None, scal
             f"a causal mask is for self attention: expected as many queries as keys, got {queries} "
             f"and {keys}"
         )
-    above = torch.ones(queries, keys, dtype=torch.bool, device=inputs.device).triu(1)
-    return scaled_masked_softmax(inputs, above, scale)
+    return _fused(inputs, None, scale, causal=True)
+
+
+def _fused(
+    inputs: Tensor, mask: Tensor | None, scale: float, causal: bool = False, **how: Any
+) -> Tensor:
+    """Return the softmax in autocast's dtype, as apex's functions cast their inputs."""
+    device_type = inputs.device.type
+    if torch.is_autocast_enabled(device_type):
+        inputs = inputs.to(torch.get_autocast_dtype(device_type))
+    with torch.autocast(device_type, enabled=False):
+        return softmax_of_scores(inputs, mask, scale, causal, **how)
 
 
 class FusedScaleMaskSoftmax(nn.Module):
