@@ -45,16 +45,18 @@ LOG2_E = math.log2(math.e)
 @triton.jit
 def _scores(
     x, mask_ptr, masks, valid, columns, read, kept, scale, fill,
-    FIRST: tl.constexpr, KEEP: tl.constexpr, FILL: tl.constexpr, DIMS: tl.constexpr,
-    STEP: tl.constexpr,
+    FIRST: tl.constexpr, KEEP: tl.constexpr, FILL: tl.constexpr, ROUND: tl.constexpr,
+    HALF: tl.constexpr, DIMS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Return the scores of a tile x in FP32, and masks of its columns.
 
     The first mask has columns with a score other than -inf, the second has those that count. They
-    differ if columns that a mask excludes have the score ``fill``. Scores are scaled if FIRST.
+    differ if columns that a mask excludes have the score ``fill``. Scores are scaled if FIRST, and
+    rounded to their dtype HALF after each step if ROUND.
     """
     if FIRST:
         x *= scale
+        x = x.to(HALF).to(tl.float32) if ROUND else x
     counted = kept
     if DIMS > 0:
         if STEP == 0:
@@ -64,6 +66,7 @@ def _scores(
         if mask_ptr.dtype.element_ty.is_floating():
             given = given.to(tl.float32)
             x += given
+            x = x.to(HALF).to(tl.float32) if ROUND and mask_ptr.dtype.element_ty == HALF else x
             # a NaN or infinite x keeps its column: the sum is then NaN, as in torch
             counted &= (given != -float("inf")) | (x != -float("inf"))
         else:
@@ -99,8 +102,8 @@ def masked_softmax_kernel(
     x_ptr, mask_ptr, y_ptr, rows, n, blocks, queries, scale, factor, fill,
     size0, size1, size2, stride0, stride1, stride2, stride3,
     SHIFT: tl.constexpr, FIRST: tl.constexpr, CAUSAL: tl.constexpr, KEEP: tl.constexpr,
-    FILL: tl.constexpr, ZERO: tl.constexpr, DIMS: tl.constexpr, STEP: tl.constexpr,
-    MASK_VEC: tl.constexpr,
+    FILL: tl.constexpr, ZERO: tl.constexpr, ROUND: tl.constexpr, DIMS: tl.constexpr,
+    STEP: tl.constexpr, MASK_VEC: tl.constexpr,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +123,7 @@ def masked_softmax_kernel(
     )
     x, kept, counted = _scores(
         x, mask_ptr, masks, valid, columns, read, kept, scale, fill,
-        FIRST, KEEP, FILL, DIMS, STEP,
+        FIRST, KEEP, FILL, ROUND, x_ptr.dtype.element_ty, DIMS, STEP,
     )  # fmt: skip
     m = tl.max(x, 1, keep_dims=True)
     # The difference is scaled, not the scores, because a product would round large scores. If no
@@ -138,8 +141,8 @@ def masked_softmax_long_kernel(
     x_ptr, mask_ptr, y_ptr, rows, n, blocks, queries, scale, factor, fill,
     size0, size1, size2, stride0, stride1, stride2, stride3,
     SHIFT: tl.constexpr, FIRST: tl.constexpr, CAUSAL: tl.constexpr, KEEP: tl.constexpr,
-    FILL: tl.constexpr, ZERO: tl.constexpr, DIMS: tl.constexpr, STEP: tl.constexpr,
-    MASK_VEC: tl.constexpr,
+    FILL: tl.constexpr, ZERO: tl.constexpr, ROUND: tl.constexpr, DIMS: tl.constexpr,
+    STEP: tl.constexpr, MASK_VEC: tl.constexpr,
     ROW_MAJOR: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -162,7 +165,7 @@ def masked_softmax_long_kernel(
         x = tl.load(x_ptr + lines + columns, mask=read, other=0.0).to(tl.float32)
         x, kept, counted = _scores(
             x, mask_ptr, masks, valid, columns, read, kept, scale, fill,
-            FIRST, KEEP, FILL, DIMS, STEP,
+            FIRST, KEEP, FILL, ROUND, x_ptr.dtype.element_ty, DIMS, STEP,
         )  # fmt: skip
         largest = tl.maximum(m, tl.max(x, 1, keep_dims=True))
         # if a line is all -inf so far, x - m would be NaN
@@ -181,7 +184,7 @@ def masked_softmax_long_kernel(
         x = tl.load(x_ptr + lines + columns, mask=read, other=0.0).to(tl.float32)
         x, kept, counted = _scores(
             x, mask_ptr, masks, valid, columns, read, kept, scale, fill,
-            FIRST, KEEP, FILL, DIMS, STEP,
+            FIRST, KEEP, FILL, ROUND, x_ptr.dtype.element_ty, DIMS, STEP,
         )  # fmt: skip
         y = tl.where(kept, tl.exp2((x - m) * factor + SHIFT), 0.0) * inv
         tl.store(y_ptr + lines + columns, y.to(y_ptr.dtype.element_ty), mask=exist)
@@ -212,6 +215,7 @@ def _forward(
     keep: bool,
     fill: float,
     zero: bool,
+    rounds: bool,
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function of contiguous scores of a shape, and of a mask with a layout."""
     adds = mask_dtype is not None and mask_dtype.is_floating_point
@@ -226,11 +230,11 @@ def _forward(
     # A difference times the scale is exact to FP32 for large scores, too. Neither a mask that is
     # added nor a scale that turns the order around leaves that choice, and infinities times an
     # extreme scale would be NaN.
-    first = adds or fills or not 2.0**-64 < scale < 2.0**64
+    first = adds or fills or rounds or not 2.0**-64 < scale < 2.0**64
     factor = LOG2_E if first else scale * LOG2_E
     queries = shape[-2] if causal else 1
     sizes = *t.sizes, queries, scale, factor, fill, *layout.sizes, *layout.strides
-    how = shift, first, causal, keep, fills, zero
+    how = shift, first, causal, keep, fills, zero, rounds
     constants = *how, layout.dims, layout.step, layout.vec, *t.layout
     kernel = masked_softmax_kernel if t.whole else masked_softmax_long_kernel
     results = (dense(shape, dtype),)
@@ -247,13 +251,14 @@ def masked_softmax_prepared(
     keep: bool,
     fill: float,
     zero: bool,
+    rounds: bool,
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """Return a function that does ``masked_softmax_triton`` on tensors of the same layout."""
     layout, copies = mask_layout(x.shape, mask), False
     if layout is None and mask is not None:
         layout, copies = mask_layout(x.shape, addressable(x.shape, mask)), True
     assert layout is not None
-    how = scale, causal, dtype, keep, fill, zero
+    how = scale, causal, dtype, keep, fill, zero, rounds
     run = _forward(x.shape, x.dtype, dtype_of(mask), layout, *how)
 
     def prepared(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -274,8 +279,9 @@ def masked_softmax_triton(
     keep: bool,
     fill: float,
     zero: bool,
+    rounds: bool,
 ) -> Tensor:
-    return masked_softmax_prepared(x, mask, scale, causal, dtype, keep, fill, zero)(x, mask)
+    return masked_softmax_prepared(x, mask, scale, causal, dtype, keep, fill, zero, rounds)(x, mask)
 
 
 def masked_softmax_torch(
@@ -287,14 +293,19 @@ def masked_softmax_torch(
     keep: bool,
     fill: float,
     zero: bool,
+    rounds: bool,
 ) -> Tensor:
-    scores = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
+    def rounded(scores: Tensor) -> Tensor:
+        return scores.to(x.dtype).to(scores.dtype) if rounds else scores
+
+    scores = rounded(x.to(torch.promote_types(x.dtype, torch.float32)) * scale)
     dropped = torch.zeros((), dtype=torch.bool, device=x.device)
     if mask is not None and mask.dtype is torch.bool:
         dropped = ~mask if keep else mask
         scores = scores.masked_fill(dropped, fill)
     elif mask is not None:
         scores = scores + mask.to(scores.dtype)
+        scores = rounded(scores) if mask.dtype is x.dtype else scores
         dropped = (mask == -INF) & (scores == -INF)
     if causal:
         queries, keys = x.shape[-2:]
@@ -317,6 +328,7 @@ def masked_softmax(
     keep: bool,
     fill: float,
     zero: bool,
+    rounds: bool,
     backend: str = "auto",
 ) -> Tensor:
     """Compute softmax of ``x * scale`` under masks along the last dimension, rounded once.
@@ -332,15 +344,17 @@ def masked_softmax(
         keep: value of a boolean mask in columns that count.
         fill: score of columns that a boolean mask excludes.
         zero: whether a line without a column that counts is 0; else it is torch's result.
+        rounds: whether scaled scores, and sums with a mask of the dtype of ``x``, are rounded to
+            that dtype, as separate operations round them.
         backend: "auto", "triton" or "eager".
     """
-    return MASKED_SOFTMAX(backend, x, mask, scale, causal, dtype, keep, fill, zero)
+    return MASKED_SOFTMAX(backend, x, mask, scale, causal, dtype, keep, fill, zero, rounds)
 
 
 def _sample(variant: str, mask: Callable[[Tensor], Tensor | None]) -> Sample:
     def args(x: Tensor, dim: int) -> tuple[Any, ...]:
         lines = x.movedim(dim, -1)
-        return lines, mask(lines), 0.5, False, x.dtype, True, -INF, True
+        return lines, mask(lines), 0.5, False, x.dtype, True, -INF, True, False
 
     return Sample(args, any_order=True, rows_only=True, variant=variant)
 
@@ -371,6 +385,6 @@ def shipped_cases() -> Iterator[tuple[str, Tensor, Tensor | None, bool]]:
 def shipped() -> Iterator[Shipped]:
     """Yield the calls whose builds are checked."""
     for name, x, mask, causal in shipped_cases():
-        args = x, mask, 0.125, causal, x.dtype, True, -INF, True
+        args = x, mask, 0.125, causal, x.dtype, True, -INF, True, False
         exp2 = 1 if x.shape[-1] <= LONGEST else 2
         yield Shipped(name, masked_softmax_triton, args, 96, 20, exp2)

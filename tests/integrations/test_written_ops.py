@@ -16,8 +16,10 @@ SMALL = {
     "num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-OLD = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "pad_token_id": 0,
-       "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+OLD = {
+    "vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 QUIET = {
     name: 0.0
     for name in (
@@ -51,7 +53,8 @@ CASES = {
     "Phi": Case({}, 2),
     "Phi3": Case({"num_key_value_heads": 2, "pad_token_id": 0}, 2),
     "GPT2": Case(OLD, 2, "LMHeadModel"),
-    "GPTNeo": Case({"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}, 1),
+    "GPTNeo": Case({"num_layers": 2, "num_heads": 4,
+                    "attention_types": [[["global", "local"], 1]]}, 1),
     "GPTJ": Case(OLD | {"rotary_dim": 4}, 1),
     "GPTNeoX": Case({}, 1),
     "OPT": Case({"ffn_dim": 48, "word_embed_proj_dim": 32}, 1),

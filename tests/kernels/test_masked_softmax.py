@@ -50,6 +50,7 @@ class How(NamedTuple):
     keep: bool = True
     fill: float = -INF
     zero: bool = True
+    rounds: bool = False
 
 
 def mask_of(kind: str, shape: Shape, device: torch.device) -> Tensor | None:
@@ -117,6 +118,34 @@ def check(x: Tensor, mask: Tensor | None, how: How, backend: str, one_ulp: bool 
     bound = ulp(exact, how.dtype) / 2 + error
     assert_within(y, exact, bound.minimum(ulp(exact, how.dtype)) if one_ulp else bound)
     return y
+
+
+@each_kind
+def test_steps_are_rounded_as_separate_operations_round(
+    device: torch.device, backend: str, kind: str
+) -> None:
+    """Errors of a step, up to half an ulp of scores near 90, would be far above the bound."""
+    x, mask = 60 * scores((3, 4, 130), device), mask_of(kind, (3, 4, 130), device)
+    steps = x * 0.3
+    if kind == "bool":
+        steps = steps.masked_fill(~mask, -INF)
+    elif mask is not None:
+        steps = steps + mask
+    exact = steps.double().softmax(-1)
+    y = masked_softmax(x, mask, *How(rounds=True), backend)
+    assert_within(y, exact, ulp(exact, HALF))
+    single = masked_softmax(x, mask, *How(), backend)
+    assert not torch.equal(y, single)
+
+
+def test_the_lowest_number_makes_a_uniform_row_of_rounded_steps(
+    device: torch.device, backend: str
+) -> None:
+    x = scores((2, 64), device)
+    mask = torch.full((2, 64), -65504.0, device=device, dtype=HALF)
+    y = masked_softmax(x, mask, *How(scale=1.0, rounds=True), backend)
+    assert y.tolist() == [[1 / 64] * 64] * 2
+    assert masked_softmax(x, mask, *How(scale=1.0), backend).unique().numel() > 2
 
 
 @pytest.mark.parametrize("keys", KEYS)

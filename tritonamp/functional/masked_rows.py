@@ -11,6 +11,7 @@ from tritonamp.kernels import masked_softmax_backward as _masked_softmax_backwar
 from tritonamp.policy import HALF_DTYPES
 
 INF = float("inf")
+_ZERO = 5  # place of ``zero`` among the arguments of the operation
 
 
 class MaskedSoftmax(torch.autograd.Function):
@@ -20,20 +21,26 @@ class MaskedSoftmax(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mask: Tensor | None, call: Call) -> Tensor:
         args, compute = call
         y = compute(x, mask) if compute else _masked_softmax.masked_softmax(x, mask, *args)
-        ctx.save_for_backward(y)
+        # separate operations pass no gradient to scores that a boolean mask replaces, though their
+        # probability is not 0 where all scores of a row are replaced
+        replaces = mask is not None and mask.dtype is torch.bool and not args[_ZERO]
+        ctx.save_for_backward(y, mask if replaces else None)
         ctx.args = args, x.dtype
         ctx.mask = None if mask is None else (mask.shape, mask.dtype)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        (y,) = ctx.saved_tensors
-        (scale, causal, *_, backend), dtype = ctx.args
+        y, replaced = ctx.saved_tensors
+        (scale, causal, _, keep, *_, backend), dtype = ctx.args
         # A gradient of the gradient needs torch's operations.
         backend = "eager" if torch.is_grad_enabled() else backend
         gradient = _masked_softmax_backward.masked_softmax_backward
         if not ctx.needs_input_grad[1]:
-            return gradient(grads[0], y, scale, causal, dtype, backend), None, None
+            dx = gradient(grads[0], y, scale, causal, dtype, backend)
+            if replaced is not None:
+                dx = dx.masked_fill(~replaced if keep else replaced, 0.0)
+            return dx, None, None
         # a learned bias: the sum over all scores that share an element has to be FP32
         of_scores = gradient(grads[0], y, 1.0, causal, torch.float32, backend)
         shape, mask_dtype = ctx.mask
@@ -72,21 +79,23 @@ def softmax_of_scores(
     x: Tensor,
     mask: Tensor | None,
     scale: float,
-    causal: bool,
+    causal: bool = False,
     dtype: torch.dtype | None = None,
     keep: bool = True,
     fill: float = -INF,
     zero: bool = True,
+    rounds: bool = False,
+    backend: str = "auto",
 ) -> Tensor:
     """Return ``masked_softmax``, with the options of the operation in ``kernels``.
 
     torch computes float64, and everything under transforms of torch.func.
     """
     _check(x, mask, scale, causal)
-    args = float(scale), causal, dtype or x.dtype, keep, fill, zero
+    args = float(scale), causal, dtype or x.dtype, keep, fill, zero, rounds
     if x.dtype not in (*HALF_DTYPES, torch.float32) or is_under_transforms():
         return _masked_softmax.masked_softmax_torch(x, mask, *args)
-    result: Tensor = MaskedSoftmax.apply(x, mask, ((*args, "auto"), None))
+    result: Tensor = MaskedSoftmax.apply(x, mask, ((*args, backend), None))
     return result
 
 

@@ -135,10 +135,10 @@ def _plain_softmax(node: ast.expr, reader: Reader) -> _Softmax | None:
     if not isinstance(node, ast.Call):
         return None
     args = [*node.args]
-    if isinstance(node.func, ast.Attribute) and node.func.attr == "softmax":
-        if reader.object(node.func) is None:
-            args.insert(0, node.func.value)  # a method of the scores
-    if args == node.args and reader.object(node.func) not in (torch.softmax, functional.softmax):
+    is_attribute = isinstance(node.func, ast.Attribute) and node.func.attr == "softmax"
+    if is_attribute and reader.object(node.func) is None:
+        args.insert(0, node.func.value)  # type: ignore[attr-defined]  # a method of the scores
+    elif reader.object(node.func) not in (torch.softmax, functional.softmax):
         return None
     named = {keyword.arg: keyword.value for keyword in node.keywords}
     if len(args) == 2:
@@ -186,7 +186,7 @@ def _noted_row(before: list[ast.stmt], scores: str) -> list[ast.stmt]:
 
 
 def _noted_start(statement: ast.stmt, scores: str) -> ast.stmt | None:
-    """Return a statement that makes the scores, with its factor noted; None for other statements."""
+    """Return a statement that makes the scores, with its factor noted; None for others."""
     target, value = target_and_value(statement)
     if target != scores or value is None or loads([value])[scores]:
         return None
