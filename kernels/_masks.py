@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tritonamp.kernels._lines import MAX_VECTOR
+from tritonamp.kernels._lines import MAX_VECTOR, Tiling, tiling
 from tritonamp.kernels.device import tl, triton
 
 MOST_DIMS = 4  # dimensions of lines, after neighbours are merged; (batch, window, head, query)
@@ -72,6 +72,15 @@ def addressable(shape: Sequence[int], mask: Tensor) -> Tensor:
     return mask.expand(tuple(shape)).contiguous()
 
 
+def line_tiling(shape: tuple[int, ...], per_thread: int, longest: int, vec: int) -> Tiling:
+    """Return the tiling of lines along the last dimension that are not shared by programs."""
+    t = tiling(shape, -1, -1, per_thread, longest, vec)
+    row_major, align, vec, lines, block = t.layout
+    # a vector that does not divide the line is left to softmax, whose loops load edges one by one
+    layout = row_major, align, min(vec, align), lines, block
+    return t._replace(splits=1, grid=(t.grid[0], 1, 1), layout=layout)
+
+
 @triton.jit
 def mask_offsets(
     numbers, size0, size1, size2, stride0, stride1, stride2, stride3,
@@ -120,3 +129,52 @@ def columns_before(ends, columns, exist, VEC: tl.constexpr, CAUSAL: tl.constexpr
         return exist & (columns < (ends + VEC - 1) // VEC * VEC), exist & (columns < ends)
     else:
         return exist, exist
+
+
+@triton.jit
+def masked_scores(
+    x, mask_ptr, masks, valid, columns, read, kept, scale, fill,
+    FIRST: tl.constexpr, KEEP: tl.constexpr, FILL: tl.constexpr, ROUND: tl.constexpr,
+    HALF: tl.constexpr, DIMS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Return the scores of a tile x in FP32, and masks of its columns.
+
+    The first mask has columns with a score other than -inf, the second has those that count. They
+    differ if columns that a mask excludes have the score ``fill``. Scores are scaled if FIRST, and
+    rounded to their dtype HALF after each step if ROUND.
+    """
+    if FIRST:
+        x *= scale
+        x = x.to(HALF).to(tl.float32) if ROUND else x
+    counted = kept
+    if DIMS > 0:
+        if STEP == 0:
+            given = tl.load(mask_ptr + masks, mask=valid, other=0)
+        else:
+            given = tl.load(mask_ptr + masks + columns, mask=read, other=0)
+        if mask_ptr.dtype.element_ty.is_floating():
+            given = given.to(tl.float32)
+            x += given
+            x = x.to(HALF).to(tl.float32) if ROUND and mask_ptr.dtype.element_ty == HALF else x
+            # a NaN or infinite x keeps its column: the sum is then NaN, as in torch
+            counted &= (given != -float("inf")) | (x != -float("inf"))
+        else:
+            counted &= (given != 0) == KEEP
+    if FILL:
+        x = tl.where(counted, x, fill)
+    else:
+        kept = counted
+    return tl.where(kept, x, -float("inf")), kept, counted
+
+
+@triton.jit
+def reciprocal(s, empty, ZERO: tl.constexpr):
+    """Return 1 / s; 0 for lines that are ``empty`` if ZERO."""
+    # a product instead of 0, because a line with NaN stays NaN
+    return tl.where(empty, s * 0.0, 1 / s) if ZERO else 1 / s
+
+
+@triton.jit
+def no_columns(mask):
+    """Return whether a mask has no column of a line, [ROWS, 1]."""
+    return tl.max(mask.to(tl.int32), 1, keep_dims=True) == 0

@@ -16,21 +16,23 @@ from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import (
     WIDEST,
-    Tiling,
     cached_by_shape,
     column_offsets,
     dense,
     dtype_of,
     line_offsets,
-    tiling,
 )
 from tritonamp.kernels._masks import (
     MaskLayout,
     addressable,
     causal_ends,
     columns_before,
+    line_tiling,
     mask_layout,
     mask_offsets,
+    masked_scores,
+    no_columns,
+    reciprocal,
 )
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped, build_name
@@ -40,55 +42,6 @@ PER_THREAD = 32  # elements that a thread holds
 LONGEST = 32768  # line that registers hold
 INF = float("inf")
 LOG2_E = math.log2(math.e)
-
-
-@triton.jit
-def _scores(
-    x, mask_ptr, masks, valid, columns, read, kept, scale, fill,
-    FIRST: tl.constexpr, KEEP: tl.constexpr, FILL: tl.constexpr, ROUND: tl.constexpr,
-    HALF: tl.constexpr, DIMS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Return the scores of a tile x in FP32, and masks of its columns.
-
-    The first mask has columns with a score other than -inf, the second has those that count. They
-    differ if columns that a mask excludes have the score ``fill``. Scores are scaled if FIRST, and
-    rounded to their dtype HALF after each step if ROUND.
-    """
-    if FIRST:
-        x *= scale
-        x = x.to(HALF).to(tl.float32) if ROUND else x
-    counted = kept
-    if DIMS > 0:
-        if STEP == 0:
-            given = tl.load(mask_ptr + masks, mask=valid, other=0)
-        else:
-            given = tl.load(mask_ptr + masks + columns, mask=read, other=0)
-        if mask_ptr.dtype.element_ty.is_floating():
-            given = given.to(tl.float32)
-            x += given
-            x = x.to(HALF).to(tl.float32) if ROUND and mask_ptr.dtype.element_ty == HALF else x
-            # a NaN or infinite x keeps its column: the sum is then NaN, as in torch
-            counted &= (given != -float("inf")) | (x != -float("inf"))
-        else:
-            counted &= (given != 0) == KEEP
-    if FILL:
-        x = tl.where(counted, x, fill)
-    else:
-        kept = counted
-    return tl.where(kept, x, -float("inf")), kept, counted
-
-
-@triton.jit
-def _reciprocal(s, empty, ZERO: tl.constexpr):
-    """Return 1 / s; 0 for lines that are ``empty`` if ZERO."""
-    # a product instead of 0, because a line with NaN stays NaN
-    return tl.where(empty, s * 0.0, 1 / s) if ZERO else 1 / s
-
-
-@triton.jit
-def _none(mask):
-    """Return whether a mask has no column of a line, [ROWS, 1]."""
-    return tl.max(mask.to(tl.int32), 1, keep_dims=True) == 0
 
 
 _SIZES = (
@@ -121,7 +74,7 @@ def masked_softmax_kernel(
     masks = mask_offsets(
         numbers, size0, size1, size2, stride0, stride1, stride2, stride3, DIMS, MASK_VEC
     )
-    x, kept, counted = _scores(
+    x, kept, counted = masked_scores(
         x, mask_ptr, masks, valid, columns, read, kept, scale, fill,
         FIRST, KEEP, FILL, ROUND, x_ptr.dtype.element_ty, DIMS, STEP,
     )  # fmt: skip
@@ -131,8 +84,8 @@ def masked_softmax_kernel(
     e = tl.where(kept, tl.exp2((x - m) * factor + SHIFT), 0.0)
     s = tl.sum(e, 1, keep_dims=True)
     # without ``fill``, the largest term of a line that is not empty is 1
-    empty = _none(counted) if FILL else s == 0
-    y = e * _reciprocal(s, empty, ZERO)
+    empty = no_columns(counted) if FILL else s == 0
+    y = e * reciprocal(s, empty, ZERO)
     tl.store(y_ptr + lines + columns, y.to(y_ptr.dtype.element_ty), mask=exist)
 
 
@@ -163,7 +116,7 @@ def masked_softmax_long_kernel(
         columns, exist = column_offsets(at, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
         read, kept = columns_before(ends, columns, valid & exist, VEC, CAUSAL)
         x = tl.load(x_ptr + lines + columns, mask=read, other=0.0).to(tl.float32)
-        x, kept, counted = _scores(
+        x, kept, counted = masked_scores(
             x, mask_ptr, masks, valid, columns, read, kept, scale, fill,
             FIRST, KEEP, FILL, ROUND, x_ptr.dtype.element_ty, DIMS, STEP,
         )  # fmt: skip
@@ -172,9 +125,9 @@ def masked_softmax_long_kernel(
         base = tl.where(largest == -float("inf"), 0.0, largest)
         e = tl.where(kept, tl.exp2((x - base) * factor + SHIFT), 0.0)
         s = s * tl.exp2((m - base) * factor) + tl.sum(e, 1, keep_dims=True)
-        empty &= _none(counted)
+        empty &= no_columns(counted)
         m = largest
-    inv = _reciprocal(s, empty, ZERO)
+    inv = reciprocal(s, empty, ZERO)
     # the last columns first, which L2 holds
     for back in range(0, end, BLOCK):
         at = (end - 1) // BLOCK * BLOCK - back
@@ -182,7 +135,7 @@ def masked_softmax_long_kernel(
         exist = valid & exist
         read, kept = columns_before(ends, columns, exist, VEC, CAUSAL)
         x = tl.load(x_ptr + lines + columns, mask=read, other=0.0).to(tl.float32)
-        x, kept, counted = _scores(
+        x, kept, counted = masked_scores(
             x, mask_ptr, masks, valid, columns, read, kept, scale, fill,
             FIRST, KEEP, FILL, ROUND, x_ptr.dtype.element_ty, DIMS, STEP,
         )  # fmt: skip
@@ -192,15 +145,6 @@ def masked_softmax_long_kernel(
         columns, exist = column_offsets(at, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
         y = tl.zeros([ROWS, BLOCK], tl.float32) * inv
         tl.store(y_ptr + lines + columns, y.to(y_ptr.dtype.element_ty), mask=valid & exist)
-
-
-def line_tiling(shape: tuple[int, ...], per_thread: int, longest: int, vec: int) -> Tiling:
-    """Return the tiling of lines along the last dimension that are not shared by programs."""
-    t = tiling(shape, -1, -1, per_thread, longest, vec)
-    row_major, align, vec, lines, block = t.layout
-    # a vector that does not divide the line is left to softmax, whose loops load edges one by one
-    layout = row_major, align, min(vec, align), lines, block
-    return t._replace(splits=1, grid=(t.grid[0], 1, 1), layout=layout)
 
 
 @cached_by_shape
@@ -219,7 +163,7 @@ def _forward(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function of contiguous scores of a shape, and of a mask with a layout."""
     adds = mask_dtype is not None and mask_dtype.is_floating_point
-    widest = max(given.itemsize, dtype.itemsize, mask_dtype.itemsize if adds else 1)
+    widest = max(each.itemsize for each in (given, dtype, mask_dtype) if each is not None)
     t = line_tiling(shape, PER_THREAD, LONGEST, WIDEST // widest)
     # a grid of 0 programs is an invalid launch
     if t.lines * t.n == 0:
@@ -364,7 +308,7 @@ MASKED_SOFTMAX = TraceableOp(
     masked_softmax_torch,
     [
         _sample("bool", lambda x: torch.arange(x.shape[-1], device=x.device) % 3 != 1),
-        _sample("added", lambda x: x.float().abs().cumsum(0) % 1),
+        _sample("added", lambda x: torch.linspace(-1, 1, x.numel(), device=x.device).view(x.shape)),
     ],
     prepared=masked_softmax_prepared,
 )

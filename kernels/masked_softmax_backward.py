@@ -13,11 +13,11 @@ from torch import Tensor
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import WIDEST, cached_by_shape, column_offsets, dense, line_offsets
-from tritonamp.kernels._masks import causal_ends, columns_before
+from tritonamp.kernels._masks import causal_ends, columns_before, line_tiling
 from tritonamp.kernels._sample import Sample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels.device import tl, triton
-from tritonamp.kernels.masked_softmax import line_tiling, shipped_cases
+from tritonamp.kernels.masked_softmax import shipped_cases
 
 PER_THREAD = 32  # elements that a thread holds
 # line that registers hold, half as long as in the forward, because there are two inputs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.kernels.conftest import Shrink, U, assert_within, numpy_warns, ulp
 from tritonamp.kernels import masked_softmax as module
-from tritonamp.kernels._masks import MOST_DIMS, mask_layout
+from tritonamp.kernels._masks import MOST_DIMS, line_tiling, mask_layout
 from tritonamp.kernels.masked_softmax import masked_softmax
 
 pytestmark = [numpy_warns, pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")]
@@ -102,7 +102,7 @@ def exact_and_error(
     if not x.numel():
         return exact, exact
     n = x.shape[-1] if x.dim() else 1
-    tile = module.line_tiling(tuple(x.shape), module.PER_THREAD, module.LONGEST, 8).layout[-1]
+    tile = line_tiling(tuple(x.shape), module.PER_THREAD, module.LONGEST, 8).layout[-1]
     d = (wide.amax(-1, keepdim=True) - wide).nan_to_num(0, 0, 0)
     of_sum = 3 * math.log(n) + 5 + n + 6 * -(-n // tile)
     of_products = 2 * size.amax(-1, keepdim=True) if products else 0
