@@ -1,6 +1,6 @@
 """The process behind ``counts.py --models``: a step of each toy model on the GPU in software.
 
-    python bench/model_counts.py rows.jsonl --only "GPT-2"
+    TRITON_INTERPRET=1 python bench/model_counts.py rows.jsonl --only "GPT-2"
 
 It writes a line of JSON for each model and way, or one with the reason why there is none.
 """
@@ -9,15 +9,12 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import software_gpu  # noqa: F401  (before torch)
 import torch

@@ -1,6 +1,7 @@
 """``counts.py --models``: the process that counts, and the tables of the page."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,11 @@ RESULT = Path(__file__).parent / "results" / "counts-models.json"
 COMMAND = "python bench/counts.py --models --snapshot"
 PINNED = "torch", "triton", "transformers", "diffusers"
 PRODUCTS = "products"
+ENVIRONMENT = {
+    "TRITON_INTERPRET": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 LARGEST, LARGEST_ON_PAGE = 10, 3  # operations of a row
 TELLING = "O2"  # the way whose operations the page shows
 
@@ -47,7 +53,8 @@ def count_models(only: str) -> Row:
         path = Path(folder) / "rows.jsonl"
         script = Path(__file__).with_name("model_counts.py")
         command = [sys.executable, str(script), str(path), "--only", only]
-        code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+        env = os.environ | ENVIRONMENT
+        code = subprocess.run(command, stdout=sys.stderr, check=False, env=env).returncode
         rows = list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
     absent = [row for row in rows if "reason" in row]
     if code:

@@ -1,7 +1,6 @@
 """Models of known libraries at toy size, for ``counts.py --models``: a few layers, small widths."""
 
 import importlib
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 WORDS, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 1024, 128, 4, 2, 64, 2
 SIZE, CLASSES = 32, 10  # of images
 
@@ -66,7 +64,7 @@ def llama(name: str = "LlamaForCausalLM", **config: Any) -> Toy:
     )  # fmt: skip
 
 
-ENCODER = dict(
+ENCODER: dict[str, Any] = dict(
     num_hidden_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS,
     intermediate_size=4 * WIDTH, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
 )  # fmt: skip

@@ -1,20 +1,16 @@
 """Bytes that a forward and a backward on the GPU in software move, by kind and by line of source.
 
-Each operation reads each argument once and writes each result once, in the tensors' formats. The
-exceptions:
-
-- Views and new memory move nothing. An expanded tensor has the bytes of its own memory.
-- A lookup reads as many elements as it returns. A write by indices reads and writes those alone.
-- Attention is one kernel. It reads q, k, v and a mask, and writes the output and an FP32 number per
-  row. Its backward reads these and the output's gradient, and writes the gradients of q, k, v and
-  of a mask that needs one.
+Operations of torch move the bytes of ``op_bytes.touched``, and our kernels those of their different
+arguments, once. Attention is one kernel. It reads q, k, v and a mask, and writes the output and an
+FP32 number per row. Its backward reads these and the output's gradient, and writes the gradients of
+q, k, v and of a mask that needs one.
 """
 
 import contextlib
-import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -22,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from gpuless.facts import facts
 from gpuless.gpu import Observer
-from gpuless.nested import tensors_of
+from op_bytes import NO_WORK, Moved, is_cast, own, touched
 from torch import Tensor
 
 import tritonamp
-from tritonamp.watched.ops import UNWRITTEN
 
 PRODUCTS, WEIGHTS, ACTIVATIONS = "products", "casts of weights", "casts of activations"
 FP32, HALF, OURS = "other FP32", "other half", "our kernels"
+ATTENTION = "scaled_dot_product_attention"
 KINDS = PRODUCTS, WEIGHTS, ACTIVATIONS, FP32, HALF, OURS
 PRODUCT_OPS = {
     "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_grouped_mm", "convolution",
@@ -37,29 +33,13 @@ PRODUCT_OPS = {
 }  # fmt: skip
 ADDS = {"addmm", "baddbmm", "addbmm", "addmv"}
 """Products whose first argument is added, like a bias."""
-NO_WORK = UNWRITTEN | {"_unsafe_view", "_reshape_alias", "lift_fresh", "resize_", "set_"}
-OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
-LOOKUPS = {"embedding", "index", "index_select", "gather"}
-"""Operations that read as many elements of their first argument as they return."""
-TARGETS_READ = {"nll_loss_forward", "nll_loss2d_forward"}
-"""Operations that read as many elements of their first argument as there are targets."""
-SIZES_READ = {"nll_loss_backward", "nll_loss2d_backward"}
-"""Operations that read only the sizes of their second argument."""
-SCATTERS = {
-    "index_put_": 2, "_index_put_impl_": 2, "_unsafe_index_put": 2, "index_add_": 3,
-    "index_copy_": 3, "scatter_": 3, "scatter_add_": 3,
-}  # fmt: skip
-"""Positions of the values, of operations that write elements of their first argument."""
 WIDE = {torch.float32, torch.float64}
 COPIES = {"_to_copy", "copy_", "_foreach_copy_"}
+LEAF = (1 << 64) - 1
+"""Number of all nodes that add up the gradient of a parameter."""
 ROOT = Path(__file__).resolve().parents[1]
-NO_SOURCE = (
-    *torch.__path__, *tritonamp.__path__, str(ROOT / "kernels"), str(ROOT / "tests" / "gpuless"),
-    __file__, contextlib.__file__,
-)  # fmt: skip
-
-Moved = list[tuple[Tensor, int]]
-"""Tensors, with the numbers of elements that are read or written."""
+PACKAGES = *torch.__path__, *tritonamp.__path__, ROOT / "kernels", ROOT / "tests" / "gpuless"
+NO_SOURCE = *(f"{folder}/" for folder in PACKAGES), __file__, contextlib.__file__
 
 
 class Work(NamedTuple):
@@ -77,13 +57,32 @@ class Work(NamedTuple):
     direction: str
 
 
-class Attention(NamedTuple):
-    """The arguments of a call: numbers of elements, and what they take."""
+@dataclass
+class Attention:
+    """A call of attention whose backward is to come.
+
+    Attributes:
+        inputs: q, k, v, and a mask if there is one.
+        output: number of elements of the output.
+        rows: number of rows of q.
+        line: line of the call.
+        has_run: whether the backward has begun.
+    """
 
     inputs: list[Tensor]
     output: int
     rows: int
     line: str
+    has_run: bool = False
+
+    def forward(self) -> Moved:
+        return [(x, own(x)) for x in self.inputs] + [(self.inputs[0], self.output)]
+
+    def backward(self) -> Moved:
+        """Return the same, the gradient of the output, and the gradients of the inputs."""
+        trained = [x for i, x in enumerate(self.inputs) if i < 3 or x.requires_grad]
+        output = self.inputs[0], self.output
+        return [*self.forward(), output, *((x, own(x)) for x in trained)]
 
 
 class Traffic(Observer):
@@ -134,13 +133,14 @@ class Traffic(Observer):
         if known.is_view or name in NO_WORK or func.namespace != "aten":
             return
         if number in self._attention:
-            self._attention_backward(number)
-        if self._inside or number in self._attention:
+            self._attention_backward(self._attention[number])
+            return
+        if self._inside:
             return
         work = Work(name, line, direction)
         reads, writes = touched(func, args, kwargs, result)
-        if name in PRODUCT_OPS:
-            summands = 1 if name in ADDS else 0
+        if name.removesuffix("_") in PRODUCT_OPS:
+            summands = 1 if name.removesuffix("_") in ADDS else 0
             self._product(work, reads + writes, operands=reads[summands:])
             return
         size = Counter[str]()
@@ -166,30 +166,22 @@ class Traffic(Observer):
         line, direction, _ = self._place()
         q, k, v = args[:3]
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-        inputs = [q, k, v] if mask is None else [q, k, v, mask]
         rows = q.numel() // q.shape[-1]
-        call = Attention(inputs, rows * v.shape[-1], rows, line)
-        work = Work("scaled_dot_product_attention", line, direction)
-        result = q.new_empty(0), call.output
-        self._product(work, [(x, own(x)) for x in inputs] + [result], statistics=4 * rows)
+        call = Attention(
+            [x for x in (q, k, v, mask) if x is not None], rows * v.shape[-1], rows, line
+        )
+        self._product(Work(ATTENTION, line, direction), call.forward(), statistics=4 * rows)
         first, self._inside = self._known, True
         yield
         self._place()
         self._inside = False
         self._attention |= dict.fromkeys(range(first, self._known), call)
 
-    def _attention_backward(self, number: int) -> None:
-        call = self._attention[number]
-        if call.rows < 0:  # its kernel has been counted
-            return
-        for key, other in self._attention.items():
-            if other is call:
-                self._attention[key] = call._replace(rows=-1)
-        result = call.inputs[0], call.output
-        moved = [(x, own(x)) for x in call.inputs] + 2 * [result]
-        moved += [(x, own(x)) for i, x in enumerate(call.inputs) if i < 3 or x.requires_grad]
-        work = Work("scaled_dot_product_attention", call.line, "backward")
-        self._product(work, moved, statistics=4 * call.rows)
+    def _attention_backward(self, call: Attention) -> None:
+        if not call.has_run:
+            call.has_run = True
+            work = Work(ATTENTION, call.line, "backward")
+            self._product(work, call.backward(), statistics=4 * call.rows)
 
     # kinds
 
@@ -235,58 +227,8 @@ class Traffic(Observer):
         return self._lines.get(number, f"backward of {node.name()}"), "backward", number
 
 
-LEAF = (1 << 64) - 1
-"""Number of all nodes that add up the gradient of a parameter."""
-
-
 def memory(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
-
-
-def own(x: Tensor) -> int:
-    """Return the number of different elements of a tensor, which may be expanded."""
-    sizes = zip(x.shape, x.stride(), strict=True)
-    return math.prod(size for size, stride in sizes if stride) if x.numel() else 0
-
-
-def touched(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Moved, Moved]:
-    """Return what an operation reads, and what it writes."""
-    known = facts(func)
-    written = tensors_of(known.writes(args, kwargs))
-    written += [x for group in known.writes(args, kwargs) if isinstance(group, list) for x in group]
-    results = [] if known.is_in_place else tensors_of(result if is_many(result) else [result])
-    given = tensors_of([*args, *kwargs.values()]) if known.reads_values else []
-    writes = {id(x): (x, own(x)) for x in written + results}
-    reads = {id(x): (x, own(x)) for x in given}
-    if known.name in OVERWRITES or func._overloadname == "out":
-        reads = {key: read for key, read in reads.items() if key not in writes}
-    first = id(args[0]) if args else 0
-    if known.name in LOOKUPS:
-        reads[first] = args[0], result.numel()
-    elif known.name in TARGETS_READ:
-        reads[first] = args[0], args[1].numel()
-    elif known.name in SIZES_READ:
-        del reads[id(args[1])]
-    elif known.name == "index_put":  # torch has it in place on a GPU
-        return [(args[2], own(args[2]))], [(result, args[2].numel())]
-    elif known.name in SCATTERS:
-        place = SCATTERS[known.name]
-        values = args[place]
-        number = values.numel() if isinstance(values, Tensor) else args[place - 1].numel()
-        reads[first] = args[0], number
-        if first in writes:
-            writes[first] = args[0], number
-    return list(reads.values()), list(writes.values())
-
-
-def is_many(result: Any) -> bool:
-    return isinstance(result, tuple | list)
-
-
-def is_cast(reads: Moved, writes: Moved) -> bool:
-    """Return whether a copy is from one floating format to another."""
-    source, target = reads[0][0].dtype, writes[0][0].dtype
-    return source != target and source.is_floating_point and target.is_floating_point
 
 
 def source_line() -> str:

@@ -43,7 +43,7 @@ class Observer:
         """See an operation of torch after its work was launched; views are operations, too."""
 
     def launched(self, kernel: str, tensors: tuple[Tensor, ...]) -> None:
-        """See a kernel of this repository, with its arguments that are tensors."""
+        """See a kernel that Triton's interpreter runs, with its arguments that are tensors."""
 
     def attention(self, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[None]:
         """Return a context for the operations that stand for a kernel of attention."""
