@@ -114,7 +114,9 @@ def _operands(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int 
     views = any(info is not None and not info.is_write for info in aliases)
     if views or name in NO_KERNEL or "empty" in name:
         return None
-    given = tensors_of([*args, *kwargs.values()])[name in WRITTEN_ONLY :]
+    outs = {a.name for a in func._schema.arguments if a.is_out}  # written, not read
+    named = (value for key, value in kwargs.items() if key not in outs)
+    given = tensors_of([*args, *named])[name in WRITTEN_ONLY :]
     results = list(result) if isinstance(result, tuple | list) else [result]
     if name in PICKS:  # reads as much of its first operand as it returns
         given[0] = results[0]

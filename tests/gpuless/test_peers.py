@@ -48,3 +48,12 @@ def test_compiled_softmax_is_counted(tmp_path: Path) -> None:
     forward, backward, errors = rows(tmp_path, "compile", "--only", "^softmax n=1024$")
     assert (forward["bytes"], backward["bytes"]) == (4.0, 6.0)
     assert errors["forward"] < 2**-10
+
+
+def test_results_of_torchs_products_are_only_written(tmp_path: Path) -> None:
+    """Inductor gives products an ``out``; its kernels read logits twice, and write them once."""
+    both, _ = rows(tmp_path, "compile", "--only", "^linear cross_entropy 1024x8192x256$")
+    r, v, d = 1024, 8192, 256
+    products = 3 * 2 * (r * v + r * d + v * d)
+    # targets and statistics of rows are next to nothing
+    assert both["bytes"] == pytest.approx(products / (r * v) + 6, abs=0.02)
