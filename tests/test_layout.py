@@ -56,7 +56,11 @@ SHARED = {
         "tritonamp.step.state_loading.load_state",
         "tritonamp.step.state_loading.widen_state",
     ],
-    "integrations": ["tritonamp.class_swap", "tritonamp.policy.HALF_DTYPES"],
+    "integrations": [
+        "tritonamp.casts.model_losses.computes_logits",
+        "tritonamp.class_swap",
+        "tritonamp.policy.HALF_DTYPES",
+    ],
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 KERNEL_FILES = sorted(KERNELS.glob("*.py"))

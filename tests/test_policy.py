@@ -35,6 +35,7 @@ TABLE: dict[str, tuple[Any, Any, Any, Any]] = {
     "fp32_modules": ((), (), (), ()),
     "fuse_norms": (True, True, True, True),
     "fuse_ops": (True, True, True, True),
+    "fuse_loss": (False, False, False, False),
     "state": ("fp32", "fp32", "fp32", "fp32"),
     "masters": (None, None, None, None),
     "offload": (None, None, None, None),

@@ -67,6 +67,14 @@ class Policy:
             (only with ``op_policy``).
         fuse_ops: activations that code writes out, such as the tanh form of GELU or ``silu(a) *
             b``, run as one op on half tensors (only with ``op_policy``).
+        fuse_loss: a loss of half logits never copies them to FP32, neither the model's own
+            (``labels=`` of transformers) nor ``torch.nn.functional.cross_entropy`` of its outputs.
+            While gradients are recorded, the model returns half outputs as ``Unread`` tensors,
+            which look and compute like those that it returns otherwise. Not the default for four
+            reasons. Their class is not ``torch.Tensor``. They keep the half values for as long as
+            they live. The loss of half outputs (``cast_outputs=None``) is FP32. Logits that
+            ``labels=`` left out are computed when they are read, which raises an error once an
+            optimizer has stepped.
         on_nonfinite: response to a skip for which a lower scale cannot help. "skip": a line in the
             log. "explain": the failing batch runs again, and the operation is named. "heal": in
             addition, modules compute in FP32 from then on if that cures such faults. "raise":
@@ -100,6 +108,7 @@ class Policy:
     fp32_modules: tuple[str | type, ...] = ()
     fuse_norms: bool = True
     fuse_ops: bool = True
+    fuse_loss: bool = False
     on_nonfinite: str = "skip"
     raise_after: int = 1
     track_changes: bool = False

@@ -12,7 +12,7 @@ import torch
 
 from tritonamp.casts import active, dispatch
 from tritonamp.casts.compiled_backward import begins, compilations, leave_autocast
-from tritonamp.casts.tree import from_half, to_half
+from tritonamp.casts.tree import Cast, from_half, to_half
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels import _facts
 from tritonamp.kernels._dynamo import constant_to_dynamo
@@ -116,8 +116,7 @@ class EnabledContext:
             functools.partial(run_under, entry) if self.casts else _run_plainly
         )
         self.input_cast = to_half(self.policy.dtype)
-        cast_outputs = self.policy.cast_outputs
-        self.output_cast = None if cast_outputs is None else from_half(cast_outputs)
+        self.output_cast = _output_cast(self.policy)
 
     @property
     def is_copy(self) -> bool:
@@ -180,6 +179,14 @@ class EnabledContext:
         """Register the op table for a copy that outlived its original."""
         if not dispatch.is_registered():
             dispatch.borrow(self)
+
+
+def _output_cast(policy: Policy) -> Cast | None:
+    """Return the cast for outputs; None: outputs stay as they came."""
+    target = policy.cast_outputs
+    if not policy.fuse_loss:
+        return None if target is None else from_half(target)
+    return Cast((policy.dtype,), target or policy.dtype, is_unread=True)
 
 
 @active.inlined_by_dynamo

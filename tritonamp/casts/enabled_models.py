@@ -11,6 +11,7 @@ from tritonamp.casts.fused_norms import FusedRMSNorm, recipe_of
 from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.model import flatten_rnns, fp32_modules
 from tritonamp.casts.model_dtypes import ModelDtypes
+from tritonamp.casts.model_losses import install_loss
 from tritonamp.casts.norm_layers import is_written_norm
 from tritonamp.casts.norm_results import unknown_followers
 from tritonamp.casts.saved import SavedDtypes
@@ -46,6 +47,7 @@ class EnabledModels:
         self._context = context
         self.dtypes = ModelDtypes(context.policy, context.fp32_values, gathered)
         self.fused: list[str] = []
+        self._restore_losses: list[Callable[[], None]] = []
         for model in models:  # a copy of an enabled one has classes of ours
             _make_plain(model, lambda context: context.is_copy)
         for front, model in zip(prefixes(models), models, strict=True):
@@ -62,6 +64,8 @@ class EnabledModels:
             if context.policy.op_policy and context.policy.fuse_ops:
                 self.fused += installed.install(model)
             install(model, EnabledModule, context, saved, signature_of(model.forward), False)
+            if context.policy.fuse_loss:
+                self._restore_losses.append(install_loss(model))
         sharing.note(context, models, self.dtypes, stepped)
 
     def _install_norms(self, model: nn.Module, context: EnabledContext, front: str) -> None:
@@ -84,6 +88,8 @@ class EnabledModels:
             FP32 value, before this call, of each tensor that is half afterwards.
         """
         sharing.forget(self._context)
+        for restore in self._restore_losses:
+            restore()
         fp32_values = self.dtypes.restore()
         for model in self._models:
             flatten_rnns(model)

@@ -13,6 +13,7 @@ from tritonamp.casts.context import EnabledContext, restored
 from tritonamp.casts.inputs import Signature, cast_arguments, signature_of, wanted_names
 from tritonamp.casts.methods import entered_methods
 from tritonamp.casts.model import refuse_cast
+from tritonamp.casts.model_losses import without_logits
 from tritonamp.casts.norm_results import Followers, like_given, unknown_followers
 from tritonamp.casts.pickled import with_values
 from tritonamp.casts.replaced import wide_weights
@@ -21,6 +22,8 @@ from tritonamp.casts.tree import cast_tree, from_half, to_half
 from tritonamp.class_swap import Swapped
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.watched.frames import Role, plays
+
+_AS_USUAL = contextlib.nullcontext()
 
 
 class _WithForward(Swapped):
@@ -121,7 +124,8 @@ def enabled_forward(
         else:
             if context.policy.cast_inputs:
                 args, kwargs = _cast_inputs(module, args, kwargs, method)
-            output = context.run_forward(forward, (*bound, *args), kwargs)
+            with _without_logits(module, kwargs):
+                output = context.run_forward(forward, (*bound, *args), kwargs)
     except BaseException:
         for spectator, note in noted:
             spectator.failed(note)
@@ -130,6 +134,14 @@ def enabled_forward(
     for spectator, note in noted:
         spectator.after(note, output)
     return output
+
+
+def _without_logits(module: Any, kwargs: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a loss from ``labels`` need not compute all logits."""
+    context = module._tritonamp_context
+    is_asked = context.policy.fuse_loss and kwargs.get("labels") is not None
+    # FSDP2 gathers the weight for the layer's own forward
+    return without_logits(module) if is_asked and not context.gathered else _AS_USUAL
 
 
 def _traced_forward(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from tritonamp.casts.containers import mapping_of, object_of, sequence_of
+from tritonamp.casts.unread import unread
 from tritonamp.policy import HALF_DTYPES
 
 
@@ -19,6 +20,7 @@ class Cast(NamedTuple):
     sources: tuple[torch.dtype, ...]
     target: torch.dtype
     passes: tuple[type, ...] = ()  # classes of tensors that pass, whatever their dtype
+    is_unread: bool = False  # whether the cast waits until an operation reads the tensor
 
 
 TO: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
@@ -47,7 +49,7 @@ def cast_tree(value: Any, cast: Cast) -> Any:
     casts distributions. A container that cannot be made with other items is returned unchanged, and
     so is one that contains itself.
     """
-    if type(value) is Tensor:
+    if type(value) is Tensor and not cast.is_unread:
         return TO[cast.target](value) if value.dtype in cast.sources else value
     try:
         new = _cast(value, cast)
@@ -63,7 +65,9 @@ def _cast(value: Any, cast: Cast) -> Any:
     """
     if isinstance(value, Tensor):
         passes = value.dtype not in cast.sources or isinstance(value, cast.passes)
-        return None if passes else value.to(cast.target)
+        if passes:
+            return None
+        return unread(value, cast.target) if cast.is_unread else value.to(cast.target)
     if isinstance(value, PackedSequence):
         data = _cast(value.data, cast)
         return None if data is None else value._replace(data=data)

@@ -5,9 +5,9 @@ from typing import Any
 
 import transformers
 
+from tritonamp.casts.model_losses import computes_logits
 from tritonamp.class_swap import Swapped, install, is_installed
 from tritonamp.integrations import accelerate
-from tritonamp.integrations.fused_loss import fuse_loss, without_logits
 
 
 def enable(trainer: transformers.Trainer, *, fused_loss: bool = True, **settings: Any) -> None:
@@ -20,9 +20,7 @@ def enable(trainer: transformers.Trainer, *, fused_loss: bool = True, **settings
     Args:
         trainer: a Trainer or an instance of a subclass. Its ``fp16`` or ``bf16`` sets the default
             of ``dtype``; tritonamp does the casts.
-        fused_loss: whether the model's own loss (causal and masked language models, token
-            classification) reads half logits without an FP32 copy. With the Trainer's own
-            ``compute_loss``, many logits are computed and used in parts.
+        fused_loss: ``fuse_loss`` of ``tritonamp.Policy``.
         settings: keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: the dtype of
             ``fp16`` or ``bf16``, else the dtype in which the model was loaded), ``scaler``, fields
             of ``Policy`` and others.
@@ -36,9 +34,7 @@ def enable(trainer: transformers.Trainer, *, fused_loss: bool = True, **settings
             "trainer: expected fp16_full_eval and bf16_full_eval False, got one that is True: it "
             "would round the model that trains; evaluation is in half without"
         )
-    accelerate.enable(trainer.accelerator, **settings)
-    if fused_loss and trainer.model is not None:  # else it is made when training begins
-        fuse_loss(trainer.model)
+    accelerate.enable(trainer.accelerator, **{"fuse_loss": fused_loss, **settings})
     if not is_installed(trainer):
         install(trainer, _EnabledTrainer)
 
@@ -61,12 +57,11 @@ class _EnabledTrainer(Swapped, transformers.Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        """Compute the loss, in training without all logits at once if nothing else reads them."""
+        """Compute the loss; if a subclass reads the logits, too, with all logits at once."""
         stock = super().compute_loss
-        others = return_outputs or self.compute_loss_func or self.label_smoother
         own = stock.__func__ is transformers.Trainer.compute_loss  # type: ignore[attr-defined]
-        alone = own and not others and model.training and not self.is_fsdp_enabled
-        with without_logits(model) if alone else contextlib.nullcontext():
+        alone = own and not return_outputs
+        with contextlib.nullcontext() if alone else computes_logits(model):
             return stock(model, inputs, return_outputs, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -1,0 +1,375 @@
+"""Logits that are widened, or computed at all, only when an operation reads them.
+
+An ``Unread`` looks like the tensor that a model would return: its shape, its dtype, a node of
+autograd. Behind it are half values, or the call of the layer that computes them::
+
+    logits = unread(half, torch.float32)         # FP32 for the caller; no copy yet
+    lines = logits.float().view(-1, classes)     # views and casts stay unread
+    loss = F.cross_entropy(lines, target)        # reads the half values
+    logits.argmax(-1)                            # any other operation reads an FP32 copy
+
+Two hooks of torch do this. ``__torch_function__`` sees the call of ``cross_entropy``.
+``__torch_dispatch__`` sees all operations below autograd, so torch records their graph, and notices
+writes, as for any tensor. The gradient of a fused loss is half, and unread in the same way: it
+passes through the views as half.
+"""
+
+import functools
+from typing import Any, NamedTuple, Union
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+from tritonamp import functional
+from tritonamp.functional.inputs import is_under_transforms
+
+aten = torch.ops.aten
+_COPIES = (aten.clone.default, aten._to_copy.default)
+_MOVES = (aten._unsafe_view.default, aten.slice_backward.default, aten.select_backward.default)
+"""Operations whose results hold elements of their input, and zeros, in new memory."""
+_OF_MEMORY = {
+    *(Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.storage, Tensor.share_memory_),
+    *(Tensor.__array__, Tensor.__dlpack__, Tensor.__cuda_array_interface__.__get__),
+    *(Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.__repr__, Tensor.__format__),
+}
+"""Functions that ask for memory without an operation."""
+
+_LINEAR = {"ignore_index", "reduction", "label_smoothing"}
+"""Arguments that ``linear_cross_entropy`` takes, too."""
+
+
+class LayerCall(NamedTuple):
+    """The call of a linear layer whose result is half logits."""
+
+    rows: Tensor  # [..., d], the input of the model's last layer
+    weight: Tensor  # [v, d], of that layer
+    bias: Tensor | None  # [v]
+    dtype: torch.dtype  # half, to which the logits are rounded
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the logits."""
+        return (*self.rows.shape[:-1], len(self.weight))
+
+    def logits(self) -> Tensor:
+        """Return [..., v] in ``dtype``."""
+        with torch.autocast(self.rows.device.type, enabled=False):
+            head = functional.LinearHead(self.dtype, self.weight, self.bias)
+            return head.logits(head.rows(self.rows))
+
+
+Source = Union[Tensor, LayerCall]  # noqa: UP007 (evaluated)
+
+
+class Memory:
+    """The values of all unread tensors that share memory.
+
+    Args:
+        source: half values, or the call that computes them. Nothing here writes to it.
+        dtype: dtype of the tensors.
+
+    Attributes:
+        source: the argument; once a call was computed, its half values.
+        dtype: the argument.
+        were_written: whether the values may differ from the source's.
+    """
+
+    def __init__(self, source: Source, dtype: torch.dtype) -> None:
+        self.source, self.dtype = source, dtype
+        self.were_written = False
+        self._own: Tensor | None = None  # in ``dtype``
+        self._versions = _versions(source)
+
+    def half(self) -> Tensor:
+        """Return the values of the source.
+
+        Raises:
+            RuntimeError: the source was written to since.
+        """
+        if self._versions != _versions(self.source):
+            raise RuntimeError(
+                "unread logits (fuse_loss=True): expected the tensors that they are computed from "
+                "as the forward left them, but they were changed in place, as an optimizer's step "
+                "does: read the logits before, or use fuse_loss=False"
+            )
+        if not isinstance(self.source, Tensor):
+            self.source = self.source.logits()
+            self._versions = _versions(self.source)
+        return self.source
+
+    def read(self, writes: bool) -> Tensor:
+        """Return the values in ``dtype``.
+
+        Args:
+            writes: whether the caller may write to them.
+        """
+        if self._own is None:
+            half = self.half()
+            if not writes and half.dtype is self.dtype:
+                return half
+            self._own = half.to(self.dtype, copy=True)
+        self.were_written |= writes
+        return self._own
+
+
+def _versions(source: Source) -> list[int]:
+    tensors = (source,) if isinstance(source, Tensor) else source[:3]
+    return [t._version for t in tensors if t is not None]
+
+
+class Unread(Tensor):
+    """A tensor without memory, whose values are computed when an operation reads them.
+
+    Attributes:
+        memory: values of this tensor and its views.
+        place: tensor without values, whose strides and offset say which values these are.
+    """
+
+    memory: Memory
+    place: Tensor
+
+    @staticmethod
+    def __new__(cls, memory: Memory, place: Tensor) -> "Unread":
+        source = memory.source
+        made: Any = Tensor._make_wrapper_subclass(
+            cls,
+            place.size(),
+            strides=place.stride(),
+            storage_offset=place.storage_offset(),
+            dtype=memory.dtype,
+            device=(source if isinstance(source, Tensor) else source.rows).device,
+        )
+        made.memory, made.place = memory, place
+        return made
+
+    @classmethod
+    def of(cls, source: Source, dtype: torch.dtype) -> "Unread":
+        """Return unread values of ``source`` in ``dtype``, without a node of autograd."""
+        if isinstance(source, Tensor):
+            return cls(Memory(source.detach(), dtype), torch.empty_like(source, device="meta"))
+        return cls(Memory(source, dtype), torch.empty(source.shape, device="meta"))
+
+    def half_values(self) -> Tensor:
+        """Return the half values, without a copy and without a graph."""
+        return self._placed(self.memory.half())
+
+    def read(self, writes: bool) -> Tensor:
+        """Return the values in this tensor's dtype, without a graph; see ``Memory.read``."""
+        return self._placed(self.memory.read(writes))
+
+    def _placed(self, values: Tensor) -> Tensor:
+        place = self.place
+        offset = values.storage_offset() + place.storage_offset()
+        return values.as_strided(place.size(), place.stride(), offset)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.cross_entropy and args and isinstance(args[0], cls):
+            loss = args[0]._loss(*args[1:], **kwargs)
+            if loss is not None:
+                return loss
+        if func in _OF_MEMORY:
+            args, kwargs = tree_map_only(cls, _Plain.apply, (args, kwargs))
+        # private (torch 2.11 to 2.15): ``super`` would make results ``Unread``
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def _loss(self, target: Any, **kwargs: Any) -> Tensor | None:
+        """Return the cross entropy of the half values; None where it would not be the same."""
+        if self.memory.were_written or is_under_transforms():
+            return None
+        if self._are_all_lines_of_a_call(target, kwargs):
+            rows, weight, bias, _ = self.memory.source
+            given = {name: kwargs[name] for name in _LINEAR if name in kwargs}
+            lines = rows.reshape(-1, rows.shape[-1])
+            return functional.linear_cross_entropy(lines, weight, target, bias, **given)
+        return functional.cross_entropy(_Half.apply(self), target, **kwargs)
+
+    def _are_all_lines_of_a_call(self, target: Any, kwargs: Any) -> bool:
+        """Return whether ``linear_cross_entropy`` computes the loss, without logits."""
+        call = self.memory.source
+        if not isinstance(call, LayerCall) or not isinstance(target, Tensor):
+            return False
+        shape = self.numel() // len(call.weight), len(call.weight)
+        others = {name for name, value in kwargs.items() if value is not None} - _LINEAR
+        is_watched = self._backward_hooks or self.retains_grad
+        return (
+            self.shape == shape
+            and self.place.is_contiguous()
+            and target.dtype is torch.int64
+            and target.shape == shape[:1]
+            and not others
+            and not is_watched
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, first = kwargs or {}, args[0] if args else None
+        if isinstance(first, cls):
+            found = first._still_unread(func, args[1:], kwargs)
+            if found is not None:
+                return found
+        if torch.Tag.inplace_view in func.tags:
+            raise RuntimeError(
+                f"{func}: expected an operation that leaves the shape of its tensor alone, because "
+                "logits of an enabled model with fuse_loss=True are unread: use the operation that "
+                "returns another tensor, or fuse_loss=False"
+            )
+        writes = func._schema.is_mutable
+        read = functools.partial(tree_map_only, cls, lambda unread: unread.read(writes))
+        return func(*read(args), **read(kwargs))
+
+    def _still_unread(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the unread result of an operation that computes nothing; None for others."""
+        memory, place = self.memory, self.place
+        if func.is_view:
+            found = func(place, *args, **kwargs)
+            if isinstance(found, Tensor) and found.dtype is not place.dtype:
+                return None  # the bits as another dtype
+            return tree_map_only(Tensor, functools.partial(Unread, memory), found)
+        if memory.were_written:
+            return None
+        if func in _MOVES:
+            return Unread.of(func(self.half_values(), *args, **kwargs), memory.dtype)
+        if func not in _COPIES or not kwargs.keys() <= {"dtype", "memory_format"}:
+            return None
+        dtype = kwargs.get("dtype") or memory.dtype
+        if dtype not in (torch.float32, memory.source.dtype):
+            return None
+        how = {"memory_format": kwargs.get("memory_format")}
+        found = aten.clone(place, **how)
+        if _layout(found) == _layout(place):  # also of DDP, which clones all outputs
+            return Unread(Memory(memory.source, dtype), place)
+        return Unread.of(aten.clone(self.half_values(), **how), dtype)
+
+
+def _layout(place: Tensor) -> Any:
+    return place.size(), place.stride(), place.storage_offset()
+
+
+def unread(half: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``half.to(dtype)``, unread if ``half`` are values that a loss may train.
+
+    Args:
+        half: any half tensor.
+        dtype: FP32 or the tensor's own.
+    """
+    if not may_be_unread() or not _may_be_unread(half, dtype):
+        return half.to(dtype)
+    found: Tensor = _OfHalf.apply(half, dtype)
+    return found
+
+
+def may_be_unread() -> bool:
+    """Return whether the code that runs may get unread tensors: eager code that trains."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    # private (torch 2.11 to 2.15): a dispatch mode, such as a diagnosis, looks into what runs
+    return not torch._C._len_torch_dispatch_stack() and not is_under_transforms()
+
+
+def _may_be_unread(half: Tensor, dtype: torch.dtype) -> bool:
+    return (
+        half.requires_grad
+        and not half.is_leaf
+        and half.dim() > 1
+        and half.layout is torch.strided
+        and dtype in (torch.float32, half.dtype)
+        and not half.is_meta
+        and not isinstance(half, Unread)
+        and not is_traceable_wrapper_subclass(half)
+        and half.stride() == torch.empty_like(half, device="meta").stride()  # as of a copy
+    )
+
+
+def unread_call(call: LayerCall) -> Tensor:
+    """Return the logits of a layer's call, unread and half."""
+    found: Tensor = _OfCall.apply(*call)
+    return found
+
+
+def _in_half(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a gradient in a half dtype, of an unread one the half values."""
+    if isinstance(grad, Unread) and not grad.memory.were_written and not grad.requires_grad:
+        half = grad.half_values()
+        if half.dtype is dtype:
+            return half
+    return grad.to(dtype)
+
+
+class _OfHalf(torch.autograd.Function):
+    """A half tensor as an ``Unread``."""
+
+    @staticmethod
+    def forward(ctx: Any, half: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = half.dtype
+        return Unread.of(half, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _in_half(grads[0], ctx.dtype), None
+
+
+class _OfCall(torch.autograd.Function):
+    """The logits of a ``LayerCall`` as an ``Unread``, and their gradients if they were read."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, bias)
+        ctx.set_materialize_grads(False)
+        ctx.dtype = dtype
+        return Unread.of(LayerCall(rows, weight, bias, dtype), dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grads[0] is None:  # nothing has read them: DDP passes all outputs through one function
+            return None, None, None, None
+        given = ctx.saved_tensors
+        rows, weight, bias = given
+        with torch.autocast(rows.device.type, enabled=False):
+            head = functional.LinearHead(ctx.dtype, weight, bias)
+            lines = head.rows(rows).flatten(0, -2)
+            grad = _in_half(grads[0], ctx.dtype).flatten(0, -2)
+            found = head.gradients(grad, lines, ctx.needs_input_grad[:3])
+        of_given = (
+            None if g is None else g.view(t.shape).to(t.dtype)
+            for g, t in zip(found, given, strict=True)
+        )
+        return *of_given, None
+
+
+class _Half(torch.autograd.Function):
+    """The half values of an ``Unread``, for a loss. Their gradient becomes unread."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Unread) -> Tensor:
+        ctx.dtype = logits.dtype
+        return logits.half_values()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad,) = grads
+        if torch.is_grad_enabled():  # for a gradient of the gradient
+            return grad.to(ctx.dtype)
+        return grad if grad.dtype is ctx.dtype else Unread.of(grad, ctx.dtype)
+
+
+class _Plain(torch.autograd.Function):
+    """An ``Unread`` as a plain tensor. Whoever has its memory may write to it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Unread) -> Tensor:
+        return logits.read(writes=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
