@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tritonamp import functional
 from tritonamp.casts.model_losses import leaves_logits_unread
-from tritonamp.casts.unread import LayerCall, Unread, unread, unread_call
+from tritonamp.casts.unread import LayerCall, Memory, Unread, unread, unread_call
 from tritonamp.functional import linear_head
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -242,12 +242,24 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 class Seen(list[Any]):
-    """Class and dtype of the logits that our cross entropy was given."""
+    """Class and dtype of the logits that our cross entropy was given.
+
+    Attributes:
+        reads: how often values were read, those of gradients included.
+    """
+
+    reads = 0
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    found, original = Seen(), functional.cross_entropy
+    found, original, read = Seen(), functional.cross_entropy, Memory.read
+
+    def counting(memory: Memory, writes: bool) -> Tensor:
+        found.reads += 1
+        return read(memory, writes)
+
+    monkeypatch.setattr(Memory, "read", counting)
 
     def noting(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found.append((type(logits), logits.dtype))
@@ -278,6 +290,7 @@ def test_a_loss_reads_half_values(
     loss = F.cross_entropy(logits, target, **arguments)
     (2.0**15 * loss.sum()).backward()
     assert isinstance(logits, Unread) and seen == [(Tensor, half)] and loss.dtype is FP32
+    assert seen.reads == 0
 
     wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in arguments.items()}
     lines = shape(exact).double()  # "to" made them FP32

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tritonamp.casts.unread import Unread
 from tritonamp.kernels._implementations import operations
 
 CUDA = torch.device("cuda", 0)
@@ -98,6 +99,8 @@ class CudaTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if Unread in types:
+            return NotImplemented
         return run(cls.gpu, func, args, kwargs or {})
 
 
@@ -116,6 +119,8 @@ class FakeCudaMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if Unread in types:  # it holds tensors of the GPU, and runs the operation with them
+            return func(*args, **(kwargs or {}))
         return run(CudaTensor.gpu, func, args, kwargs or {})
 
 

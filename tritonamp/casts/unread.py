@@ -109,7 +109,7 @@ class Memory:
             half = self.half()
             if not writes and half.dtype is self.dtype:
                 return half
-            self._own = half.to(self.dtype, copy=True)
+            self._own = aten._to_copy(half, dtype=self.dtype)
         self.were_written |= writes
         return self._own
 
@@ -129,6 +129,7 @@ class Unread(Tensor):
 
     memory: Memory
     place: Tensor
+    has_no_memory = True  # for our kernels
 
     @staticmethod
     def __new__(cls, memory: Memory, place: Tensor) -> "Unread":
@@ -213,7 +214,7 @@ class Unread(Tensor):
     ) -> Any:
         kwargs, first = kwargs or {}, args[0] if args else None
         if isinstance(first, cls):
-            found = first._still_unread(func, args[1:], kwargs)
+            found = first._still_unread(func, args[1:], dict(kwargs))
             if found is not None:
                 return found
         if torch.Tag.inplace_view in func.tags:
@@ -238,12 +239,13 @@ class Unread(Tensor):
             return None
         if func in _MOVES:
             return Unread.of(func(self.half_values(), *args, **kwargs), memory.dtype)
-        if func not in _COPIES or not kwargs.keys() <= {"dtype", "memory_format"}:
+        if func not in _COPIES:
             return None
-        dtype = kwargs.get("dtype") or memory.dtype
-        if dtype not in (torch.float32, memory.source.dtype):
+        how = {"memory_format": kwargs.pop("memory_format", None)}
+        dtype = kwargs.pop("dtype", None) or memory.dtype
+        others = any(value and value != getattr(self, name) for name, value in kwargs.items())
+        if others or dtype not in (torch.float32, memory.source.dtype):
             return None
-        how = {"memory_format": kwargs.get("memory_format")}
         found = aten.clone(place, **how)
         if _layout(found) == _layout(place):  # also of DDP, which clones all outputs
             return Unread(Memory(memory.source, dtype), place)

@@ -10,6 +10,9 @@ from torch.autograd import forward_ad
 from tritonamp.kernels._implementations import MIN_NUMEL
 from tritonamp.policy import HALF_DTYPES
 
+HAS_NO_MEMORY = "has_no_memory"
+"""Attribute of tensor classes that only torch's operations can read."""
+
 Call = tuple[tuple[Any, ...], Callable[..., Any] | None]
 """The last argument of a Function: arguments of its operation that are no tensors, and the function
 from ``TraceableOp.prepared`` that computes the forward from the tensors. None: the Function calls
@@ -18,8 +21,10 @@ the operation. One argument, because autograd takes 0.2 us for each.
 
 
 def is_half(input: Any) -> bool:
-    """Return whether ``input`` is a half tensor outside transforms of torch.func."""
-    return isinstance(input, Tensor) and input.dtype in HALF_DTYPES and not is_under_transforms()
+    """Return whether ``input`` is a half tensor outside transforms of torch.func, with memory."""
+    if not isinstance(input, Tensor) or input.dtype not in HALF_DTYPES:
+        return False
+    return not is_under_transforms() and not hasattr(type(input), HAS_NO_MEMORY)
 
 
 def is_under_transforms() -> bool:
