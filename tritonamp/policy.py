@@ -69,12 +69,11 @@ class Policy:
             b``, run as one op on half tensors (only with ``op_policy``).
         fuse_loss: a loss of half logits never copies them to FP32, neither the model's own
             (``labels=`` of transformers) nor ``torch.nn.functional.cross_entropy`` of its outputs.
-            While gradients are recorded, the model returns half outputs as ``Unread`` tensors,
-            which look and compute like those that it returns otherwise. Not the default for four
-            reasons. Their class is not ``torch.Tensor``. They keep the half values for as long as
-            they live. The loss of half outputs (``cast_outputs=None``) is FP32. Logits that
-            ``labels=`` left out are computed when they are read, which raises an error once an
-            optimizer has stepped.
+            While gradients are recorded, the model returns half outputs as tensors that are widened
+            when an operation reads them. Not the default because their class is not
+            ``torch.Tensor``, they keep the half values while they live, the loss of half outputs
+            (``cast_outputs=None``) is FP32, and logits that ``labels=`` left out cannot be read
+            after a step of the optimizer.
         on_nonfinite: response to a skip for which a lower scale cannot help. "skip": a line in the
             log. "explain": the failing batch runs again, and the operation is named. "heal": in
             addition, modules compute in FP32 from then on if that cures such faults. "raise":

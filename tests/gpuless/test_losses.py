@@ -12,6 +12,7 @@ from gpuless.real_cuda import AnyCuda
 from gpuless.tensors import CudaTensor
 
 from tritonamp import functional
+from tritonamp.casts import model_losses
 
 ROWS, CLASSES, FEATURES = 70, 1024, 8  # more logits than torch's kernels are left with
 
@@ -52,8 +53,6 @@ def test_fused_losses_of_transformers(
     """Half logits stay half, and unread ones are never computed, as on a CPU."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers")
-    from tritonamp.integrations import fused_loss
-
     config = transformers.LlamaConfig(
         vocab_size=CLASSES, hidden_size=FEATURES, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=1,
@@ -63,13 +62,13 @@ def test_fused_losses_of_transformers(
     own = copy.deepcopy(model).cuda()
     chunk = staticmethod(lambda features: ROWS)
     monkeypatch.setattr(functional.LinearHead, "chunk_rows", chunk)
-    monkeypatch.setattr(fused_loss, "_PLAIN", {torch.nn.Parameter, CudaTensor})
-    fused_loss.fuse_loss(own)
+    monkeypatch.setattr(model_losses, "_PLAIN", {torch.nn.Parameter, CudaTensor})
+    model_losses.install_loss(own)
 
     def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         with (
             torch.autocast(tokens.device.type, dtype=torch.float16),
-            fused_loss.without_logits(model) if unread else contextlib.nullcontext(),
+            model_losses.without_logits(model) if unread else contextlib.nullcontext(),
         ):
             loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
         (1024 * loss).backward()
