@@ -26,7 +26,7 @@ from traffic import Traffic
 
 import tritonamp
 
-WAYS = "autocast", "O1", "O2"
+WAYS = "autocast", "O1", "O2", "O2 fuse_loss"
 DTYPE = torch.float16
 LOSS_SCALE = 1024.0
 
@@ -42,7 +42,7 @@ def counted(gpu: FakeCuda, model: nn.Module, batch: dict[str, Tensor], way: str)
         gpu: the GPU in software.
         model: FP32 model. Its forward returns the loss, or an object that has it.
         batch: arguments of the forward.
-        way: one of ``WAYS``: ``torch.autocast``, or a level.
+        way: one of ``WAYS``: ``torch.autocast``, or a level and a field of its policy.
     """
     model = model.cuda().train()
     batch = {name: x.cuda() for name, x in batch.items()}
@@ -82,7 +82,9 @@ def trained(model: nn.Module, way: str) -> Iterator[Any]:
         )
         return
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp = tritonamp.enable(model, optimizer, level=way, dtype=DTYPE)
+    level, *fields = way.split()
+    settings: dict[str, Any] = dict.fromkeys(fields, True)
+    amp = tritonamp.enable(model, optimizer, level=level, dtype=DTYPE, **settings)
     try:
         yield contextlib.nullcontext, amp.backward
     finally:
