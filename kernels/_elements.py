@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tritonamp.kernels._lines import MAX_VECTOR, WIDEST
+from tritonamp.kernels._lines import MAX_VECTOR, WIDEST, power_of_two
 from tritonamp.kernels.device import tl, triton
 
-BLOCK, WARPS = 1024, 4  # elements and warps of a program: a thread holds 16 bytes of each tensor
-SHORTEST = 512  # elements of a row; a program would have nothing to do for most of its threads
+LARGEST = 1024  # elements of a program
+OF_WARP = 256  # elements of a warp: a thread holds 16 bytes of each half tensor
+SHORTEST = 128  # elements of a row; shorter ones would leave most threads of a warp idle
 
 
 class Rows(NamedTuple):
@@ -18,14 +19,18 @@ class Rows(NamedTuple):
     Attributes:
         grid: number of programs.
         sizes: elements of a row, programs of a row, and the distance of two rows of each tensor.
-        full: every program computes ``BLOCK`` elements, and needs no mask.
+        full: every program computes ``block`` elements, and needs no mask.
         vec: number of neighbours that a thread loads at once; it divides all distances.
+        block: elements of a program.
+        warps: warps of a program.
     """
 
     grid: tuple[int, int, int]
     sizes: tuple[int, ...]
     full: bool
     vec: int
+    block: int
+    warps: int
 
 
 def rows_of(*tensors: Tensor) -> tuple[Rows, list[Tensor]]:
@@ -45,8 +50,10 @@ def rows_of(*tensors: Tensor) -> tuple[Rows, list[Tensor]]:
         rows, distances = len(given[0]), [x.stride(0) for x in given]
     widest = WIDEST // max(x.element_size() for x in given)
     vec = math.gcd(MAX_VECTOR, widest, n, *distances)
-    blocks = -(-n // BLOCK)
-    return Rows((rows * blocks, 1, 1), (n, blocks, *distances), n % BLOCK == 0, vec), given
+    block = max(power_of_two(n, LARGEST), OF_WARP)
+    blocks, grid = -(-n // block), (rows * -(-n // block), 1, 1)
+    sizes = n, blocks, *distances
+    return Rows(grid, sizes, n % block == 0, vec, block, block // OF_WARP), given
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._elements import BLOCK, WARPS, Rows, element_offsets, rows_of
+from tritonamp.kernels._elements import Rows, element_offsets, rows_of
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import cached_by_shape, dense
@@ -74,9 +74,11 @@ def _forward(
     rows: Rows, shape: tuple[int, ...], dtype: torch.dtype, gated: bool, *activation: Any
 ) -> Callable[..., Tensor]:
     """Return a function of matrices as ``rows`` describes them."""
-    constants = *activation, gated, rows.full, rows.vec, BLOCK
+    constants = *activation, gated, rows.full, rows.vec, rows.block
     results = (dense(shape, dtype),)
-    launch = Launch(activation_kernel, rows.grid, rows.sizes, constants, WARPS, results=results)
+    launch = Launch(
+        activation_kernel, rows.grid, rows.sizes, constants, rows.warps, results=results
+    )
     return lambda *tensors: launch(*tensors)[0]
 
 

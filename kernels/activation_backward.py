@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._elements import BLOCK, WARPS, Rows, element_offsets, rows_of
+from tritonamp.kernels._elements import Rows, element_offsets, rows_of
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import cached_by_shape, dense
@@ -59,10 +59,10 @@ def _backward(
     rows: Rows, shape: tuple[int, ...], dtype: torch.dtype, gated: bool, *activation: Any
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a function of matrices as ``rows`` describes them."""
-    constants = *activation, gated, rows.full, rows.vec, BLOCK
+    constants = *activation, gated, rows.full, rows.vec, rows.block
     results = dense(shape, dtype), dense(shape if gated else (0,), dtype)
     kernel = activation_backward_kernel
-    launch = Launch(kernel, rows.grid, rows.sizes, constants, WARPS, results=results)
+    launch = Launch(kernel, rows.grid, rows.sizes, constants, rows.warps, results=results)
 
     def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         dx, dgate = launch(*tensors)

@@ -109,7 +109,7 @@ def every_other(x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("cut", [halves, columns, other_strides, expanded, every_other])
-@pytest.mark.parametrize("n", [600, 1024, 1001, 24])
+@pytest.mark.parametrize("n", [600, 1024, 1001, 256, 130, 24])
 def test_strides(triton_device: torch.device, cut: Any, n: int) -> None:
     x, gate = cut(torch.randn(6, 2 * n, device=triton_device).half())
     given = KINDS["gelu tanh"]
@@ -124,7 +124,7 @@ def test_halves_of_a_tensor_are_not_copied() -> None:
     x, gate = torch.randn(4, 2048).half().chunk(2, -1)
     rows, given = _elements.rows_of(x, gate)
     assert [t.data_ptr() for t in given] == [x.data_ptr(), gate.data_ptr()]
-    assert rows == _elements.Rows((4, 1, 1), (1024, 1, 2048, 2048), True, 8)
+    assert rows == _elements.Rows((4, 1, 1), (1024, 1, 2048, 2048), True, 8, 1024, 4)
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])

@@ -3,9 +3,9 @@
 import functools
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -91,47 +91,54 @@ def _rewrite(function: FunctionType, modules: frozenset[str]) -> _Row | None:
 def _functions_of(model: nn.Module) -> dict[FunctionType, list[nn.Module]]:
     """Return the functions that forwards of a model may run, with the modules they belong to.
 
-    They are found by the names in the code of forwards, and of functions found so.
+    They are methods and attributes of its modules, and functions that their code names.
     """
     found: dict[FunctionType, list[nn.Module]] = {}
+    of_class: dict[tuple[type, frozenset[FunctionType]], set[FunctionType]] = {}
     for module in model.modules():
-        seen: set[FunctionType] = set()
-        pending = [*_own_functions(module)]
-        while pending:
-            function = pending.pop()
-            if function in seen or not _is_users(function):
-                continue
-            seen.add(function)
+        cls = type(module)
+        key = cls, frozenset(_plain_functions(vars(module).values()))
+        if key not in of_class:  # modules of one class run the same functions
+            of_class[key] = _reachable([*_methods(cls), *key[1]])
+        for function in of_class[key]:
             found.setdefault(function, []).append(module)
-            pending += _named_functions(function, type(module))
     return found
 
 
-def _own_functions(module: nn.Module) -> Iterator[FunctionType]:
-    """Yield the forward of a module, and functions in its attributes."""
-    for value in (type(module).forward, *vars(module).values()):
+def _reachable(functions: list[FunctionType]) -> set[FunctionType]:
+    """Return functions, and the functions that their code names."""
+    found: set[FunctionType] = set()
+    while functions:
+        function = functions.pop()
+        if function not in found and _is_users(function):
+            found.add(function)
+            functions += _named_functions(function)
+    return found
+
+
+def _methods(cls: type) -> Iterator[FunctionType]:
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] not in _NOT_USERS:
+            yield from _plain_functions(vars(base).values())
+
+
+def _plain_functions(values: Iterable[Any]) -> Iterator[FunctionType]:
+    """Yield the functions in values, without decorators, partial arguments and binding."""
+    for value in values:
         while isinstance(value, functools.partial):
             value = value.func
-        function = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else None
+        value = getattr(value, "__func__", value)
+        function = inspect.unwrap(value) if hasattr(value, "__wrapped__") else value
         if isinstance(function, FunctionType):
             yield function
 
 
-def _named_functions(function: FunctionType, cls: type) -> Iterator[FunctionType]:
-    """Yield functions that code names: globals, those in global modules, methods of ``cls``."""
-    names = function.__code__.co_names
-    outer = function.__globals__
+def _named_functions(function: FunctionType) -> Iterator[FunctionType]:
+    """Yield functions that code names: globals, and attributes of global modules."""
+    names, outer = function.__code__.co_names, function.__globals__
     owners = [outer[name] for name in names if isinstance(outer.get(name), ModuleType)]
     for name in names:
-        for value in (
-            outer.get(name),
-            inspect.getattr_static(cls, name, None),
-            *(vars(owner).get(name) for owner in owners),
-        ):
-            if isinstance(value, (FunctionType, staticmethod, classmethod)):
-                unwrapped = inspect.unwrap(getattr(value, "__func__", value))
-                if isinstance(unwrapped, FunctionType):
-                    yield unwrapped
+        yield from _plain_functions([outer.get(name), *(vars(o).get(name) for o in owners)])
 
 
 def _is_users(function: FunctionType) -> bool:
