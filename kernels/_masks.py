@@ -9,6 +9,7 @@ from torch import Tensor
 from tritonamp.kernels._lines import MAX_VECTOR, Tiling, tiling
 from tritonamp.kernels.device import tl, triton
 
+SHORT_LINE = 512  # line of which a program computes several
 MOST_DIMS = 4  # dimensions of lines, after neighbours are merged; (batch, window, head, query)
 
 
@@ -74,6 +75,11 @@ def addressable(shape: Sequence[int], mask: Tensor) -> Tensor:
 
 def line_tiling(shape: tuple[int, ...], per_thread: int, longest: int, vec: int) -> Tiling:
     """Return the tiling of lines along the last dimension that are not shared by programs."""
+    n = shape[-1] if shape else 1
+    # Masks of columns take registers, and so do the addresses of several lines or of a loop. On
+    # AMD GPUs they are scalar ones, of which there are few.
+    if not SHORT_LINE < n <= longest:
+        per_thread //= 2
     t = tiling(shape, -1, -1, per_thread, longest, vec)
     row_major, align, vec, lines, block = t.layout
     # a vector that does not divide the line is left to softmax, whose loops load edges one by one
