@@ -332,4 +332,4 @@ def shipped() -> Iterator[Shipped]:
     for name, x, mask, causal in shipped_cases():
         args = x, mask, 0.125, causal, x.dtype, True, -INF, True, False
         exp2 = 1 if x.shape[-1] <= LONGEST else 2
-        yield Shipped(name, masked_softmax_triton, args, 80, 20, exp2)
+        yield Shipped(name, masked_softmax_triton, args, 96, 20, exp2)

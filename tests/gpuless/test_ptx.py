@@ -231,6 +231,27 @@ def test_comparisons_with_nan(relation: str, expected: list[int]) -> None:
     assert arithmetic.compared(x, y, relation, "f32").astype(int).tolist() == expected
 
 
+def test_comparisons_of_pairs() -> None:
+    """The first predicate is that of the lower halves. 1 and 2 as float16, and NaN."""
+    body = """
+	mov.b32 	%r2, 0x3C004000;
+	mov.b32 	%r3, 0x7E003C00;
+	setp.neu.f16x2 	%p1|%p2, %r2, %r3;
+	setp.gt.f16x2 	%p3|%p4, %r2, %r3;
+	selp.b32 	%r4, 1, 0, %p1;
+	selp.b32 	%r5, 2, 0, %p2;
+	selp.b32 	%r6, 4, 0, %p3;
+	selp.b32 	%r7, 8, 0, %p4;
+	add.s32 	%r4, %r4, %r5;
+	add.s32 	%r4, %r4, %r6;
+	add.s32 	%r4, %r4, %r7;
+	st.global.b32 	[%rd2], %r4;
+"""
+    run = Run(body)
+    assert set(run.out.tolist()) == {1 + 2 + 4}
+    assert not run.findings
+
+
 def test_vectors_shuffles_and_divergence() -> None:
     """Odd lanes add 100 to what their neighbour has, the others keep their own."""
     body = """

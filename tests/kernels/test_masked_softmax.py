@@ -299,7 +299,9 @@ def test_lines_without_columns_are_zero(
 def test_large_numbers_are_added_in_fp32(
     device: torch.device, backend: str, small_tiles: Shrink, large: float, many: int | None
 ) -> None:
-    """A line of them everywhere stays a softmax, of scores that FP32 has rounded."""
+    """A line of them everywhere stays a softmax, of scores that FP32 has rounded: near 65504 to
+    2**-8, by which they differ if a GPU rounds product and sum once.
+    """
     small_tiles(many)
     x = scores((3, 200), device)
     mask = torch.zeros(3, 200, device=device, dtype=HALF if large == -65504 else WIDE)
@@ -307,7 +309,8 @@ def test_large_numbers_are_added_in_fp32(
     mask[2] = large
     y = masked_softmax(x, mask, *How(), backend)
     expected = (x.float() * 0.3 + mask.float()).softmax(-1)
-    torch.testing.assert_close(y.float(), expected, rtol=2.0**-10, atol=2.0**-24)
+    torch.testing.assert_close(y[:2].float(), expected[:2], rtol=2.0**-10, atol=2.0**-24)
+    torch.testing.assert_close(y[2].float(), expected[2], rtol=2.0**-7, atol=0)
     assert not y[1, 50:].any() and (y[2] > 0).all()
 
 

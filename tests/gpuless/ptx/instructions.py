@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from gpuless.ptx import bit_rules, number_rules, warp
-from gpuless.ptx.arithmetic import TYPES, UNSIGNED
+from gpuless.ptx.arithmetic import TYPES, UNSIGNED, compared
 from gpuless.ptx.memory import ATOMICS
 from gpuless.ptx.operands import Mask, Step, addresses, as_register, reader, register_type
 from gpuless.ptx.parsing import Guard, Instruction, Unsupported, address
@@ -29,6 +29,8 @@ def step(found: Instruction) -> Step:
     kind = found.opcode[0]
     if kind == "mov" and any("{" in operand for operand in found.operands):
         run = _unpack(found) if found.operands[0].startswith("{") else _pack(found)
+    elif kind == "setp" and found.opcode[-1].endswith("x2"):
+        run = _compare_pairs(found)
     else:
         run = EFFECTS.get(kind, _compute)(found)
     if found.guard is None:
@@ -72,6 +74,20 @@ def _compute(found: Instruction) -> Step:
         wave.write(target, as_register(target, result), mask)
 
     return compute
+
+
+def _compare_pairs(found: Instruction) -> Step:
+    """Return the function of a comparison of two pairs of halves, with a predicate for each."""
+    _, relation, of = found.opcode
+    readers = [reader(operand, of) for operand in found.operands[1:]]
+
+    def compare(wave: "Wave", mask: Mask) -> None:
+        given = [read(wave) for read in readers]
+        for k, name in enumerate(found.registers):
+            x, y = ((bits >> np.uint32(16 * k)).astype(np.uint16) for bits in given)
+            wave.write(name, compared(x, y, relation, of.removesuffix("x2")), mask)
+
+    return compare
 
 
 RULES: dict[str, Rule] = bit_rules.RULES | number_rules.RULES

@@ -92,8 +92,8 @@ def parse(text: str) -> Kernel:
 
 
 def names(operand: str) -> list[str]:
-    """Return the registers in a vector, or the one register, without their percent signs."""
-    return [part.strip(" %") for part in operand.strip("{}").split(",")]
+    """Return the registers in a vector or of two results, or the one register, without signs."""
+    return [part.strip(" %") for part in re.split(r"[,|]", operand.strip("{}"))]
 
 
 def address(operand: str) -> tuple[str, int]:
