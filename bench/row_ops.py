@@ -1,6 +1,7 @@
-"""softmax, log_softmax and sum over the last dimension, forward and backward."""
+"""softmax, masked softmax, log_softmax and sum over the last dimension, forward and backward."""
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -26,6 +27,7 @@ from tritonamp import functional
 from tritonamp.names import short
 
 ATTENTION = 16, 32, 2048, 2048
+ATTENTION_SCALE = 0.125
 SOFTMAX_LENGTHS = {
     BF16: (
         *(1 << power for power in range(8, 17)), 262144,
@@ -69,6 +71,33 @@ def transformer_engine(x: Tensor) -> Tensor:
     return _scale_mask_softmax()(x, None, "no_mask", 1.0)
 
 
+def masked_inputs(shape: Shape, dtype: torch.dtype, device: Any) -> Inputs:
+    """Return scores and a mask that all heads share; of two dimensions a mask of its own."""
+    of_mask = (shape[0], 1, *shape[2:]) if len(shape) > 2 else shape
+    mask = torch.rand(of_mask, device=device) < 0.5
+    mask[..., 0] = True  # torch's softmax of a row without a key is NaN
+    return [*inputs(shape, dtype, device), mask]
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    return functional.masked_softmax(x, mask, scale=ATTENTION_SCALE)
+
+
+def masked_by_torch(x: Tensor, mask: Tensor) -> Tensor:
+    """Return what eager attention computes in Llama and in most models of transformers."""
+    scores = (x * ATTENTION_SCALE).masked_fill(~mask, -torch.inf)
+    return torch.softmax(scores, -1, dtype=torch.float32).to(x.dtype)
+
+
+def causal(x: Tensor) -> Tensor:
+    return functional.masked_softmax(x, scale=ATTENTION_SCALE, causal=True)
+
+
+def causal_by_torch(x: Tensor) -> Tensor:
+    seen = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device)
+    return masked_by_torch(x, seen.tril(x.shape[-1] - x.shape[-2]))
+
+
 def forwards(name: str, wide: bool) -> dict[str, Forward]:
     """Return the peers' forwards; with ``wide``, results are FP32, else half."""
     torchs = functools.partial(call_of, torch, name, wide)
@@ -82,6 +111,21 @@ def forwards(name: str, wide: bool) -> dict[str, Forward]:
 
 SOFTMAX = simple_op(
     "softmax", {**forwards("softmax", False), "Liger-Kernel": liger}, inputs, (4, 6)
+)
+# a mask that heads share comes out of L2 for all of them but one
+MASKED = simple_op(
+    "masked_softmax",
+    {"tritonamp": masked, "eager": masked_by_torch, "compile": masked_by_torch},
+    masked_inputs,
+    (4 + 1 / ATTENTION[1], 6),
+)
+# half of what a square holds is read
+CAUSAL = Op(
+    "causal_softmax",
+    {"tritonamp": causal, "eager": causal_by_torch, "compile": causal_by_torch},
+    inputs,
+    (3, 4),
+    MASKED.kernels,
 )
 LOG_SOFTMAX = Op("log_softmax", forwards("log_softmax", True), inputs, (6, 10), SOFTMAX.kernels)
 # the gradient of a sum needs no kernel
@@ -103,6 +147,8 @@ def cases(toy: bool) -> list[Case]:
             if op is SOFTMAX:
                 attended = {**op.forwards, "Transformer Engine": transformer_engine}
                 found += _cases(op._replace(forwards=attended), ATTENTION, dtype, toy)
+    for op, dtype in itertools.product((MASKED, CAUSAL), (BF16, HALF)):
+        found += _cases(op, ATTENTION, dtype, toy)
     return found + [_small(shape, toy) for shape in SMALL]
 
 

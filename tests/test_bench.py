@@ -155,6 +155,8 @@ def test_parameter_sets_have_the_tensors_they_are_named_for(
 # by operation: a shape, peers that compute it on a CPU, relative and absolute tolerance
 OPERATIONS: dict[str, tuple[tuple[int, ...], str, float, float]] = {
     "softmax": ((4, 65), "eager autocast", 2e-2, 2e-2),
+    "masked_softmax": ((2, 3, 4, 65), "eager compile", 2e-2, 2e-2),
+    "causal_softmax": ((2, 3, 4, 65), "eager compile", 2e-2, 2e-2),
     "log_softmax": ((4, 65), "eager", 2e-2, 2e-2),  # not in torch's CPU lists
     "sum": ((4, 65), "eager", 2e-2, 2e-2),  # nor is that
     "layer_norm": ((4, 64), "eager compile", 3e-2, 5e-2),
@@ -180,6 +182,7 @@ def results_of(bench: SimpleNamespace, op: Any, peer: str, *how: Any) -> list[to
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_peers_compute_the_same(bench: SimpleNamespace, name: str, direction: str) -> None:
     ops = [op for op, _ in bench.row_ops.LENGTHS] + bench.norm_ops.OPS
+    ops += [bench.row_ops.MASKED, bench.row_ops.CAUSAL]
     ops += [bench.loss_ops.CROSS_ENTROPY, bench.loss_ops.LOG_PROBS]
     found = {op.name: op for op in ops}
     found |= {f"group_norm{form}": op for form, op in bench.group_norm_ops.OPS.items()}

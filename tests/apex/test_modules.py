@@ -317,6 +317,28 @@ def test_rows_without_keys_are_zero(half: torch.dtype, device: torch.device) -> 
 
 
 @each_half
+def test_only_the_half_result_is_kept(half: torch.dtype, device: torch.device) -> None:
+    scores = torch.randn(1, 2, 4, 4, device=device).to(half).requires_grad_()
+    mask = torch.rand(1, 1, 4, 4, device=device) < 0.3
+    for kind in AttnMaskType:
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.append(t) or t, lambda t: t
+        ):
+            y = softmax(half, True, kind, 2.0, True)(scores, mask)
+        assert [t.data_ptr() for t in kept] == [y.data_ptr()]
+
+
+def test_masked_scores_are_minus_10000(device: torch.device) -> None:
+    """Scores below that leave their probability to what is masked, as in apex."""
+    scores = torch.full((1, 1, 1, 4), -40_000.0, device=device).half()
+    mask = torch.tensor([False, False, True, True], device=device).view(1, 1, 1, 4)
+    assert scaled_masked_softmax(scores, mask, 1.0).flatten().tolist() == [0, 0, 0.5, 0.5]
+    near = scaled_masked_softmax(scores, mask, 0.25).flatten().tolist()
+    assert near == [0.25] * 4
+
+
+@each_half
 def test_masked_softmax_under_autocast(half: torch.dtype, device: torch.device) -> None:
     scores = torch.randn(1, 2, 4, 4, device=device)
     module = softmax(half, True, AttnMaskType.causal, 2.0, True)
