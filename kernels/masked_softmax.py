@@ -333,3 +333,8 @@ def shipped() -> Iterator[Shipped]:
         args = x, mask, 0.125, causal, x.dtype, True, -INF, True, False
         exp2 = 1 if x.shape[-1] <= LONGEST else 2
         yield Shipped(name, masked_softmax_triton, args, 96, 20, exp2)
+    for dtype in (torch.float16, torch.bfloat16):  # as written-out scores are computed
+        x = torch.empty(4, 8, 128, 1024, dtype=dtype, device="meta")
+        args = x, x[:, :1], 0.125, False, dtype, True, -INF, False, True
+        name = build_name("masked_softmax", dtype, "rounded", "n=1024")
+        yield Shipped(name, masked_softmax_triton, args, 96, 20, 1)
