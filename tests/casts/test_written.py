@@ -5,6 +5,7 @@ import functools
 import inspect
 import math
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -322,6 +323,7 @@ class Base(nn.Module):
         def shifted(y: Tensor) -> Tensor:
             return y + shift
 
+        self.inner = shifted.__qualname__
         return shifted(x * torch.sigmoid(x) * scale)
 
 
@@ -360,6 +362,8 @@ class Bound(Base):
         return self.act(self.layer(x))
 
 
+# in Python 3.10 code holds the names of inner functions, which depend on the class around it
+SITES = {"Base.static"} | ({"Base.method"} if sys.version_info >= (3, 11) else set())
 FURTHER: dict[type, set[str]] = {Decorated: {"Decorated.forward"}, Partial: {"gelu"}}
 
 
@@ -372,10 +376,19 @@ def test_the_function_is_found(handles: Any, cls: type[Base]) -> None:
     expected = model(x)
     amp = handles(model, level="O2", cast_outputs=None)
     found = {site.rpartition(":")[0] for site in amp.stats()["fused"]}
-    assert found == {"Base.method", "Base.static"} | FURTHER.get(cls, set())
+    assert found == SITES | FURTHER.get(cls, set())
     result = model(x)
-    assert result.dtype is FP16
+    assert result.dtype is FP16 or "Base.method" not in found
     torch.testing.assert_close(result.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_inner_functions_keep_their_names(handles: Any) -> None:
+    model, x = Method(), torch.randn(3, 4)
+    model(x)
+    name = model.inner
+    handles(model, level="O1")
+    model(x)
+    assert model.inner == name == "Base.method.<locals>.shifted"
 
 
 def test_copies_pickles_and_checkpoints(handles: Any) -> None:

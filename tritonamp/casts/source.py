@@ -35,9 +35,16 @@ class Source(NamedTuple):
         if found.co_freevars != code.co_freevars:
             raise Unproved(code)
         found = found.replace(co_firstlineno=code.co_firstlineno)
-        # Python 3.10 has no qualified names in code
-        name = getattr(code, "co_qualname", None)
-        return found if name is None else found.replace(co_qualname=name)
+        name = getattr(code, "co_qualname", None)  # Python 3.10 has no qualified names in code
+        return found if name is None else _renamed(found, found.co_qualname, name)
+
+
+def _renamed(code: Any, old: str, new: str) -> CodeType:
+    """Return code with ``new`` for ``old`` in its qualified name and those of inner functions."""
+    inner = (_renamed(c, old, new) if isinstance(c, CodeType) else c for c in code.co_consts)
+    name = new + code.co_qualname.removeprefix(old)
+    renamed: CodeType = code.replace(co_qualname=name, co_consts=tuple(inner))
+    return renamed
 
 
 def source_of(function: Any) -> Source:
