@@ -221,6 +221,35 @@ def test_a_fault_is_named(fuse: bool, response: str) -> None:
     assert "matmul overflow, forward: 2, op linear" in text and "the output has inf" in text
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_swallowed_overflow_is_compared_with_fp32(fuse: bool) -> None:
+    class Swallows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(self.up.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.up(x) * 6e4 / 9e4)
+
+    model, x = Swallows(), torch.full((4, 1), 1.2)
+    with tritonamp.enable(model, level="O2", fuse_loss=fuse) as amp:
+        text = amp.explain(replay=lambda: model(x))
+    assert "the result differs from FP32's by up to" in text
+
+
+def test_an_output_is_not_the_data_of_the_next_model() -> None:
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    nn.init.ones_(first.weight)
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+    with tritonamp.enable([first, second], optimizer, level="O2", fuse_loss=True) as amp:
+        features = first(torch.full((SIZE, WIDTH), 6e4)).detach()
+        assert isinstance(features, Unread)
+        amp.backward(second(features).square().sum())
+        optimizer.step()
+        assert "forward fault" in str(amp.explain())
+
+
 def test_copies_pickles_and_json() -> None:
     x, _ = batch()
     model = tagger()

@@ -368,6 +368,7 @@ def test_hooks_and_gradients_between_model_and_loss() -> None:
         (first,) = torch.autograd.grad(loss, x, retain_graph=True)
         loss.backward()
         assert x.grad is not None and leaf.grad is not None and x.grad.dtype is FP32
+        assert isinstance(first, Unread) is is_unread  # half in memory
         found.append([torch.as_tensor(g) * 1 for g in (first, x.grad, leaf.grad)])
     for a, b in zip(*found, strict=True):
         # rounded to half before the hooks

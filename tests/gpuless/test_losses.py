@@ -10,9 +10,12 @@ import torch
 from gpuless.fake_cuda import FakeCuda
 from gpuless.real_cuda import AnyCuda
 from gpuless.tensors import CudaTensor
+from torch import nn
 
+import tritonamp
 from tritonamp import functional
 from tritonamp.casts import model_losses
+from tritonamp.casts.unread import Unread
 
 ROWS, CLASSES, FEATURES = 70, 1024, 8  # more logits than torch's kernels are left with
 
@@ -82,3 +85,46 @@ def test_fused_losses_of_transformers(
     for x, y in zip(own.parameters(), model.parameters(), strict=True):
         atol = 2.0**-7 * y.grad.abs().max().item()
         torch.testing.assert_close(x.grad.cpu(), y.grad, rtol=0, atol=atol)
+
+
+def test_a_loss_in_a_plain_loop_reads_half_logits(gpu: AnyCuda) -> None:
+    model = nn.Linear(FEATURES, CLASSES).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, target = torch.randn(ROWS, FEATURES).cuda(), torch.randint(CLASSES, (ROWS,)).cuda()
+    expected = nn.functional.cross_entropy(model(x), target).item()
+    with tritonamp.enable(model, optimizer, level="O2", fuse_loss=True) as amp:
+        for _ in range(2):  # the first step builds
+            before = len(gpu.launches)
+            with gpu.watch() as records:
+                logits = model(x)
+                loss = nn.functional.cross_entropy(logits.float().view(-1, CLASSES), target)
+                amp.backward(loss)
+            names = [name for name in gpu.launches[before:] if "entropy" in name]
+            assert records == []
+            assert names == ["cross_entropy_kernel", "cross_entropy_backward_kernel"]
+        # products of 8 half numbers below 4, rounded to half
+        assert abs(loss.item() - expected) <= FEATURES * 2.0**-10
+
+
+@pytest.mark.parametrize("first", [nn.LayerNorm(CLASSES), nn.GroupNorm(4, CLASSES), nn.Softmax(-1)])
+@pytest.mark.parametrize("outputs", [torch.float32, None])
+def test_kernels_get_the_memory_of_unread_inputs(
+    gpu: AnyCuda, outputs: torch.dtype | None, first: nn.Module
+) -> None:
+    """The second model's kernel reads the first one's outputs, forward and backward."""
+    results = []
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        models = [
+            nn.Linear(FEATURES, CLASSES).cuda(),
+            nn.Sequential(copy.deepcopy(first), nn.Linear(CLASSES, 2)).cuda(),
+        ]
+        x, fields = torch.randn(ROWS, FEATURES).cuda(), {"cast_outputs": outputs}
+        with tritonamp.enable(models, level="O2", fuse_loss=fuse, loss_scale=1.0, **fields):
+            features = models[0](x)
+            assert isinstance(features, Unread) is fuse
+            models[1](features).float().square().sum().backward()
+        results.append([p.grad.cpu() for m in models for p in m.parameters()])
+    for plain, found in zip(*results, strict=True):
+        atol = 2.0**-8 * plain.abs().max().item()  # roundings to half, forward and backward
+        torch.testing.assert_close(found, plain, rtol=0, atol=atol)

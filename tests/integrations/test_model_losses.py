@@ -196,6 +196,22 @@ def test_logits_of_weights_that_have_changed_are_refused(computed: list[int]) ->
         step(gpt2(), "after the step")
 
 
+def test_a_hook_on_logits_gets_their_gradient(computed: list[int]) -> None:
+    sizes = []
+    for fuse in (True, False):
+        model, grads = gpt2(), list[Tensor]()
+
+        def watch(module: Any, args: Any, out: Tensor, grads: list[Tensor] = grads) -> None:
+            out.register_hook(grads.append)
+
+        model.lm_head.register_forward_hook(watch)
+        step(model, fuse=fuse)
+        (grad,) = grads
+        sizes.append(grad.float().norm())
+    # gradients of half an ulp off in some places
+    torch.testing.assert_close(*sizes, rtol=torch.finfo(torch.float16).eps, atol=0)
+
+
 def test_a_validation_has_its_logits(computed: list[int]) -> None:
     model, tokens = gpt2(), torch.randint(WORDS, (4, 8))
     with tritonamp.enable(model, level="O2", fuse_loss=True), torch.no_grad():

@@ -152,6 +152,10 @@ class Unread(Tensor):
             return cls(Memory(source.detach(), dtype), torch.empty_like(source, device="meta"))
         return cls(Memory(source, dtype), torch.empty(source.shape, device="meta"))
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return a storage without values, which all tensors that share memory have."""
+        return self.place.untyped_storage()
+
     def half_values(self) -> Tensor:
         """Return the half values, without a copy and without a graph."""
         return self._placed(self.memory.half())

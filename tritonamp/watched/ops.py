@@ -31,10 +31,10 @@ MOVES = frozenset("_unsafe_view clone _reshape_alias expand_copy lift_fresh _to_
 
 
 def is_watched(value: Any) -> bool:
-    """Return whether a value can hold inf: a floating, dense tensor of torch's own class."""
+    """Return whether a value can hold inf: a floating, dense tensor of torch's class or unread."""
     return (
         isinstance(value, Tensor)
-        and type(value) in TORCH_CLASSES
+        and (type(value) in TORCH_CLASSES or hasattr(type(value), "has_no_memory"))
         and value.dtype.is_floating_point
         and value.layout is torch.strided
         and value.device.type != "meta"
