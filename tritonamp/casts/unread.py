@@ -15,7 +15,8 @@ passes through the views as half.
 """
 
 import functools
-from typing import Any, NamedTuple, Union
+from dataclasses import dataclass
+from typing import Any, Union
 
 import torch
 from torch import Tensor
@@ -35,18 +36,20 @@ _OF_MEMORY = {
     *(Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.__repr__, Tensor.__format__),
 }
 """Functions that ask for memory without an operation."""
-
+_WATCHERS = {Tensor.register_hook, Tensor.retain_grad}
 _LINEAR = {"ignore_index", "reduction", "label_smoothing"}
 """Arguments that ``linear_cross_entropy`` takes, too."""
 
 
-class LayerCall(NamedTuple):
+@dataclass(eq=False)
+class LayerCall:
     """The call of a linear layer whose result is half logits."""
 
     rows: Tensor  # [..., d], the input of the model's last layer
     weight: Tensor  # [v, d], of that layer
     bias: Tensor | None  # [v]
     dtype: torch.dtype  # half, to which the logits are rounded
+    is_watched: bool = False  # whether a gradient of the logits is asked for
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -115,8 +118,9 @@ class Memory:
 
 
 def _versions(source: Source) -> list[int]:
-    tensors = (source,) if isinstance(source, Tensor) else source[:3]
-    return [t._version for t in tensors if t is not None]
+    if isinstance(source, Tensor):
+        return [source._version]
+    return [t._version for t in (source.rows, source.weight, source.bias) if t is not None]
 
 
 class Unread(Tensor):
@@ -178,6 +182,8 @@ class Unread(Tensor):
             loss = args[0]._loss(*args[1:], **kwargs)
             if loss is not None:
                 return loss
+        if func in _WATCHERS and isinstance(call := args[0].memory.source, LayerCall):
+            call.is_watched = True
         if func in _OF_MEMORY:
             args, kwargs = tree_map_only(cls, _Plain.apply, (args, kwargs))
         # private (torch 2.11 to 2.15): ``super`` would make results ``Unread``
@@ -189,10 +195,10 @@ class Unread(Tensor):
         if self.memory.were_written or is_under_transforms():
             return None
         if self._are_all_lines_of_a_call(target, kwargs):
-            rows, weight, bias, _ = self.memory.source
+            call: Any = self.memory.source
             given = {name: kwargs[name] for name in _LINEAR if name in kwargs}
-            lines = rows.reshape(-1, rows.shape[-1])
-            return functional.linear_cross_entropy(lines, weight, target, bias, **given)
+            rows = call.rows.reshape(-1, call.rows.shape[-1])
+            return functional.linear_cross_entropy(rows, call.weight, target, call.bias, **given)
         return functional.cross_entropy(_Half.apply(self), target, **kwargs)
 
     def _are_all_lines_of_a_call(self, target: Any, kwargs: Any) -> bool:
@@ -202,14 +208,13 @@ class Unread(Tensor):
             return False
         shape = self.numel() // len(call.weight), len(call.weight)
         others = {name for name, value in kwargs.items() if value is not None} - _LINEAR
-        is_watched = self._backward_hooks or self.retains_grad
         return (
             self.shape == shape
             and self.place.is_contiguous()
             and target.dtype is torch.int64
             and target.shape == shape[:1]
             and not others
-            and not is_watched
+            and not call.is_watched
         )
 
     @classmethod
@@ -297,7 +302,7 @@ def _may_be_unread(half: Tensor, dtype: torch.dtype) -> bool:
 
 def unread_call(call: LayerCall) -> Tensor:
     """Return the logits of a layer's call, unread and half."""
-    found: Tensor = _OfCall.apply(*call)
+    found: Tensor = _OfCall.apply(call.rows, call.weight, call.bias, call)
     return found
 
 
@@ -328,12 +333,12 @@ class _OfCall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, bias)
         ctx.set_materialize_grads(False)
-        ctx.dtype = dtype
-        return Unread.of(LayerCall(rows, weight, bias, dtype), dtype)
+        ctx.dtype = call.dtype
+        return Unread.of(call, call.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
