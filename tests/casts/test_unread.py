@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tritonamp import functional
 from tritonamp.casts.model_losses import leaves_logits_unread
-from tritonamp.casts.unread import LayerCall, Memory, Unread, unread, unread_call
+from tritonamp.casts.unread import Unread, unread, unread_call
+from tritonamp.casts.unread_values import LayerCall, Memory
 from tritonamp.functional import linear_head
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -500,6 +501,25 @@ def test_who_reads_a_layers_logits_gets_them_and_their_gradients(
         if b is not None and reader is not READERS["bits"]:
             # sums of few products, each rounded to half: another order, another neighbour
             torch.testing.assert_close(a, b, rtol=4 * eps, atol=4 * eps * b.abs().max().item())
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, 3)], ids=["all", "some"])
+def test_a_loss_of_a_layers_logits(part: slice) -> None:
+    torch.manual_seed(0)
+    layer, target = nn.Linear(WIDTH, WORDS), torch.randint(WORDS, (SIZE, LENGTH))[part].flatten()
+    rows, found = torch.randn(SIZE, LENGTH, WIDTH), []
+    for is_unread in (False, True):
+        call = LayerCall(rows.clone().requires_grad_(), layer.weight, layer.bias, BF16)
+        x = (
+            unread_call(call)
+            if is_unread
+            else F.linear(call.rows, call.weight, call.bias).bfloat16()
+        )
+        loss = F.cross_entropy(x.float()[part].view(-1, WORDS), target, label_smoothing=0.1)
+        found.append((loss, *torch.autograd.grad(loss, (call.rows, layer.weight, layer.bias))))
+    for a, b in zip(*found, strict=True):
+        eps = torch.finfo(BF16).eps  # operands and logits are rounded
+        torch.testing.assert_close(a, b, rtol=4 * eps, atol=4 * eps * b.abs().max().item())
 
 
 def test_a_layer_whose_forward_raises_has_its_own_again() -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp import functional
-from tritonamp.casts.unread import LayerCall, may_be_unread, unread, unread_call
+from tritonamp.casts.unread import may_be_unread, unread, unread_call
+from tritonamp.casts.unread_values import LayerCall
 from tritonamp.policy import HALF_DTYPES
 
 _PLAIN = {nn.Parameter}  # weights of a subclass may be shards, or have a format of their own

@@ -15,8 +15,7 @@ passes through the views as half.
 """
 
 import functools
-from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from tritonamp import functional
+from tritonamp.casts.unread_values import LayerCall, Memory, Source
 from tritonamp.functional.inputs import is_under_transforms
 
 aten = torch.ops.aten
@@ -39,88 +39,6 @@ _OF_MEMORY = {
 _WATCHERS = {Tensor.register_hook, Tensor.retain_grad}
 _LINEAR = {"ignore_index", "reduction", "label_smoothing"}
 """Arguments that ``linear_cross_entropy`` takes, too."""
-
-
-@dataclass(eq=False)
-class LayerCall:
-    """The call of a linear layer whose result is half logits."""
-
-    rows: Tensor  # [..., d], the input of the model's last layer
-    weight: Tensor  # [v, d], of that layer
-    bias: Tensor | None  # [v]
-    dtype: torch.dtype  # half, to which the logits are rounded
-    is_watched: bool = False  # whether a gradient of the logits is asked for
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the logits."""
-        return (*self.rows.shape[:-1], len(self.weight))
-
-    def logits(self) -> Tensor:
-        """Return [..., v] in ``dtype``."""
-        with torch.autocast(self.rows.device.type, enabled=False):
-            head = functional.LinearHead(self.dtype, self.weight, self.bias)
-            return head.logits(head.rows(self.rows))
-
-
-Source = Union[Tensor, LayerCall]  # noqa: UP007 (evaluated)
-
-
-class Memory:
-    """The values of all unread tensors that share memory.
-
-    Args:
-        source: half values, or the call that computes them. Nothing here writes to it.
-        dtype: dtype of the tensors.
-
-    Attributes:
-        source: the argument; once a call was computed, its half values.
-        dtype: the argument.
-        were_written: whether the values may differ from the source's.
-    """
-
-    def __init__(self, source: Source, dtype: torch.dtype) -> None:
-        self.source, self.dtype = source, dtype
-        self.were_written = False
-        self._own: Tensor | None = None  # in ``dtype``
-        self._versions = _versions(source)
-
-    def half(self) -> Tensor:
-        """Return the values of the source.
-
-        Raises:
-            RuntimeError: the source was written to since.
-        """
-        if self._versions != _versions(self.source):
-            raise RuntimeError(
-                "unread logits (fuse_loss=True): expected the tensors that they are computed from "
-                "as the forward left them, but they were changed in place, as an optimizer's step "
-                "does: read the logits before, or use fuse_loss=False"
-            )
-        if not isinstance(self.source, Tensor):
-            self.source = self.source.logits()
-            self._versions = _versions(self.source)
-        return self.source
-
-    def read(self, writes: bool) -> Tensor:
-        """Return the values in ``dtype``.
-
-        Args:
-            writes: whether the caller may write to them.
-        """
-        if self._own is None:
-            half = self.half()
-            if not writes and half.dtype is self.dtype:
-                return half
-            self._own = aten._to_copy(half, dtype=self.dtype)
-        self.were_written |= writes
-        return self._own
-
-
-def _versions(source: Source) -> list[int]:
-    if isinstance(source, Tensor):
-        return [source._version]
-    return [t._version for t in (source.rows, source.weight, source.bias) if t is not None]
 
 
 class Unread(Tensor):
@@ -206,7 +124,7 @@ class Unread(Tensor):
         call = self.memory.source
         if not isinstance(call, LayerCall) or not isinstance(target, Tensor):
             return False
-        shape = self.numel() // len(call.weight), len(call.weight)
+        shape = call.rows.shape[:-1].numel(), len(call.weight)
         others = {name for name, value in kwargs.items() if value is not None} - _LINEAR
         return (
             self.shape == shape
@@ -255,14 +173,10 @@ class Unread(Tensor):
         others = any(value and value != getattr(self, name) for name, value in kwargs.items())
         if others or dtype not in (torch.float32, memory.source.dtype):
             return None
-        found = aten.clone(place, **how)
-        if _layout(found) == _layout(place):  # also of DDP, which clones all outputs
+        is_alike = aten.clone(place, **how).stride() == place.stride()
+        if is_alike and not place.storage_offset():  # also of DDP, which clones all outputs
             return Unread(Memory(memory.source, dtype), place)
         return Unread.of(aten.clone(self.half_values(), **how), dtype)
-
-
-def _layout(place: Tensor) -> Any:
-    return place.size(), place.stride(), place.storage_offset()
 
 
 def unread(half: Tensor, dtype: torch.dtype) -> Tensor:
