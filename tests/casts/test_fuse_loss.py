@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -140,6 +141,19 @@ def compiled(model: Any, optimizer: Any, amp: Any) -> Any:
     return trained(F.cross_entropy(logits.transpose(1, 2), y), optimizer, amp)
 
 
+def with_compiled_loss(model: Any, optimizer: Any, amp: Any) -> Any:
+    x, y = batch()
+    torch.compiler.reset()
+
+    @torch.compile(backend="eager")
+    def loss(logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float().view(-1, WORDS), y.flatten())
+
+    with warnings.catch_warnings():  # Dynamo asks for ``grad`` of a tensor of another class
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        return trained(loss(model(x), y), optimizer, amp)
+
+
 STEPS = {
     step.__name__: step
     for step in (
@@ -154,6 +168,7 @@ STEPS = {
         reentrant,
         under_autocast,
         compiled,
+        with_compiled_loss,
     )
 }
 
@@ -180,7 +195,8 @@ def test_which_outputs_are_unread(level: str, dtype: Any) -> None:
 
         def forward(self, x: Tensor) -> Any:
             logits = self.net(x)
-            return {"logits": logits, "others": (logits.float(), x, None, [logits.argmax(-1)])}
+            others = logits.float(), x, None, [logits.argmax(-1)], logits.bfloat16()
+            return {"logits": logits, "others": others}
 
     def look(model: Any, optimizer: Any, amp: Any) -> Any:
         x, _ = batch()
@@ -189,6 +205,7 @@ def test_which_outputs_are_unread(level: str, dtype: Any) -> None:
             assert type(model(x)["logits"]) is Tensor
         others = found["others"]
         assert [type(t) for t in (*others[:2], others[3][0])] == [Tensor] * 3
+        assert others[4].dtype is (dtype or BF16)
         return type(found["logits"]), found["logits"].dtype
 
     for fuse, kind in ((False, Tensor), (True, Unread)):
@@ -204,6 +221,16 @@ def test_the_loss_of_half_outputs_is_fp32() -> None:
         return loss.dtype
 
     assert run(dtypes, True, cast_outputs=None).results is FP32
+
+
+def test_where_nothing_can_be_fused_nothing_changes() -> None:
+    x, _ = batch()
+    model = tagger()
+    expected = model(x)
+    with tritonamp.enable(model, level="O0", fuse_loss=True):
+        assert type(model(x)) is Tensor and torch.equal(model(x), expected)
+    with tritonamp.enable(model, level="O2", fuse_loss=True, fp32_modules=["2"]):
+        assert type(model(x)) is Tensor
 
 
 @pytest.mark.parametrize("response", ["explain", "heal"])

@@ -184,9 +184,10 @@ class EnabledContext:
 def _output_cast(policy: Policy) -> Cast | None:
     """Return the cast for outputs; None: outputs stay as they came."""
     target = policy.cast_outputs
+    cast = None if target is None else from_half(target)
     if not policy.fuse_loss:
-        return None if target is None else from_half(target)
-    return Cast((policy.dtype,), target or policy.dtype, is_unread=True)
+        return cast
+    return (cast or Cast((policy.dtype,), policy.dtype))._replace(is_unread=True)
 
 
 @active.inlined_by_dynamo
