@@ -8,10 +8,9 @@ autograd. Behind it are half values, or the call of the layer that computes them
     loss = F.cross_entropy(lines, target)        # reads the half values
     logits.argmax(-1)                            # any other operation reads an FP32 copy
 
-Two hooks of torch do this. ``__torch_function__`` sees the call of ``cross_entropy``.
-``__torch_dispatch__`` sees all operations below autograd, so torch records their graph, and notices
-writes, as for any tensor. The gradient of a fused loss is half, and unread in the same way: it
-passes through the views as half.
+``__torch_function__`` sees the call of ``cross_entropy``. ``__torch_dispatch__`` sees all operations
+below autograd, so torch records their graph, and notices writes, as for any tensor. The gradient of
+such a loss is half and unread, too, and passes through the views as half.
 """
 
 import functools
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from tritonamp import functional
 from tritonamp.casts.unread_values import LayerCall, Memory, Source
 from tritonamp.functional.inputs import is_under_transforms
+from tritonamp.kernels._dynamo import between_graphs
 
 aten = torch.ops.aten
 _COPIES = (aten.clone.default, aten._to_copy.default)
@@ -46,7 +46,7 @@ class Unread(Tensor):
 
     Attributes:
         memory: values of this tensor and its views.
-        place: tensor without values, whose strides and offset say which values these are.
+        place: meta tensor, whose strides and offset say which values these are.
     """
 
     memory: Memory
@@ -92,6 +92,7 @@ class Unread(Tensor):
         return values.as_strided(place.size(), place.stride(), offset)
 
     @classmethod
+    @between_graphs
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -136,6 +137,7 @@ class Unread(Tensor):
         )
 
     @classmethod
+    @between_graphs
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -234,12 +236,13 @@ class _OfHalf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, half: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.dtype = half.dtype
         return Unread.of(half, dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _in_half(grads[0], ctx.dtype), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        return None if grads[0] is None else _in_half(grads[0], ctx.dtype), None
 
 
 class _OfCall(torch.autograd.Function):
@@ -262,9 +265,8 @@ class _OfCall(torch.autograd.Function):
         rows, weight, bias = given
         with torch.autocast(rows.device.type, enabled=False):
             head = functional.LinearHead(ctx.dtype, weight, bias)
-            lines = head.rows(rows).flatten(0, -2)
-            grad = _in_half(grads[0], ctx.dtype).flatten(0, -2)
-            found = head.gradients(grad, lines, ctx.needs_input_grad[:3])
+            grad, lines = _in_half(grads[0], ctx.dtype), head.rows(rows).flatten(0, -2)
+            found = head.gradients(grad.flatten(0, -2), lines, ctx.needs_input_grad[:3])
         of_given = (
             None if g is None else g.view(t.shape).to(t.dtype)
             for g, t in zip(found, given, strict=True)
@@ -282,10 +284,9 @@ class _Half(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (grad,) = grads
-        if torch.is_grad_enabled():  # for a gradient of the gradient
-            return grad.to(ctx.dtype)
-        return grad if grad.dtype is ctx.dtype else Unread.of(grad, ctx.dtype)
+        if torch.is_grad_enabled() or grads[0].dtype is ctx.dtype:  # of a gradient's gradient
+            return grads[0].to(ctx.dtype)
+        return Unread.of(grads[0], ctx.dtype)
 
 
 class _Plain(torch.autograd.Function):
