@@ -199,6 +199,7 @@ class ReadingTrainer(transformers.Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        assert isinstance(outputs.logits.memory.source, Tensor)  # computed at once
         assert torch.isfinite(outputs.logits).all()
         return loss
 

@@ -8,9 +8,9 @@ autograd. Behind it are half values, or the call of the layer that computes them
     loss = F.cross_entropy(lines, target)        # reads the half values
     logits.argmax(-1)                            # any other operation reads an FP32 copy
 
-``__torch_function__`` sees the call of ``cross_entropy``. ``__torch_dispatch__`` sees all operations
-below autograd, so torch records their graph, and notices writes, as for any tensor. The gradient of
-such a loss is half and unread, too, and passes through the views as half.
+``__torch_function__`` sees the call of ``cross_entropy``. ``__torch_dispatch__`` sees all
+operations below autograd, so torch records their graph, and notices writes, as for any tensor. The
+gradient of such a loss is half and unread, too, and passes through the views as half.
 """
 
 import functools
@@ -190,8 +190,7 @@ def unread(half: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if not may_be_unread() or not _may_be_unread(half, dtype):
         return half.to(dtype)
-    found: Tensor = _OfHalf.apply(half, dtype)
-    return found
+    return _OfHalf.apply(half, dtype)
 
 
 def may_be_unread() -> bool:
@@ -218,8 +217,7 @@ def _may_be_unread(half: Tensor, dtype: torch.dtype) -> bool:
 
 def unread_call(call: LayerCall) -> Tensor:
     """Return the logits of a layer's call, unread and half."""
-    found: Tensor = _OfCall.apply(call.rows, call.weight, call.bias, call)
-    return found
+    return _OfCall.apply(call.rows, call.weight, call.bias, call)
 
 
 def _in_half(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -284,7 +282,7 @@ class _Half(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or grads[0].dtype is ctx.dtype:  # of a gradient's gradient
+        if torch.is_grad_enabled() or grads[0].dtype is ctx.dtype:  # it may have a graph
             return grads[0].to(ctx.dtype)
         return Unread.of(grads[0], ctx.dtype)
 
