@@ -135,6 +135,8 @@ def single(x: float) -> np.float32:
         ("max.u16x2", (0x0001FFFF, 0x00020001), 0x0002FFFF),
         ("neg.bf16x2", (0x3F803F80,), 0xBF80BF80),
         ("abs.f32", (0x80000001,), 1),
+        ("abs.ftz.f32", (0x80000001,), 0),
+        ("abs.ftz.f32", (0xC0000000,), 0x40000000),
         ("add.f16x2", (0x3C007BFF, 0x3C017BFF), 0x40007C00),  # ties to even; infinite
         ("mul.bf16x2", (0x3F814000, 0x3F814000), 0x3F824080),
         ("max.f32", (0x80000000, 0x00000000), 0x00000000),  # -0 and +0
