@@ -176,8 +176,7 @@ def masked_scores(
 @triton.jit
 def reciprocal(s, empty, ZERO: tl.constexpr):
     """Return 1 / s; 0 for lines that are ``empty`` if ZERO."""
-    # a product instead of 0, because a line with NaN stays NaN
-    return tl.where(empty, s * 0.0, 1 / s) if ZERO else 1 / s
+    return tl.where(empty, 0.0, 1 / s) if ZERO else 1 / s
 
 
 @triton.jit

@@ -25,6 +25,7 @@ MASKS: dict[str, Callable[[torch.device], Tensor | None]] = {
     "padding": lambda device: torch.rand(2, 1, 1, 10, device=device) < 0.7,
     "half": lambda device: torch.randn(10, device=device).half(),
     "float32": lambda device: torch.randn(3, 1, 10, device=device),
+    "float64": lambda device: torch.randn(6, 1, device=device, dtype=torch.float64),
     "-inf": lambda device: torch.zeros(6, 10, device=device).masked_fill(
         torch.rand(6, 10, device=device) < 0.4, -INF
     ),

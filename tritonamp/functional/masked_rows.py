@@ -12,6 +12,7 @@ from tritonamp.policy import HALF_DTYPES
 
 INF = float("inf")
 _ZERO = 5  # place of ``zero`` among the arguments of the operation
+MASK_DTYPES = {torch.bool, *HALF_DTYPES, torch.float32, torch.float64}
 
 
 class MaskedSoftmax(torch.autograd.Function):
@@ -109,10 +110,10 @@ def _check(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> None:
         raise ValueError(f"x: a causal softmax expects [..., queries, keys], got shape {shape}")
     if mask is None:
         return
-    if mask.dtype is not torch.bool and not mask.is_floating_point():
+    if mask.dtype not in MASK_DTYPES:
         raise TypeError(
-            f"mask: expected bool (True: keep) or floating numbers to add, got {mask.dtype}: pass "
-            "mask.bool()"
+            "mask: expected bool (True: keep) or floating numbers to add, half, float32 or "
+            f"float64, got {mask.dtype}"
         )
     if mask.device != x.device:
         raise ValueError(f"mask: expected the scores' device {x.device}, got {mask.device}")
