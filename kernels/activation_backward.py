@@ -142,4 +142,4 @@ def shipped() -> Iterator[Shipped]:
     """Yield the calls whose builds are checked, for the forward's cases."""
     for name, x, gate, act in shipped_cases():
         args, exp2 = (x, x, gate, *act), {"square": 0, "sigmoid": 1, "erf": 2}[act[0]]
-        yield Shipped(f"{name} backward", activation_backward_triton, args, 48, 60, exp2, 0)
+        yield Shipped(f"{name} backward", activation_backward_triton, args, 64, 60, exp2, 0)

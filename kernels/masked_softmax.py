@@ -337,4 +337,4 @@ def shipped() -> Iterator[Shipped]:
         x = torch.empty(4, 8, 128, 1024, dtype=dtype, device="meta")
         args = x, x[:, :1], 0.125, False, dtype, True, -INF, False, True
         name = build_name("masked_softmax", dtype, "rounded", "n=1024")
-        yield Shipped(name, masked_softmax_triton, args, 96, 20, 1)
+        yield Shipped(name, masked_softmax_triton, args, 96, 22, 1)  # two roundings
