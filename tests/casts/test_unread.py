@@ -76,6 +76,8 @@ READERS: dict[str, Callable[[Tensor], Any]] = {
     "to bfloat16": lambda x: x.bfloat16() * 3,
     "to another device": lambda x: x.to("cpu", FP32) * 1,
     "bits": lambda x: x.detach().view(torch.int16),
+    "bits of half": lambda x: x.detach().view(torch.float16),
+    "bytes": lambda x: x.detach().view(torch.uint8),
     "sliced": lambda x: x[..., :-1, :].reshape(-1, WORDS) + 1,
     "sliced, contiguous": lambda x: x[:, :-1].contiguous().view(-1, WORDS) * 2,
     "indexed": lambda x: x[torch.tensor([0, 2])],

@@ -39,6 +39,15 @@ class Source(NamedTuple):
         return found if name is None else _renamed(found, found.co_qualname, name)
 
 
+def _names(code: CodeType) -> dict[str, None]:
+    """Return the names in code and in inner functions, in the order in which they come."""
+    names = dict.fromkeys(code.co_names)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            names |= _names(inner)
+    return names
+
+
 def _renamed(code: Any, old: str, new: str) -> CodeType:
     """Return code with ``new`` for ``old`` in its qualified name and those of inner functions."""
     inner = (_renamed(c, old, new) if isinstance(c, CodeType) else c for c in code.co_consts)
@@ -69,7 +78,7 @@ def source_of(function: Any) -> Source:
     ast.increment_lineno(tree, first - 1)
     tree.decorator_list = []
     code, outer = function.__code__, function.__globals__
-    modules = [name for name in code.co_names if inspect.ismodule(outer.get(name))]
+    modules = [name for name in _names(code) if inspect.ismodule(outer.get(name))]
     # Python compiles ``torch.rsqrt(x)`` by whether torch was imported in the same file, or cell
     for count in range(len(modules) + 1):
         for imported in itertools.combinations(modules, count):

@@ -101,10 +101,19 @@ def softmax_of_scores(
 
 
 def _check(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> None:
+    for name, value in (("x", x), ("mask", mask)):
+        if not isinstance(value, Tensor) and not (name == "mask" and value is None):
+            raise TypeError(
+                f"{name}: expected a tensor, got {type(value).__name__}; the softmax is along the "
+                "last dimension"
+            )
     if not x.is_floating_point():
         raise TypeError(f"x: expected floating scores, got {x.dtype}")
     if not isinstance(scale, int | float):
-        raise TypeError(f"scale: expected a number, got {type(scale).__name__}: pass float(scale)")
+        raise TypeError(
+            f"scale: expected a number, got {type(scale).__name__}: pass float(scale), or, if it is "
+            "trained, x * scale as scores"
+        )
     shape = tuple(x.shape)
     if causal and x.dim() < 2:
         raise ValueError(f"x: a causal softmax expects [..., queries, keys], got shape {shape}")
@@ -113,7 +122,8 @@ def _check(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> None:
     if mask.dtype not in MASK_DTYPES:
         raise TypeError(
             "mask: expected bool (True: keep) or floating numbers to add, half, float32 or "
-            f"float64, got {mask.dtype}"
+            f"float64, got {mask.dtype}: pass mask != 0 to keep those columns, or mask.float() to "
+            "add the numbers"
         )
     if mask.device != x.device:
         raise ValueError(f"mask: expected the scores' device {x.device}, got {mask.device}")

@@ -11,7 +11,7 @@ from torch import nn
 
 from tritonamp.casts.written import ops
 from tritonamp.casts.written.modules import note_rewritten, of_module
-from tritonamp.casts.written.rewriting import rewritten
+from tritonamp.casts.written.rewriting import Site, rewritten
 from tritonamp.casts.written.trees import NAME
 
 _NOT_USERS = "torch", "tritonamp", "builtins"
@@ -24,13 +24,13 @@ class _Row(NamedTuple):
         original: its own code.
         code: the code that runs while a model is enabled.
         modules: attributes of ``self`` that count as modules with an activation.
-        lines: lines of the activations.
+        sites: the formulas.
     """
 
     original: CodeType
     code: CodeType
     modules: frozenset[str]
-    lines: tuple[int, ...]
+    sites: tuple[Site, ...]
 
 
 # for the whole process
@@ -41,9 +41,9 @@ def install(model: nn.Module) -> list[str]:
     """Rewrite the functions that a model's forwards run, until ``restore``.
 
     Returns:
-        Name and line of each activation that runs as one op, such as "MLP.forward:12".
+        Function and line of each formula that runs as one op, such as "model.MLP.forward:12".
     """
-    found = []
+    found: set[str] = set()
     for function, owners in _functions_of(model).items():
         modules = {
             name
@@ -53,7 +53,8 @@ def install(model: nn.Module) -> list[str]:
         }
         row = _rewrite(function, frozenset(modules))
         if row is not None:
-            found += [f"{function.__qualname__}:{line}" for line in row.lines]
+            name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
+            found |= {f"{name}:{s.line}" for s in row.sites if not s.module or s.module in modules}
     place()
     return sorted(found)
 
@@ -84,7 +85,7 @@ def _rewrite(function: FunctionType, modules: frozenset[str]) -> _Row | None:
     if new is None:
         return None
     note_rewritten(function, new.code)
-    row = _rows[function] = _Row(function.__code__, new.code, modules, new.lines)
+    row = _rows[function] = _Row(function.__code__, new.code, modules, new.sites)
     return row
 
 

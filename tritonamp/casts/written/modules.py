@@ -101,8 +101,8 @@ def _proved(forward: FunctionType) -> Spec | None:
             return None
         reader = Reader(forward)
         found = terms.activation(reader.read(statement.value))
+        _, *arguments = forward.__code__.co_varnames[: forward.__code__.co_argcount]
     except Exception:  # Unproved, or source that is missing
         return None
-    _, *arguments = forward.__code__.co_varnames[: forward.__code__.co_argcount]
     is_whole = [found.x] == arguments and found.gate is None and not reader.opaque
     return (found.kind, found.a, found.b) if is_whole else None

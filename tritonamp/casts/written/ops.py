@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch import float32 as float32
 
-from tritonamp.casts.written import masks
+from tritonamp.casts.written import conditions, masks
 from tritonamp.casts.written.conditions import backend
-from tritonamp.casts.written.conditions import takes as takes
 from tritonamp.casts.written.modules import Spec
 from tritonamp.casts.written.modules import of_module as of_module
 from tritonamp.functional.activations import activated
@@ -16,6 +16,13 @@ from tritonamp.functional.activations import activated
 added, added_, divided, divided_ = masks.added, masks.added_, masks.divided, masks.divided_
 filled, filled_, kept = masks.filled, masks.filled_, masks.kept
 scaled, scaled_, softmax = masks.scaled, masks.scaled_, masks.softmax
+
+
+def takes(spec: Spec, x: Any, gate: Any = None) -> bool:
+    """Return whether the activation of ``x``, times a gate if there is one, runs as one op now."""
+    if spec[0] == "square" and getattr(x, "dtype", None) is torch.float16:
+        return False  # a square needs the range of FP32
+    return conditions.takes(x, gate)
 
 
 def activation(spec: Spec, x: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -33,7 +40,7 @@ def run(plain: Callable[..., Any], spec: Spec, place: int, *operands: Any) -> An
         operands: one or two values, in the order in which the expression evaluates them.
     """
     x, *gate = operands if place == 0 else reversed(operands)
-    return activation(spec, x, *gate) if takes(x, *gate) else plain(*operands)
+    return activation(spec, x, *gate) if takes(spec, x, *gate) else plain(*operands)
 
 
 def gated(module: Any, place: int, *operands: Any) -> Any:
@@ -46,6 +53,6 @@ def gated(module: Any, place: int, *operands: Any) -> Any:
     """
     spec = of_module(module)
     x, gate = operands if place == 0 else reversed(operands)
-    if spec is not None and takes(x, gate):
+    if spec is not None and takes(spec, x, gate):
         return activation(spec, x, gate)
     return module(x) * gate if place == 0 else gate * module(x)

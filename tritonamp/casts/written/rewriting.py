@@ -22,11 +22,23 @@ IsActivation = Callable[[str], bool]
 """Tells whether an attribute of ``self`` is a module that computes an activation."""
 
 
+class Site(NamedTuple):
+    """A formula in a function.
+
+    Attributes:
+        line: its line in the file.
+        module: attribute of ``self`` whose activation it is; "": none.
+    """
+
+    line: int
+    module: str = ""
+
+
 class Rewritten(NamedTuple):
-    """A function's code with calls of ``ops``, and the lines of the activations."""
+    """A function's code with calls of ``ops``, and the formulas in it."""
 
     code: CodeType
-    lines: tuple[int, ...]
+    sites: tuple[Site, ...]
 
 
 def rewritten(function: FunctionType, is_activation: IsActivation) -> Rewritten | None:
@@ -37,13 +49,14 @@ def rewritten(function: FunctionType, is_activation: IsActivation) -> Rewritten 
     try:
         source = source_of(function)
         tree, lines = masked_softmaxes(function, source.tree)
+        sites = [Site(line) for line in lines]
         rewriter = _Rewriter(function, tree, is_activation)
         tree = copy.copy(tree)
         tree.body = rewriter.block(tree.body)
-        lines += rewriter.lines
-        if not lines:
+        sites += rewriter.sites
+        if not sites:
             return None
-        return Rewritten(source.compiled(tree, function.__code__), tuple(sorted(lines)))
+        return Rewritten(source.compiled(tree, function.__code__), tuple(sites))
     except (Unproved, OSError, SyntaxError):
         return None
 
@@ -62,8 +75,9 @@ class _Rewriter:
         self, function: FunctionType, tree: ast.FunctionDef, is_activation: IsActivation
     ) -> None:
         self.function, self.is_activation = function, is_activation
+        self.owner = next(iter(function.__code__.co_varnames), "")  # "self" in most methods
         self.loads = loads([tree])
-        self.lines: list[int] = []
+        self.sites: list[Site] = []
 
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         """Return a block in which activations are one op.
@@ -75,14 +89,14 @@ class _Rewriter:
         result: list[ast.stmt] = []
         known: dict[str, _Known] = {}
         for statement in statements:
-            count = len(self.lines)
+            count = len(self.sites)
             visited = self.visit(copy.deepcopy(statement))
             target, value = target_and_value(statement)
             used = [known[n] for n in loads([value] if value else []) if n in known]
             first = min((k.first for k in used), default=len(result))
             before.append(statement)
             result.append(visited)
-            if value is None or len(self.lines) > count:  # it may do anything
+            if value is None or len(self.sites) > count:  # it may do anything
                 known.clear()
                 continue
             if used and self._is_apart(before[first:]):
@@ -120,8 +134,8 @@ class _Rewriter:
         operands = [name_node(found.x), *([] if found.gate is None else [name_node(found.gate)])]
         one_op: Any = copy.copy(statement)
         one_op.value = call("activation", _spec(found), *operands)
-        self.lines.append(statement.lineno)
-        return placed(ast.If(call("takes", *operands), [one_op], plain), plain[0])
+        self.sites.append(Site(statement.lineno))
+        return placed(ast.If(call("takes", _spec(found), *operands), [one_op], plain), plain[0])
 
     def _reader(self, known: Mapping[str, _Known]) -> Reader:
         return Reader(self.function, {name: k.value for name, k in known.items()})
@@ -149,7 +163,7 @@ class _Rewriter:
         found = _or_none(lambda: terms.activation(reader.read(node)))
         if found is None:
             return None
-        self.lines.append(node.lineno)
+        self.sites.append(Site(node.lineno))
         names = [name for name in (found.x, found.gate) if name is not None]
         # other expressions in the order in which they stand; a name has no effects
         order = sorted(names, key=[*reader.opaque, *names].index)
@@ -168,11 +182,15 @@ class _Rewriter:
         for place, (product, gate) in enumerate(((node.left, node.right), (node.right, node.left))):
             match product:
                 case ast.Call(
-                    func=ast.Attribute(value=ast.Name(id="self"), attr=name) as module,
+                    func=ast.Attribute(value=ast.Name(id=owner), attr=name) as module,
                     args=[x],
                     keywords=[],
-                ) if self.is_activation(name) and not isinstance(x, ast.Starred):
-                    self.lines.append(node.lineno)
+                ) if (
+                    owner == self.owner
+                    and self.is_activation(name)
+                    and not isinstance(x, ast.Starred)
+                ):
+                    self.sites.append(Site(node.lineno, name))
                     x, gate = self.visit(copy.deepcopy(x)), self.visit(copy.deepcopy(gate))
                     operands = (x, gate) if place == 0 else (gate, x)
                     one_op = call("gated", module, ast.Constant(place), *operands)
