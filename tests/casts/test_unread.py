@@ -434,7 +434,9 @@ def test_values_that_were_overwritten_are_refused() -> None:
     logits = unread(half, FP32)
     with torch.no_grad():
         half.mul_(2)
-    with pytest.raises(RuntimeError, match="changed in place, as an optimizer's step does: read"):
+    with pytest.raises(
+        RuntimeError, match="changed in place, as an optimizer's step does: compute"
+    ):
         logits.sum()
 
 

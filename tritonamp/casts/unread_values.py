@@ -63,7 +63,8 @@ class Memory:
             raise RuntimeError(
                 "unread logits (fuse_loss=True): expected the tensors that they are computed from "
                 "as the forward left them, but they were changed in place, as an optimizer's step "
-                "does: compute with the logits before (logits + 0 has all values), or use fuse_loss=False"
+                "does: compute with the logits before (logits + 0 has all values), or use "
+                "fuse_loss=False"
             )
         if not isinstance(self.source, Tensor):
             self.source = self.source.logits()

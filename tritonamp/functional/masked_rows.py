@@ -111,8 +111,8 @@ def _check(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> None:
         raise TypeError(f"x: expected floating scores, got {x.dtype}")
     if not isinstance(scale, int | float):
         raise TypeError(
-            f"scale: expected a number, got {type(scale).__name__}: pass float(scale), or, if it is "
-            "trained, x * scale as scores"
+            f"scale: expected a number, got {type(scale).__name__}: pass float(scale), or x * "
+            "scale as scores to train it"
         )
     shape = tuple(x.shape)
     if causal and x.dim() < 2:
