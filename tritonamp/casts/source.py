@@ -92,8 +92,8 @@ def _compiled(tree: ast.FunctionDef, code: CodeType, imports: tuple[str, ...]) -
     """Return the code of a definition that uses the cells of ``code``."""
     body: list[ast.stmt] = [ast.Import([ast.alias(name)]) for name in imports]
     if code.co_freevars:
-        outer = ast.FunctionDef("outer", ast.parse("lambda: 0", mode="eval").body.args, [], [])
-        cells = [ast.Name(name, ast.Store()) for name in code.co_freevars]
+        outer = ast.FunctionDef("outer", ast.arguments([], [], None, [], [], None, []), [], [])
+        cells: list[ast.expr] = [ast.Name(name, ast.Store()) for name in code.co_freevars]
         outer.body = [ast.Assign(cells, ast.Constant(None)), tree]
         body.append(outer)
     else:
