@@ -18,7 +18,7 @@ class Rows(NamedTuple):
 
     Attributes:
         grid: number of programs.
-        sizes: elements of a row, programs of a row, and the distance of two rows of each tensor.
+        sizes: elements of a row, programs of a row, and for each tensor the stride of its rows.
         full: every program computes ``block`` elements, and needs no mask.
         vec: number of neighbours that a thread loads at once; it divides all distances.
         block: elements of a program.
@@ -34,9 +34,12 @@ class Rows(NamedTuple):
 
 
 def rows_of(*tensors: Tensor) -> tuple[Rows, list[Tensor]]:
-    """Return the rows of tensors of one shape with elements, and the tensors to launch with.
+    """Return the rows of tensors of one shape, and contiguous rows as arguments of the launch.
 
-    A tensor is copied if its rows are not contiguous, or short and apart.
+    A tensor is copied if its rows are not contiguous, or if they are short and have gaps.
+
+    Args:
+        tensors: tensors of one shape, with one element or more.
     """
     shape = tensors[0].shape
     n = shape[-1] if shape else 1

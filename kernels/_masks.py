@@ -1,4 +1,4 @@
-"""Masks of attention scores in kernels: where a line's mask lies, and where a causal line ends."""
+"""Masks of attention scores in kernels: addresses of masks, and the ends of causal lines."""
 
 import math
 from collections.abc import Sequence
@@ -37,9 +37,11 @@ NO_MASK = MaskLayout((1,) * (MOST_DIMS - 1), (0,) * MOST_DIMS, 0, 0, 1)
 
 
 def mask_layout(shape: Sequence[int], mask: Tensor | None) -> MaskLayout | None:
-    """Return the layout of a mask for scores of a shape, or None if kernels cannot address it.
+    """Return the layout of a mask, or None if kernels need a copy by ``addressable`` instead.
 
-    A copy with ``addressable`` is then needed.
+    Args:
+        shape: shape of the scores.
+        mask: tensor that broadcasts to ``shape``; None: there is no mask.
     """
     if mask is None:
         return NO_MASK
@@ -69,12 +71,19 @@ def mask_layout(shape: Sequence[int], mask: Tensor | None) -> MaskLayout | None:
 
 
 def addressable(shape: Sequence[int], mask: Tensor) -> Tensor:
-    """Return a contiguous copy of a mask, which is not broadcast."""
+    """Return a contiguous copy of a mask, expanded to ``shape``."""
     return mask.expand(tuple(shape)).contiguous()
 
 
 def line_tiling(shape: tuple[int, ...], per_thread: int, longest: int, vec: int) -> Tiling:
-    """Return the tiling of lines along the last dimension that are not shared by programs."""
+    """Return a tiling for lines along the last dimension, in which no line has two programs.
+
+    Args:
+        shape: shape of the scores.
+        per_thread: elements that a thread holds; half as many in short and in long lines.
+        longest: longest line that a program holds in its registers.
+        vec: elements that a thread accesses at once, 16 bytes of the widest dtype.
+    """
     n = shape[-1] if shape else 1
     # Masks of columns take registers, and so do the addresses of several lines or of a loop. On
     # AMD GPUs they are scalar ones, of which there are few.

@@ -73,7 +73,7 @@ def activation_kernel(
 def _forward(
     rows: Rows, shape: tuple[int, ...], dtype: torch.dtype, gated: bool, *activation: Any
 ) -> Callable[..., Tensor]:
-    """Return a function of matrices as ``rows`` describes them."""
+    """Return a function of the tensors that ``rows_of`` returns together with ``rows``."""
     constants = *activation, gated, rows.full, rows.vec, rows.block
     results = (dense(shape, dtype),)
     launch = Launch(
@@ -126,8 +126,9 @@ def samples(
 
     Args:
         args: arguments of a call for x, a gate and an activation.
-        reads: bytes read for an element without a gate. A gate adds 2.
-        writes: bytes written for an element without a gate. The gradient of a gate adds 2.
+        reads: bytes that a call without a gate reads for an element. A gate adds 2.
+        writes: bytes that a call without a gate writes for an element. The gradient of a gate, in
+            calls that read a gradient, adds 2.
     """
     plain = [
         Sample(lambda x, dim, act=act: args(x, None, act), reads=reads, writes=writes, variant=name)

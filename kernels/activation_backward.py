@@ -58,7 +58,7 @@ def activation_backward_kernel(
 def _backward(
     rows: Rows, shape: tuple[int, ...], dtype: torch.dtype, gated: bool, *activation: Any
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a function of matrices as ``rows`` describes them."""
+    """Return a function of the tensors that ``rows_of`` returns together with ``rows``."""
     constants = *activation, gated, rows.full, rows.vec, rows.block
     results = dense(shape, dtype), dense(shape if gated else (0,), dtype)
     kernel = activation_backward_kernel

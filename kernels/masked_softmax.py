@@ -43,7 +43,6 @@ LONGEST = 32768  # line that registers hold
 INF = float("inf")
 LOG2_E = math.log2(math.e)
 
-
 _SIZES = (
     "rows", "n", "blocks", "queries", "scale", "factor", "fill",
     "size0", "size1", "size2", "stride0", "stride1", "stride2", "stride3",
@@ -171,9 +170,9 @@ def _forward(
     # as in softmax: keeps results of bfloat16 above those that exp2 flushes to zero
     shift = 64.0 if dtype is torch.bfloat16 else 0.0
     fills = layout.dims > 0 and not adds and fill > -INF
-    # A difference times the scale is exact to FP32 for large scores, too. Neither a mask that is
-    # added nor a scale that turns the order around leaves that choice, and infinities times an
-    # extreme scale would be NaN.
+    # Scaling the differences of scores keeps FP32's digits of large scores, too. It is not possible
+    # if the mask or ``fill`` is on the scale of the products, if products are rounded, if the scale
+    # is negative, or if it is so extreme that its product with an infinity would be NaN.
     first = adds or fills or rounds or not 2.0**-64 < scale < 2.0**64
     factor = LOG2_E if first else scale * LOG2_E
     queries = shape[-2] if causal else 1
@@ -187,22 +186,19 @@ def _forward(
 
 
 def masked_softmax_prepared(
-    x: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
-    dtype: torch.dtype,
-    keep: bool,
-    fill: float,
-    zero: bool,
-    rounds: bool,
+    x: Tensor, mask: Tensor | None, *how: Any
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """Return a function that does ``masked_softmax_triton`` on tensors of the same layout."""
+    """Return a function that does ``masked_softmax_triton`` on tensors of the same layout.
+
+    Args:
+        x: scores with that layout.
+        mask: mask with that layout, or None.
+        how: the other arguments of ``masked_softmax_triton``.
+    """
     layout, copies = mask_layout(x.shape, mask), False
     if layout is None and mask is not None:
         layout, copies = mask_layout(x.shape, addressable(x.shape, mask)), True
     assert layout is not None
-    how = scale, causal, dtype, keep, fill, zero, rounds
     run = _forward(x.shape, x.dtype, dtype_of(mask), layout, *how)
 
     def prepared(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -182,7 +182,7 @@ class EnabledContext:
 
 
 def _output_cast(policy: Policy) -> Cast | None:
-    """Return the cast for outputs; None: outputs stay as they came."""
+    """Return the cast for outputs; None: outputs keep their dtype."""
     target = policy.cast_outputs
     cast = None if target is None else from_half(target)
     if not policy.fuse_loss:

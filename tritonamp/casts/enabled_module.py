@@ -23,7 +23,7 @@ from tritonamp.class_swap import Swapped
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.watched.frames import Role, plays
 
-_AS_USUAL = contextlib.nullcontext()
+_NO_CHANGE = contextlib.nullcontext()
 
 
 class _WithForward(Swapped):
@@ -141,7 +141,7 @@ def _without_logits(module: Any, kwargs: Any) -> contextlib.AbstractContextManag
     context = module._tritonamp_context
     is_asked = context.policy.fuse_loss and kwargs.get("labels") is not None
     # FSDP2 gathers the weight for the layer's own forward
-    return without_logits(module) if is_asked and not context.gathered else _AS_USUAL
+    return without_logits(module) if is_asked and not context.gathered else _NO_CHANGE
 
 
 def _traced_forward(

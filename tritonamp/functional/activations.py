@@ -20,7 +20,7 @@ _OF_TORCH: dict[tuple[str, float, float], Callable[[Tensor], Tensor]] = {
 
 
 class Activation(torch.autograd.Function):
-    """An activation, times a gate if there is one. It saves its inputs alone."""
+    """An activation, times a gate if there is one. Only its inputs are saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor | None, call: Call) -> Tensor:
@@ -46,6 +46,8 @@ def activated(
 ) -> Tensor:
     """Return an activation of a half tensor, times a gate, rounded once from FP32.
 
+    There are no checks, because callers have made them.
+
     Args:
         x: any shape, float16 or bfloat16.
         gate: tensor of the shape and dtype of ``x``, or None.
@@ -54,6 +56,6 @@ def activated(
         b: second coefficient of the activation.
         backend: "auto", "triton" or "eager".
     """
-    if gate is None and (kind, a, b) in _OF_TORCH:  # one op of torch's, with FP32 inside
+    if gate is None and (kind, a, b) in _OF_TORCH:  # one op of torch that also rounds once
         return _OF_TORCH[kind, a, b](x)
     return Activation.apply(x, gate, ((kind, a, b, backend), None))

@@ -88,9 +88,21 @@ def softmax_of_scores(
     rounds: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Return ``masked_softmax``, with the options of the operation in ``kernels``.
+    """Return ``masked_softmax`` with further options. It raises the same errors.
 
     torch computes float64, and everything under transforms of torch.func.
+
+    Args:
+        x: scores, floating.
+        mask: bool or floating, broadcasts to ``x``; None: all columns count.
+        scale: factor of the scores.
+        causal: whether query i of Q sees only the keys j of K with j <= i + K - Q.
+        dtype: dtype of the result, float16, bfloat16 or float32; None: dtype of ``x``.
+        keep: value of a boolean mask in columns that count.
+        fill: score of columns that a boolean mask excludes.
+        zero: whether a row without a column that counts is 0; else it is torch's result.
+        rounds: whether scores are rounded to the dtype of ``x`` after each step.
+        backend: "auto", "triton" or "eager".
     """
     _check(x, mask, scale, causal)
     args = float(scale), causal, dtype or x.dtype, keep, fill, zero, rounds

@@ -35,7 +35,8 @@ def is_plain(x: Any) -> bool:
         return True
     if not issubclass(cls, Tensor) or is_traceable_wrapper_subclass(x):
         return False
-    # a class may give functions another meaning; private: what disables that (torch 2.11 to 2.15)
+    # a class may give functions another meaning, unless it has torch's own function or the one
+    # that disables this; private (torch 2.11 to 2.15)
     own: Any = cls.__torch_function__
     of_torch: Any = Tensor.__torch_function__
     disabled = torch._C._disabled_torch_function_impl

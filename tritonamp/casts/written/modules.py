@@ -28,7 +28,7 @@ def of_module(module: Any) -> Spec | None:
 
     None for other modules, for modules with hooks, and while hooks of all modules are set.
     """
-    # private (torch 2.11 to 2.15): what nn.Module asks itself
+    # private (torch 2.11 to 2.15): the condition in ``nn.Module.__call__``
     if not isinstance(module, nn.Module) or torch_modules._has_any_global_hook():
         return None
     own = vars(module)

@@ -1,4 +1,4 @@
-"""The calls that rewritten functions make: one op where it applies, else the code as it stood."""
+"""Functions that rewritten code calls: one op if it applies, else the original expression."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,9 +34,9 @@ def run(plain: Callable[..., Any], spec: Spec, place: int, *operands: Any) -> An
     """Return an activation, as one op if ``takes`` accepts the operands.
 
     Args:
-        plain: the expression as it stood, as a function of the operands.
+        plain: function of the operands with the original expression.
         spec: the activation.
-        place: index of the activation's input among the operands; the other one is the gate.
+        place: index of the activation's input among the operands. Another operand is the gate.
         operands: one or two values, in the order in which the expression evaluates them.
     """
     x, *gate = operands if place == 0 else reversed(operands)
@@ -48,7 +48,7 @@ def gated(module: Any, place: int, *operands: Any) -> Any:
 
     Args:
         module: module with an activation that ``of_module`` knows.
-        place: index of its input among the operands.
+        place: index of the module's input among the operands. The other operand is the gate.
         operands: input and gate, in the order in which the expression evaluates them.
     """
     spec = of_module(module)

@@ -32,9 +32,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "sub": terms.subtract,
     "tanh": terms.tanh,
 }
-"""Operations that code may call, as methods of tensors or functions of torch, with torch's
-positional arguments.
-"""
+"""Methods of tensors that are also functions of torch, with the same positional arguments."""
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{getattr(torch, name): function for name, function in _METHODS.items()},
     functional.gelu: terms.gelu,
@@ -51,7 +49,7 @@ _UNSAFE = ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await, ast.Starred
 
 
 def may_have_formulas(function: FunctionType) -> bool:
-    """Tell, from names alone, whether an activation or a softmax may be in a function's code."""
+    """Return whether the names in a function's code leave room for an activation or a softmax."""
     names, outer = function.__code__.co_names, function.__globals__
     if not _NAMES.isdisjoint(names):
         return True
@@ -80,7 +78,7 @@ class Reader:
         """Return the value of an expression: a number or a ``Polynomial``.
 
         Raises:
-            Unproved: the algebra does not have it.
+            Unproved: the algebra has no such expression.
         """
         match node:
             case ast.Constant(value=value) if is_number(value):

@@ -85,7 +85,7 @@ class _Rewriter:
         An activation may read names that the statements before it assign. If nothing else reads
         them, the statements are skipped together with the last one.
         """
-        before: list[ast.stmt] = []  # as they stood; after a replaced row, from there on
+        before: list[ast.stmt] = []  # statements of ``result`` before their parts were replaced
         result: list[ast.stmt] = []
         known: dict[str, _Known] = {}
         for statement in statements:
@@ -165,7 +165,7 @@ class _Rewriter:
             return None
         self.sites.append(Site(node.lineno))
         names = [name for name in (found.x, found.gate) if name is not None]
-        # other expressions in the order in which they stand; a name has no effects
+        # expressions in their order in the code; names may follow, because they have no effects
         order = sorted(names, key=[*reader.opaque, *names].index)
         places = {id(expression): name for name, expression in reader.opaque.items()}
         plain = ast.Lambda(_arguments(order), _with_names(node, places))
@@ -201,12 +201,12 @@ class _Rewriter:
 def _or_none(function: Callable[[], Any]) -> Any:
     try:
         return function()
-    except Exception:  # Unproved, or what Python says of code that could not run either
+    except Exception:  # Unproved, or an error of code that could not run either
         return None
 
 
 def _with_names(node: Any, names: Mapping[int, str]) -> Any:
-    """Return a copy of a tree with names in place of some expressions, given by their ids."""
+    """Return a copy of a tree in which names replace the expressions with the given ids."""
     if id(node) in names:
         return name_node(names[id(node)])
     if isinstance(node, list):

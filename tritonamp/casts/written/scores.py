@@ -65,7 +65,7 @@ class _Softmax(NamedTuple):
 def masked_softmaxes(
     function: FunctionType, tree: ast.FunctionDef
 ) -> tuple[ast.FunctionDef, list[int]]:
-    """Return a definition with one pass for each row of steps and a softmax, and their lines."""
+    """Return a definition in which rows of steps and a softmax are one pass, and their lines."""
     if "softmax" not in function.__code__.co_names:
         return tree, []
     tree, reader = copy.deepcopy(tree), Reader(function)
@@ -76,7 +76,7 @@ def masked_softmaxes(
             row = [] if found is None else _noted_row(block[:end], found.scores)
             if found is None or not row:
                 continue
-            # unless the softmax takes their name, the scores may be read by nothing else
+            # other code may read the name of the scores only if the softmax is assigned to it
             reads = (
                 loads([tree])[found.scores] - loads(block[end - len(row) : end + 1])[found.scores]
             )

@@ -34,7 +34,7 @@ class Activation(NamedTuple):
     Attributes:
         kind, a, b: arguments of ``kernels.activation``.
         x: name of the variable.
-        gate: name of the gate; None: there is none.
+        gate: name of the gate, or None.
     """
 
     kind: str
@@ -150,7 +150,7 @@ def gelu(u: Any, approximate: Any = "none") -> Any:
 
 
 def activation(value: Any) -> Activation:
-    """Return the activation, with or without a gate, that a polynomial is.
+    """Return the activation that a polynomial equals, with or without a gate.
 
     Raises:
         Unproved: the polynomial is no activation.
@@ -184,7 +184,7 @@ def _without(monomial: Monomial, atom: Atom) -> Monomial:
 
 
 def _of_one(terms: tuple[tuple[Monomial, float], ...], x: str) -> Activation:
-    """Return the activation of ``x`` that terms are."""
+    """Return the activation of ``x`` that a sum of terms equals."""
     functions = _atoms(terms) - {("variable", x)}
     if len(functions) != 1:
         raise Unproved(terms)
@@ -216,7 +216,7 @@ def _coefficients(polynomial: Polynomial, x: str) -> dict[int, float]:
 
 
 def _odd(polynomial: Polynomial, x: str) -> tuple[float, float]:
-    """Return a and b of the polynomial a * x + b * x**3, torch's where they are meant."""
+    """Return a and b of the polynomial a * x + b * x**3; of known activations, exact values."""
     found = _coefficients(polynomial, x)
     if not found.keys() <= {1, 3}:
         raise Unproved(polynomial)
