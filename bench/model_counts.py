@@ -2,7 +2,8 @@
 
     TRITON_INTERPRET=1 python bench/model_counts.py rows.jsonl --only "GPT-2"
 
-It writes a line of JSON for each model and way, or one with the reason why there is none.
+It writes a line of JSON for each model and way. The line of a model that is not counted has the
+reason.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import torch
 import toy_models
 from gpuless import driver
 from gpuless.fake_cuda import FakeCuda, in_software
+from provenance import reason_of
 from torch import Tensor, nn
 from traffic import Traffic
 
@@ -114,7 +116,7 @@ def rows_of(gpu: FakeCuda, name: str) -> Iterator[Row]:
         try:
             yield row_of(name, way, counted(gpu, *toy.build(), way))
         except Exception as error:
-            yield {"model": name, "way": way, "reason": f"{type(error).__name__}: {error}"[:300]}
+            yield {"model": name, "way": way, "reason": reason_of(error)}
 
 
 def main() -> int:

@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,8 @@ def count_models(only: str) -> Row:
     """Count the models whose name ``only`` finds.
 
     Returns:
-        the record: "rows" of bytes by kind, the bound and operations, "not_counted" with reasons,
-        versions.
+        The record: "rows" with bytes by kind, the bound and operations; "not_counted" with reasons;
+        date, command, commit and "versions".
     """
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
@@ -64,21 +63,14 @@ def count_models(only: str) -> Row:
         "command": COMMAND,
         "seconds": round(time.time() - start),
         "commit": provenance.commit(),
-        "versions": {name: found for name in PINNED if (found := _version(name))},
+        "versions": provenance.versions(PINNED),
         "rows": [row for row in rows if "bytes" in row],
         "not_counted": absent,
     }
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def largest(row: Row) -> list[Row]:
-    """Return the largest operations of a row, other than products."""
+    """Return the LARGEST operations of a row that are no products."""
     return [op for op in row["ops"] if PRODUCTS not in op["bytes"]][:LARGEST]
 
 

@@ -28,7 +28,8 @@ SCATTERS = {
     "index_put_": 2, "_index_put_impl_": 2, "index_add_": 3, "index_copy_": 3, "scatter_": 3,
     "scatter_add_": 3,
 }  # fmt: skip
-"""Positions of the values, of operations that write elements of their first argument."""
+"""Position of the argument with the values. The first argument is written at some indices only."""
+
 Moved = list[tuple[Tensor, int]]
 """Tensors, with the numbers of elements that are read or written."""
 
@@ -40,7 +41,14 @@ def own(x: Tensor) -> int:
 
 
 def touched(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Moved, Moved]:
-    """Return what an operation reads, and what it writes."""
+    """Return the tensors that an operation reads, and those that it writes.
+
+    Args:
+        func: the operation, an overload of ATen.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        result: result of the call.
+    """
     known = facts(func)
     written = tensors_of(known.writes(args, kwargs))
     results = [] if known.is_in_place else tensors_of([result])

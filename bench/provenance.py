@@ -1,9 +1,12 @@
 """Device, versions and commit for the files in results/, and functions that write them."""
 
+import contextlib
 import json
 import platform
 import re
 import time
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,15 @@ def machine(device: torch.device) -> dict[str, Any]:
         "tritonamp": tritonamp.__version__,
         "commit": commit(),
     }
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def run_name() -> str:

@@ -6,7 +6,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +49,11 @@ def count_peers(only: str) -> Row:
         "command": "python bench/counts.py --peers --snapshot",
         "seconds": round(time.time() - start),
         "commit": provenance.commit(),
-        "versions": {name: found for name in PINNED if (found := _version(name))},
+        "versions": provenance.versions(PINNED),
         "rows": [row for row in rows if "bytes" in row],
         "errors": [row for row in rows if "forward" in row],
         "not_counted": absent + [row for row in rows if "reason" in row],
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def lines_of(found: Row) -> Iterator[str]:

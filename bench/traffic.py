@@ -92,8 +92,9 @@ class Traffic(Observer):
         bytes: bytes of each work, by kind.
         calls: number of calls of each work.
         bound: the fewest bytes with each product in a kernel of its own, and all tensors half. Each
-            product reads its operands and writes its result; ``add_gradients`` adds the rest. All
-            other work would be fused into the products: no program is known to get there.
+            product reads its operands and writes its result. ``add_gradients`` adds the gradients
+            of other parameters. All other work would be fused into the products; no program is
+            known to reach this bound.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
