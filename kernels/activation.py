@@ -130,17 +130,19 @@ def samples(
         writes: bytes that a call without a gate writes for an element. The gradient of a gate, in
             calls that read a gradient, adds 2.
     """
-    plain = [
-        Sample(lambda x, dim, act=act: args(x, None, act), reads=reads, writes=writes, variant=name)
-        for name, act in KINDS.items()
-    ]
+
+    def plain(name: str) -> Sample:
+        return Sample(
+            lambda x, dim: args(x, None, KINDS[name]), reads=reads, writes=writes, variant=name
+        )
+
     gated = Sample(
         lambda x, dim: args(x, x.flip(-1), KINDS["silu"]),
         reads=reads + 2,
         writes=writes + 2 * (reads > 2),
         variant="silu gated",
     )
-    return [*plain, gated]
+    return [*map(plain, KINDS), gated]
 
 
 ACTIVATION = TraceableOp(

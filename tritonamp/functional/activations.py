@@ -32,12 +32,10 @@ class Activation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, gate = ctx.saved_tensors
-        *activation, backend = ctx.args
+        kind, a, b, backend = ctx.args
         # A gradient of the gradient needs torch's operations.
         backend = "eager" if torch.is_grad_enabled() else backend
-        dx, dgate = _activation_backward.activation_backward(
-            grads[0], x, gate, *activation, backend
-        )
+        dx, dgate = _activation_backward.activation_backward(grads[0], x, gate, kind, a, b, backend)
         return dx, None if gate is None else dgate, None
 
 
