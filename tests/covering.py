@@ -53,6 +53,7 @@ TOOLS = [  # folders and files, from the root
     "tests/test_model_counts.py",
     "tests/test_on_a_gpu.py",
     "tests/test_readme.py",
+    "tests/test_written_bytes.py",
 ]
 FAST_ON_A_GPU = {"compiled", "long"}
 """Slow marks that ``--cuda`` keeps: a GPU compiles other code, and steps are fast there."""
