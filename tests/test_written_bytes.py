@@ -1,4 +1,4 @@
-"""The table of formulas in casts/README.md: bytes on the GPU in software, as steps and as one op."""
+"""The table of formulas in casts/README.md: bytes as steps and as one op."""
 
 import contextlib
 import math
