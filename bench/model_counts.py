@@ -38,7 +38,7 @@ Row = dict[str, Any]
 def counted(gpu: FakeCuda, model: nn.Module, batch: dict[str, Tensor], way: str) -> Traffic:
     """Return the traffic of one forward and backward of a model that is trained.
 
-    The first forward and backward are not counted, because they make what later ones keep.
+    The first forward and backward are not counted, because they create tensors that others reuse.
 
     Args:
         gpu: the GPU in software.

@@ -84,7 +84,7 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_by_torch(x: Tensor, mask: Tensor) -> Tensor:
-    """Return what eager attention computes in Llama and in most models of transformers."""
+    """Return masked softmax in the operations of eager attention in transformers' models."""
     scores = (x * ATTENTION_SCALE).masked_fill(~mask, -torch.inf)
     return torch.softmax(scores, -1, dtype=torch.float32).to(x.dtype)
 
@@ -112,14 +112,14 @@ def forwards(name: str, wide: bool) -> dict[str, Forward]:
 SOFTMAX = simple_op(
     "softmax", {**forwards("softmax", False), "Liger-Kernel": liger}, inputs, (4, 6)
 )
-# a mask that heads share comes out of L2 for all of them but one
+# heads share a mask, so all heads but one read it from L2
 MASKED = simple_op(
     "masked_softmax",
     {"tritonamp": masked, "eager": masked_by_torch, "compile": masked_by_torch},
     masked_inputs,
     (4 + 1 / ATTENTION[1], 6),
 )
-# half of what a square holds is read
+# half of the elements of a square are read
 CAUSAL = Op(
     "causal_softmax",
     {"tritonamp": causal, "eager": causal_by_torch, "compile": causal_by_torch},

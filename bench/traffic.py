@@ -86,7 +86,7 @@ class Attention:
 
 
 class Traffic(Observer):
-    """Counts what is computed while it is the GPU's observer, by one thread and its backward.
+    """Counts the operations of one thread and its backward while it is the GPU's observer.
 
     Attributes:
         bytes: bytes of each work, by kind.

@@ -65,7 +65,7 @@ def install_loss(model: nn.Module) -> Callable[[], None]:
     own = _with_loss(model)
     if own is None or isinstance(own.loss_function, ModelLoss):
         return lambda: None
-    was_set = vars(own).get("_loss_function")  # private (transformers 5.23): what the property sets
+    was_set = vars(own).get("_loss_function")  # private (transformers 5.23)
     loss = ModelLoss(own.loss_function)
     own.loss_function = loss
 
@@ -90,7 +90,7 @@ def _with_loss(model: nn.Module) -> Any:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    # private (torch 2.11 to 2.15): what ``torch.compile`` and ``Module.compile`` set
+    # private (torch 2.11 to 2.15): attributes that ``torch.compile`` and ``Module.compile`` set
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
@@ -98,7 +98,7 @@ def _is_compiled(module: nn.Module) -> bool:
 def computes_logits(model: nn.Module) -> Iterator[None]:
     """Have the model's last layer compute its logits at once inside the block.
 
-    For callers that read them in addition to the loss.
+    For callers that read the logits in addition to the loss.
     """
     own = _with_loss(model)
     loss = None if own is None else own.loss_function
@@ -116,7 +116,7 @@ def without_logits(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Return a context in which the model's last layer returns unread logits.
 
     It changes nothing if that layer is not a plain linear one, has adapters, hooks of gradients or
-    an own forward, is sharded or compiled.
+    a forward of its own, or is sharded or compiled.
     """
     own = _with_loss(model)
     if own is None or not isinstance(own.loss_function, ModelLoss):

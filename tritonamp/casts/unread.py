@@ -38,7 +38,7 @@ _OF_MEMORY = {
 """Functions that ask for memory without an operation."""
 _WATCHERS = {Tensor.register_hook, Tensor.retain_grad}
 _LINEAR = {"ignore_index", "reduction", "label_smoothing"}
-"""Arguments that ``linear_cross_entropy`` takes, too."""
+"""Arguments of ``cross_entropy`` that ``linear_cross_entropy`` also takes."""
 
 
 class Unread(Tensor):
@@ -182,7 +182,7 @@ class Unread(Tensor):
 
 
 def unread(half: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``half.to(dtype)``, unread if ``half`` are values that a loss may train.
+    """Return ``half.to(dtype)``, unread if a loss may train ``half``.
 
     Args:
         half: any half tensor.
@@ -197,7 +197,7 @@ def may_be_unread() -> bool:
     """Return whether the code that runs may get unread tensors: eager code that trains."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    # private (torch 2.11 to 2.15): a dispatch mode, such as a diagnosis, looks into what runs
+    # private (torch 2.11 to 2.15): a dispatch mode, such as a diagnosis, reads all operands
     return not torch._C._len_torch_dispatch_stack() and not is_under_transforms()
 
 

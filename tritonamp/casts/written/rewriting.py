@@ -69,7 +69,7 @@ class _Known(NamedTuple):
 
 
 class _Rewriter:
-    """Replaces activations by calls of ``ops``. All other code stays as it is."""
+    """Replaces activations by calls of ``ops``. No other code changes."""
 
     def __init__(
         self, function: FunctionType, tree: ast.FunctionDef, is_activation: IsActivation
