@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.conftest import ulp
 from tritonamp import functional
 from tritonamp.functional.masked_rows import softmax_of_scores
 
@@ -46,12 +47,6 @@ def exact(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
         wide = wide.masked_fill(above.triu(keys - queries + 1), -INF)
     empty = (wide == -INF).all(-1, keepdim=True)
     return wide.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-
-
-def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
-    info = torch.finfo(dtype)
-    exponent = torch.frexp(value.abs().clamp(min=info.tiny)).exponent
-    return torch.ldexp(torch.full_like(value, info.eps), exponent - 1)
 
 
 def scores(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] = SHAPE) -> Tensor:

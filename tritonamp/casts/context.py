@@ -185,9 +185,8 @@ def _output_cast(policy: Policy) -> Cast | None:
     """Return the cast for outputs; None: outputs keep their dtype."""
     target = policy.cast_outputs
     cast = None if target is None else from_half(target)
-    if not policy.fuse_loss:
-        return cast
-    return (cast or Cast((policy.dtype,), policy.dtype))._replace(is_unread=True)
+    unread = (cast or Cast((policy.dtype,), policy.dtype))._replace(is_unread=True)
+    return unread if policy.fuse_loss else cast
 
 
 @active.inlined_by_dynamo
