@@ -8,6 +8,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -287,6 +288,56 @@ def test_a_second_model_may_have_more_modules(handles: Any) -> None:
         assert [name == "ToCopyBackward0" for name in names] == [True, True]
         inner = [y.grad_fn.next_functions[0][0].name() for y in outputs]
         assert [name == "ActivationBackward" for name in inner] == [place == 0, place == 1]
+
+
+SIZES = ([1, 2], [3, 4])  # Hashable by type, without a hash
+
+
+class AnswersAll:
+    """A callable that answers each question about an attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        return AnswersAll()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * len(SIZES)
+
+
+def of_no_module(x: Tensor) -> Tensor:
+    return x * len(SIZES)
+
+
+of_no_module.__module__ = None  # type: ignore[assignment]
+
+
+def of_changed_source(tmp_path: Path, text: str) -> Callable[..., Tensor]:
+    """Return a function whose file has changed since."""
+    path = tmp_path / "changed.py"
+    path.write_text("import torch\n\n\ndef act(x):\n    return x * torch.sigmoid(x)\n")
+    space: dict[str, Any] = {"__name__": "changed"}
+    exec(compile(path.read_text(), str(path), "exec"), space)
+    path.write_text(text)
+    found: Callable[..., Tensor] = space["act"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "text", ["#\n" * 9, "a = 1; b = 2\n" * 9, "\n\n\ndef act(x):\n    return (x\n", "", "\0\n" * 9]
+)
+def test_changed_source_is_no_error(handles: Any, tmp_path: Path, text: str) -> None:
+    model = Calls(of_changed_source(tmp_path, text))
+    amp = handles(model, level="O1")
+    assert amp.stats()["fused"] == []
+    model(torch.randn(2, 4))
+
+
+def test_callables_of_any_kind_are_no_error(handles: Any) -> None:
+    for function in (AnswersAll(), of_no_module):
+        model = Calls(function)
+        amp = handles(model, level="O1")
+        assert amp.stats()["fused"] == []
+        model(torch.randn(2, 4))
+        amp.disable()
 
 
 def test_code_that_another_tool_has_replaced_stays(handles: Any) -> None:

@@ -4,7 +4,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -128,10 +128,13 @@ def _plain_functions(values: Iterable[Any]) -> Iterator[FunctionType]:
     for value in values:
         while isinstance(value, functools.partial):
             value = value.func
-        value = getattr(value, "__func__", value)
-        function = inspect.unwrap(value) if hasattr(value, "__wrapped__") else value
-        if isinstance(function, FunctionType):
-            yield function
+        # other objects may answer any question about attributes, or raise
+        if isinstance(value, (MethodType, staticmethod, classmethod)):
+            value = value.__func__
+        if isinstance(value, FunctionType):
+            value = inspect.unwrap(value)
+        if isinstance(value, FunctionType):
+            yield value
 
 
 def _named_functions(function: FunctionType) -> Iterator[FunctionType]:
@@ -143,4 +146,4 @@ def _named_functions(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def _is_users(function: FunctionType) -> bool:
-    return function.__module__.partition(".")[0] not in _NOT_USERS
+    return str(function.__module__).partition(".")[0] not in _NOT_USERS

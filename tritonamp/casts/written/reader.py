@@ -54,7 +54,8 @@ def may_have_formulas(function: FunctionType) -> bool:
     if not _NAMES.isdisjoint(names):
         return True
     found = (outer.get(name) for name in names)
-    return any(isinstance(f, Hashable) and f in _FUNCTIONS for f in found)
+    # a tuple may be Hashable without a hash
+    return any(callable(f) and isinstance(f, Hashable) and f in _FUNCTIONS for f in found)
 
 
 class Reader:

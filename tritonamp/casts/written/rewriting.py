@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from tritonamp.casts.norm_terms import Unproved
 from tritonamp.casts.source import source_of
 from tritonamp.casts.written import terms
 from tritonamp.casts.written.reader import ONE_OP, Reader, may_have_formulas
@@ -44,9 +43,9 @@ class Rewritten(NamedTuple):
 def rewritten(function: FunctionType, is_activation: IsActivation) -> Rewritten | None:
     """Return the code of a function in which activations are one op; None if it has none."""
     calls_modules = any(map(is_activation, function.__code__.co_names))
-    if not calls_modules and not may_have_formulas(function):
-        return None
     try:
+        if not calls_modules and not may_have_formulas(function):
+            return None
         source = source_of(function)
         tree, lines = masked_softmaxes(function, source.tree)
         sites = [Site(line) for line in lines]
@@ -57,7 +56,7 @@ def rewritten(function: FunctionType, is_activation: IsActivation) -> Rewritten 
         if not sites:
             return None
         return Rewritten(source.compiled(tree, function.__code__), tuple(sites))
-    except (Unproved, OSError, SyntaxError):
+    except Exception:  # Unproved, or source that is missing or has changed
         return None
 
 
