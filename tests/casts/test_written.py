@@ -290,6 +290,52 @@ def test_a_second_model_may_have_more_modules(handles: Any) -> None:
         assert [name == "ActivationBackward" for name in inner] == [place == 0, place == 1]
 
 
+class Twice(WrittenSiLU):
+    def __call__(self, x: Tensor) -> Any:
+        return 2 * super().__call__(x)
+
+
+@pytest.mark.parametrize("act", [nn.SiLU(inplace=True), Twice()], ids=lambda a: type(a).__name__)
+def test_a_module_that_does_more_is_called(handles: Any, act: nn.Module) -> None:
+    class Shares(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.gate(x)
+            self.product = self.act(h) * self.up(h)
+            return self.product + h
+
+    model, x = Shares(act), torch.randn(2, 8)
+    results = []
+    for fuse in (False, True):
+        amp = handles(model, level="O1", fuse_ops=fuse)
+        results.append(model(x))
+        assert not is_gated(model)
+        amp.disable()
+    assert torch.equal(*results)
+
+
+def test_equal_code_of_other_globals_is_another_function(handles: Any, tmp_path: Path) -> None:
+    text = """from torch import nn
+from torch.nn.functional import {} as act
+
+
+class Act(nn.Module):
+    def forward(self, x):
+        return act(x)
+"""
+    acts = []
+    for name in ("silu", "mish"):
+        path = tmp_path / f"{name}.py"
+        path.write_text(text.format(name))
+        space: dict[str, Any] = {"__name__": name}
+        exec(compile(path.read_text(), str(path), "exec"), space)
+        acts.append(space["Act"]())
+    for act in acts:
+        model = MLP(act)
+        handles(model, level="O1")
+        model(torch.randn(2, 8))
+        assert is_gated(model) is (act is acts[0])
+
+
 SIZES = ([1, 2], [3, 4])  # Hashable by type, without a hash
 
 

@@ -18,8 +18,10 @@ from tritonamp.kernels.activation import KINDS
 Spec = tuple[str, float, float]
 """Arguments kind, a and b of ``kernels.activation``."""
 
-# by code of a forward
-_known: "weakref.WeakKeyDictionary[CodeType, Spec | None]" = weakref.WeakKeyDictionary()
+# of forwards, by their code; not by code alone, which is equal for functions of other globals
+_known: "weakref.WeakKeyDictionary[FunctionType, dict[CodeType, Spec | None]]" = (
+    weakref.WeakKeyDictionary()
+)
 _delegating: "weakref.WeakKeyDictionary[CodeType, bool]" = weakref.WeakKeyDictionary()
 
 
@@ -37,11 +39,11 @@ def of_module(module: Any) -> Spec | None:
         return None
     cls = type(module)
     if cls is nn.SiLU:
-        return KINDS["silu"]
+        return None if module.inplace else KINDS["silu"]  # others may read its input
     if cls is nn.GELU:
         return KINDS["gelu" if module.approximate == "none" else "gelu tanh"]
     forward: Any = cls.forward
-    if not isinstance(forward, FunctionType):
+    if not isinstance(forward, FunctionType) or cls.__call__ is not nn.Module.__call__:
         return None
     names = forward.__code__.co_names
     if len(names) == 1 and names[0] in own:  # it may call a function that the module holds
@@ -79,15 +81,16 @@ def _calls_its_own(forward: FunctionType) -> bool:
 
 
 def _of_forward(forward: FunctionType) -> Spec | None:
-    code = forward.__code__
-    if code not in _known:
-        _known[code] = _proved(forward)
-    return _known[code]
+    code, known = forward.__code__, _known.setdefault(forward, {})
+    if code not in known:
+        known[code] = _proved(forward)
+    return known[code]
 
 
 def note_rewritten(forward: FunctionType, code: CodeType) -> None:
     """Note that other code of a function computes the same as its own code, which runs now."""
-    _known[code] = _of_forward(forward)
+    spec = _of_forward(forward)
+    _known[forward][code] = spec
 
 
 def _proved(forward: FunctionType) -> Spec | None:
