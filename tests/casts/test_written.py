@@ -336,6 +336,17 @@ class Act(nn.Module):
         assert is_gated(model) is (act is acts[0])
 
 
+def test_a_gate_may_change_the_input_of_the_module(handles: Any) -> None:
+    class Changes(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                h = self.gate(x)
+                self.product = self.act(h) * h.add_(1)
+            return self.product
+
+    assert handles(Changes(nn.SiLU()), level="O1").stats()["fused"] == []
+
+
 SIZES = ([1, 2], [3, 4])  # Hashable by type, without a hash
 
 

@@ -333,3 +333,42 @@ def a_power(q, k, v, mask):
     scores = q @ k.mT
     scores = scores**3
     return F.softmax(scores, dim=-1) @ v
+
+
+@left
+def scores_are_global(q, k, v, mask):
+    global seen
+    seen = q @ k.mT * 0.25
+    return F.softmax(seen, dim=-1) @ v
+
+
+@left
+def scores_are_read_by_name(q, k, v, mask):
+    scores = q @ k.mT * 0.25
+    probs = F.softmax(scores, dim=-1)
+    return probs @ v + 0 * locals()["scores"].sum()
+
+
+@left
+def scores_change_behind(q, k, v, mask):
+    scores = q @ k.mT * 0.25
+    probs = F.softmax(scores, dim=-1)
+    scores += 1
+    return probs @ v
+
+
+@left
+def a_mask_that_an_argument_changes(q, k, v, mask):
+    keep = mask < 0
+    scores = q @ k.mT
+    scores = scores.masked_fill(keep, -1e4)
+    keep = torch.logical_not(keep, out=keep)
+    return F.softmax(scores, dim=-1) @ v
+
+
+@left
+def scores_in_memory_of_others(q, k, v, mask):
+    memory = torch.empty(2, 3, 5, 5, dtype=q.dtype)
+    scores = torch.matmul(q, k.mT, out=memory)
+    scores *= 0.25
+    return F.softmax(scores, dim=-1) @ v + 0 * memory.sum()

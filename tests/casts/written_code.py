@@ -389,3 +389,57 @@ def divided(x):
 @left
 def of_another_tanh(x):
     return 0.5 * x * (1.0 + np.tanh(0.7978845608 * (x + 0.044715 * x**3)))
+
+
+def silu_of_an_argument(silu: Any) -> Callable[..., Tensor]:
+    """Return a function whose silu is another one than that of this file."""
+
+    def shadowed(x, y):
+        return silu(x) * y + torch.exp(y)
+
+    return shadowed
+
+
+LEFT["silu_of_an_argument"] = silu_of_an_argument(torch.cos)
+
+
+@left
+def silu_of_a_cell(x, y):
+    silu = torch.cos
+    return silu(x) * y + torch.exp(y), lambda: silu
+
+
+@left
+def a_name_like_ours(x, y):
+    _0 = x.neg()
+    return _0 * torch.sigmoid(torch.cos(_0))
+
+
+@left
+def a_number_of_another_module(x):
+    return x * torch.sigmoid(np.e * x)
+
+
+@left
+def the_gate_changes_x(x):
+    return F.silu(x) * x.add_(1)
+
+
+@left
+def the_gate_changes_x_by_a_keyword(x):
+    return F.silu(x) * F.relu(x, inplace=True)
+
+
+@left
+def a_step_is_read_by_name(x):
+    gate = torch.sigmoid(x)
+    y = x * gate
+    return y, locals()
+
+
+@left
+def a_step_changes_behind(x):
+    gate = torch.sigmoid(x)
+    y = x * gate
+    gate += 1
+    return y

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from tritonamp.casts.norm_terms import Unproved, is_number
 from tritonamp.casts.written import terms
+from tritonamp.casts.written.trees import changes
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: terms.add,
@@ -42,6 +43,8 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     functional.tanh: terms.tanh,
     math.sqrt: lambda a: terms.power(a, 0.5),
 }
+_CONSTANT = math, torch
+"""Modules whose numbers do not change."""
 ONE_OP = functional.gelu, functional.silu
 """Functions that are one op already."""
 _NAMES = frozenset({"erf", "exp", "gelu", "relu", "sigmoid", "silu", "softmax", "tanh"})
@@ -70,7 +73,10 @@ class Reader:
     """
 
     def __init__(self, function: FunctionType, known: Mapping[str, Any] | None = None) -> None:
-        self._locals = frozenset(function.__code__.co_varnames)
+        code = function.__code__
+        # values of cells may change at any call, so that their names are no variables
+        self._cells = frozenset(code.co_cellvars) | frozenset(code.co_freevars)
+        self._locals = frozenset(code.co_varnames) - self._cells
         self._globals = function.__globals__
         self._known = known or {}
         self.opaque: dict[str, ast.expr] = {}
@@ -91,6 +97,8 @@ class Reader:
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
                 return _OPERATORS[type(op)](self.read(left), self.read(right))
             case ast.Attribute() if is_number(value := self.object(node)):
+                if self.object(node.value) not in _CONSTANT:  # of others, it may change
+                    raise Unproved(node.attr)
                 return value
             case ast.Call(func=func, args=args, keywords=keywords):
                 called = self.object(func)
@@ -114,18 +122,18 @@ class Reader:
 
     def _opaque(self, node: ast.expr) -> Any:
         """Return a variable for an expression that is evaluated once, before the activation."""
-        if any(isinstance(inner, _UNSAFE) for inner in ast.walk(node)):
+        if changes(node) or any(isinstance(inner, _UNSAFE) for inner in ast.walk(node)):
             raise Unproved(type(node))
         if not isinstance(node, (ast.Call, ast.Subscript, ast.Attribute)):
             raise Unproved(type(node))
-        name = f"_{len(self.opaque)}"
+        name = f"_tritonamp_{len(self.opaque)}"
         self.opaque[name] = node
         return terms.variable(name)
 
     def object(self, node: ast.expr) -> Any:
         """Return the global, or the attribute of a global module, that an expression names."""
         match node:
-            case ast.Name(id=name) if name not in self._locals:
+            case ast.Name(id=name) if name not in self._locals | self._cells:
                 return self._globals.get(name)
             case ast.Attribute(value=value, attr=name):
                 owner = self.object(value)

@@ -10,7 +10,15 @@ from tritonamp.casts.source import source_of
 from tritonamp.casts.written import terms
 from tritonamp.casts.written.reader import ONE_OP, Reader, may_have_formulas
 from tritonamp.casts.written.scores import masked_softmaxes
-from tritonamp.casts.written.trees import call, loads, name_node, placed, target_and_value
+from tritonamp.casts.written.trees import (
+    call,
+    changes,
+    loads,
+    name_node,
+    placed,
+    private_names,
+    target_and_value,
+)
 
 _SCOPES = (
     ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda,
@@ -75,7 +83,7 @@ class _Rewriter:
     ) -> None:
         self.function, self.is_activation = function, is_activation
         self.owner = next(iter(function.__code__.co_varnames), "")  # "self" in most methods
-        self.loads = loads([tree])
+        self.loads, self.private = loads([tree]), private_names(function, tree)
         self.sites: list[Site] = []
 
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
@@ -116,7 +124,7 @@ class _Rewriter:
         """Return whether nothing else reads the names that a row assigns before its end."""
         inside = loads(row)
         names = [target_and_value(statement)[0] for statement in row[:-1]]
-        return all(name is not None and self.loads[name] == inside[name] for name in names)
+        return all(name in self.private and self.loads[name] == inside[name] for name in names)
 
     def _row(
         self,
@@ -189,6 +197,8 @@ class _Rewriter:
                     and self.is_activation(name)
                     and not isinstance(x, ast.Starred)
                 ):
+                    if changes(gate):  # it may change x, which the activation has read before
+                        continue
                     self.sites.append(Site(node.lineno, name))
                     x, gate = self.visit(copy.deepcopy(x)), self.visit(copy.deepcopy(gate))
                     operands = (x, gate) if place == 0 else (gate, x)

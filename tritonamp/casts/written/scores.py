@@ -18,10 +18,12 @@ from tritonamp.casts.written.reader import Reader
 from tritonamp.casts.written.trees import (
     NAME,
     call,
+    changes,
     loads,
     name_node,
     of_ops,
     placed,
+    private_names,
     target_and_value,
 )
 
@@ -69,12 +71,13 @@ def masked_softmaxes(
     if "softmax" not in function.__code__.co_names:
         return tree, []
     tree, reader = copy.deepcopy(tree), Reader(function)
+    private = private_names(function, tree)
     lines = []
     for block in _blocks(tree):
         for end, statement in enumerate(block):
             found = _softmax_of(statement, reader)
             row = [] if found is None else _noted_row(block[:end], found.scores)
-            if found is None or not row:
+            if found is None or not row or found.scores not in private:
                 continue
             # other code may read the name of the scores only if the softmax is assigned to it
             reads = (
@@ -203,7 +206,7 @@ def _is_product(statement: ast.stmt) -> bool:
         case ast.BinOp(op=ast.MatMult() | ast.Mult() | ast.Div()):
             return True
         case ast.Call(func=ast.Attribute(attr=name)):
-            return name in _PRODUCTS
+            return name in _PRODUCTS and not changes(value)
     return False
 
 
@@ -282,7 +285,7 @@ def _is_pure(node: ast.expr, scores: str) -> bool:
                 return False
         if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
             seen += part.value.id == scores and part.attr in _SEEN
-    return loads([node])[scores] == seen
+    return loads([node])[scores] == seen and not changes(node)
 
 
 def _replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:

@@ -3,10 +3,12 @@
 import ast
 from collections import Counter
 from collections.abc import Iterable
+from types import FunctionType
 from typing import Any
 
 NAME = "_tritonamp_written"
 """Global under which rewritten functions find ``ops``."""
+_READERS = frozenset({"dir", "eval", "exec", "locals", "vars"})
 
 
 def target_and_value(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
@@ -23,12 +25,34 @@ def target_and_value(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
 
 def loads(nodes: Iterable[ast.AST]) -> Counter[str]:
     """Return how often each name is read."""
-    return Counter(
-        inner.id
-        for node in nodes
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Store)
-    )
+    found: Counter[str] = Counter()
+    for inner in (inner for node in nodes for inner in ast.walk(node)):
+        if isinstance(inner, ast.AugAssign):  # a target that is stored, but read first
+            inner = inner.target
+        elif not isinstance(getattr(inner, "ctx", None), (ast.Load, ast.Del)):
+            continue
+        if isinstance(inner, ast.Name):
+            found[inner.id] += 1
+    return found
+
+
+def private_names(function: FunctionType, tree: ast.AST) -> frozenset[str]:
+    """Return the names of a function that nothing but its own statements reads."""
+    if not _READERS.isdisjoint(loads([tree])):
+        return frozenset()
+    return frozenset(function.__code__.co_varnames) - {*function.__code__.co_cellvars}
+
+
+def changes(node: ast.expr) -> bool:
+    """Return whether an expression has the name or the argument of a call that changes a tensor."""
+    for inner in ast.walk(node):
+        match inner:
+            case ast.Call(func=ast.Attribute(attr=name)) if name.endswith("_"):
+                return True
+            case ast.Call(keywords=keywords):
+                if any(keyword.arg in ("inplace", "out") for keyword in keywords):
+                    return True
+    return False
 
 
 def name_node(name: str) -> ast.expr:
