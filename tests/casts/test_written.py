@@ -336,6 +336,20 @@ class Act(nn.Module):
         assert is_gated(model) is (act is acts[0])
 
 
+def test_generators_are_left_alone(handles: Any) -> None:
+    class Yields(MLP):
+        def forward(self, x: Tensor) -> Any:
+            for _ in range(2):
+                yield self.act(self.gate(x)) * self.up(x)
+
+    model = Yields(nn.SiLU())
+    amp = handles(model, level="O1")
+    outputs = model(torch.randn(2, 8))
+    next(outputs)
+    amp.disable()
+    next(outputs)
+
+
 def test_a_gate_may_change_the_input_of_the_module(handles: Any) -> None:
     class Changes(MLP):
         def forward(self, x: Tensor) -> Tensor:

@@ -107,3 +107,25 @@ def test_without_a_mask(handles: Any, device: torch.device, name: str) -> None:
     fused = results(model, x, None, fuse_ops=True, **settings)
     plain = results(model, x, None, fuse_ops=False, **settings)
     assert torch.equal(fused[0], plain[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_what_is_no_plain_tensor_runs_as_it_stands(handles: Any) -> None:
+    """Numbers, nested and meta tensors, and the tracer of TorchScript."""
+
+    class Other(nn.Module):
+        def forward(self, x: Any, mask: Any) -> Any:
+            scores = x * 0.5
+            scores = scores + mask
+            return torch.softmax(scores, dim=-1)
+
+    model, mask = Other(), torch.randn(3)
+    handles(model, level="O1", cast_inputs=False)
+    torch.testing.assert_close(model(2.0, mask), torch.softmax(1.0 + mask, -1))
+    meta = torch.empty(2, 3, device="meta", dtype=FP16)
+    assert model(meta, 1.0).shape == (2, 3)
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)]).half()
+    assert model(nested, nested).is_nested
+    traced = torch.jit.trace(model, (torch.ones(2, 3).half(), mask), check_trace=False)
+    assert not any(node.kind() == "prim::PythonOp" for node in traced.graph.nodes())

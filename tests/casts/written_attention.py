@@ -118,6 +118,21 @@ def scale_alone(q, k, v, mask):
     return scores @ v
 
 
+@found
+def size_by_keyword(q, k, v, mask):
+    scores = q @ k.mT * 0.25
+    size = scores.size(dim=-1)
+    scores = scores.masked_fill(torch.ones(size, size, device=q.device).triu(1) == 1, -1e4)
+    return F.softmax(scores, dim=-1).type(torch.HalfTensor if q.is_cpu else q.dtype) @ v.half()
+
+
+@found
+def a_bias_without_dimensions(q, k, v, mask):
+    scores = q @ k.mT * 0.25
+    scores = scores + torch.tensor(0.3, device=q.device)
+    return F.softmax(scores.float(), dim=-1).type_as(scores) @ v
+
+
 # Code in which nothing may be noted.
 
 

@@ -13,8 +13,10 @@ from tritonamp.policy import HALF_DTYPES
 
 def takes(x: Any, gate: Any = None) -> bool:
     """Return whether a formula of ``x``, and of a gate if there is one, runs as one op now."""
-    # torch.compile fuses by itself
-    if torch.compiler.is_compiling() or not is_plain(x) or x.dtype not in HALF_DTYPES:
+    # torch.compile fuses by itself, and TorchScript has no Functions
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return False
+    if not is_plain(x) or x.dtype not in HALF_DTYPES or x.device.type not in ("cpu", "cuda"):
         return False
     if gate is not None:
         if not is_plain(gate) or gate.dtype is not x.dtype:
@@ -29,8 +31,10 @@ def takes(x: Any, gate: Any = None) -> bool:
 
 
 def is_plain(x: Any) -> bool:
-    """Return whether ``x`` is a tensor whose operations are torch's own."""
+    """Return whether ``x`` is a dense tensor whose operations are torch's own."""
     cls = type(x)
+    if isinstance(x, Tensor) and (x.is_nested or x.layout is not torch.strided):
+        return False
     if cls is Tensor:
         return True
     if not issubclass(cls, Tensor) or is_traceable_wrapper_subclass(x):

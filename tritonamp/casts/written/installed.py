@@ -146,4 +146,6 @@ def _named_functions(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def _is_users(function: FunctionType) -> bool:
+    if inspect.isgeneratorfunction(function):  # it may go on after ``restore``
+        return False
     return str(function.__module__).partition(".")[0] not in _NOT_USERS

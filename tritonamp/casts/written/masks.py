@@ -60,8 +60,8 @@ class Scores(NamedTuple):
     def dim(self) -> int:
         return self.x.dim()
 
-    def size(self, *dim: int) -> Any:
-        return self.x.size(*dim)
+    def size(self, dim: int | None = None) -> Any:
+        return self.x.size(dim)
 
     def computed(self, count: int | None = None) -> Any:
         """Return the scores after the first ``count`` steps, or after all."""
@@ -71,61 +71,78 @@ class Scores(NamedTuple):
         return result
 
 
-def _noted(scores: Any, step: _Step) -> Any:
-    """Return scores with a step noted, or computed if no pass has it."""
-    if not isinstance(scores, Scores) and step.kind and takes(scores):
-        scores = Scores(scores, (), scores.dtype)
-    if not isinstance(scores, Scores):
-        return step.function(scores, *step.arguments)
-    if not step.kind or scores.dtype not in HALF_DTYPES:
-        return step.function(scores.computed(), *step.arguments)
-    return Scores(scores.x, (*scores.steps, step), step.dtype or scores.dtype)
+def _noted(
+    function: Callable[..., Any], of: Callable[..., tuple[str, torch.dtype | None]]
+) -> Callable[..., Any]:
+    """Return a function that notes a step of scores, or computes it if no pass has it.
 
+    Args:
+        function: the step, a function of the scores and further arguments.
+        of: returns kind and dtype of the step; a function of ``function``, scores and arguments.
+    """
 
-def _scale(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    def step(scores: Any, factor: Any) -> Any:
-        is_number = type(factor) in (int, float) and factor != 0
-        return _noted(scores, _Step("scale" if is_number else "", function, (factor,)))
-
-    return step
-
-
-def _add(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    def step(scores: Any, mask: Any) -> Any:
+    def step(scores: Any, *arguments: Any) -> Any:
+        if not isinstance(scores, Scores):
+            if not takes(scores):
+                return function(scores, *arguments)
+            scores = Scores(scores, (), scores.dtype)
         kind, dtype = "", None
-        if _broadcasts(mask, scores) and mask.dtype in (scores.dtype, torch.float32):
-            dtype = mask.dtype
-            kind = "add" if function is operator.add or dtype is scores.dtype else ""
-        return _noted(scores, _Step(kind, function, (mask,), dtype))
+        if scores.dtype in HALF_DTYPES:
+            kind, dtype = of(function, scores, *arguments)
+        if not kind:
+            return function(scores.computed(), *arguments)
+        noted = _Step(kind, function, arguments, dtype)
+        return Scores(scores.x, (*scores.steps, noted), dtype or scores.dtype)
 
     return step
 
 
-def _fill(function: Callable[..., Any], kind: str) -> Callable[[Any, Any, Any], Any]:
-    def step(scores: Any, mask: Any, number: Any) -> Any:
+def _scale(_: Any, scores: Scores, factor: Any) -> tuple[str, None]:
+    return "scale" if type(factor) in (int, float) and factor != 0 else "", None
+
+
+def _add(function: Any, scores: Scores, mask: Any) -> tuple[str, torch.dtype | None]:
+    # a tensor without dimensions does not widen the sum
+    if not _broadcasts(mask, scores) or mask.dim() == 0:
+        return "", None
+    fits = mask.dtype is scores.dtype
+    fits = fits or (mask.dtype is torch.float32 and function is operator.add)
+    return "add" if fits else "", mask.dtype
+
+
+def _replaces(kind: str) -> Callable[..., tuple[str, None]]:
+    def of(_: Any, scores: Scores, mask: Any, number: Any) -> tuple[str, None]:
         fits = type(number) in (int, float) and _broadcasts(mask, scores)
-        fits = fits and mask.dtype is torch.bool
-        return _noted(scores, _Step(kind if fits else "", function, (mask, number)))
+        return kind if fits and mask.dtype is torch.bool else "", None
 
-    return step
+    return of
 
 
-def _broadcasts(mask: Any, scores: Any) -> bool:
+def _broadcasts(mask: Any, scores: Scores) -> bool:
     if not is_plain(mask) or mask.device != scores.device or mask.dim() > scores.dim():
         return False
     pairs = zip(reversed(mask.shape), reversed(scores.shape), strict=False)
     return all(size in (1, whole) for size, whole in pairs)
 
 
+def _masked_fill(scores: Any, mask: Any, number: Any) -> Any:
+    return scores.masked_fill(mask, number)
+
+
+def _masked_fill_(scores: Any, mask: Any, number: Any) -> Any:
+    return scores.masked_fill_(mask, number)
+
+
 def _where(scores: Any, mask: Any, number: Any) -> Any:
     return torch.where(mask, scores, number)
 
 
-scaled, scaled_ = _scale(operator.mul), _scale(operator.imul)
-divided, divided_ = _scale(operator.truediv), _scale(operator.itruediv)
-added, added_ = _add(operator.add), _add(operator.iadd)
-filled, filled_ = _fill(Tensor.masked_fill, "fill"), _fill(Tensor.masked_fill_, "fill")
-kept = _fill(_where, "keep")
+scaled, scaled_ = _noted(operator.mul, _scale), _noted(operator.imul, _scale)
+divided, divided_ = _noted(operator.truediv, _scale), _noted(operator.itruediv, _scale)
+added, added_ = _noted(operator.add, _add), _noted(operator.iadd, _add)
+filled = _noted(_masked_fill, _replaces("fill"))
+filled_ = _noted(_masked_fill_, _replaces("fill"))
+kept = _noted(_where, _replaces("keep"))
 
 
 def softmax(scores: Any, dtype: torch.dtype | None, to: Any) -> Any:
@@ -139,14 +156,19 @@ def softmax(scores: Any, dtype: torch.dtype | None, to: Any) -> Any:
         to: argument of the cast behind it; None: no cast.
     """
     if not isinstance(scores, Scores):
-        result = functional.softmax(scores, dim=-1, dtype=dtype)
-        return result if to is None else result.to(to)
+        return _cast(functional.softmax(scores, dim=-1, dtype=dtype), to)
     found = active()
     inner = dtype or (found and found.policy.softmax_dtype) or scores.dtype
     narrows = to in HALF_DTYPES and inner is torch.float32
     result = _one_pass(scores, to if narrows else inner)
     if result is None:
         return softmax(scores.computed(), dtype, to)
+    return _cast(result, to)
+
+
+def _cast(result: Any, to: Any) -> Any:
+    if isinstance(to, type) or (isinstance(to, str) and "Tensor" in to):  # torch.FloatTensor
+        return result.type(to)
     return result if to is None else result.to(to)
 
 
@@ -154,9 +176,10 @@ def _one_pass(scores: Scores, dtype: torch.dtype) -> Tensor | None:
     """Return the softmax of the last steps in one pass; None for a ``dtype`` that no pass has."""
     if dtype not in (*HALF_DTYPES, torch.float32):
         return None
-    *steps, last = scores.steps
+    steps = [*scores.steps]
+    last: _Step | None = steps.pop()
     mask, fill, keep, factor = None, -torch.inf, True, 1.0
-    if last.kind != "scale":
+    if last is not None and last.kind != "scale":
         mask, *number = last.arguments
         keep = last.kind == "keep"
         if number:

@@ -24,6 +24,7 @@ from tritonamp.casts.written.trees import (
     of_ops,
     placed,
     private_names,
+    replace,
     target_and_value,
 )
 
@@ -40,7 +41,9 @@ _PURE = _SEEN | frozenset(
 )
 """Names of functions and methods that change nothing."""
 # code of inner functions has other names, and code that catches an error might read notes
-_NOT_ENTERED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Try
+_NOT_ENTERED = (
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Try, getattr(ast, "TryStar", ast.Try),
+)  # fmt: skip
 _PARTS = (
     ast.Attribute, ast.BinOp, ast.BoolOp, ast.Call, ast.Compare, ast.Constant, ast.IfExp, ast.List,
     ast.Name, ast.Slice, ast.Subscript, ast.Tuple, ast.UnaryOp, ast.keyword, ast.expr_context,
@@ -92,7 +95,7 @@ def masked_softmaxes(
                 found.dtype or ast.Constant(None),
                 found.to or ast.Constant(None),
             )
-            _replace(statement, found.node, placed(one_pass, found.node))
+            replace(statement, found.node, placed(one_pass, found.node))
             lines.append(found.node.lineno)
     return tree, lines
 
@@ -286,13 +289,3 @@ def _is_pure(node: ast.expr, scores: str) -> bool:
         if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
             seen += part.value.id == scores and part.attr in _SEEN
     return loads([node])[scores] == seen and not changes(node)
-
-
-def _replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:
-    """Replace one node of a tree in place."""
-    for node in ast.walk(tree):
-        for name, value in ast.iter_fields(node):
-            if value is old:
-                setattr(node, name, new)
-            elif isinstance(value, list):
-                value[:] = [new if part is old else part for part in value]

@@ -75,3 +75,13 @@ def placed(new: Any, old: Any) -> Any:
         if "lineno" in node._attributes and not hasattr(node, "lineno"):
             ast.copy_location(node, old)
     return new
+
+
+def replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:
+    """Replace one node of a tree in place."""
+    for node in ast.walk(tree):
+        for name, value in ast.iter_fields(node):
+            if value is old:
+                setattr(node, name, new)
+            elif isinstance(value, list):
+                value[:] = [new if part is old else part for part in value]
