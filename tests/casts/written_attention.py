@@ -133,6 +133,15 @@ def a_bias_without_dimensions(q, k, v, mask):
     return F.softmax(scores.float(), dim=-1).type_as(scores) @ v
 
 
+@found
+def two_masks_of_one_number(q, k, v, mask):
+    """Rows that both fill together; bfloat16 rounds the number."""
+    scores = q @ k.mT * 0.25
+    scores = scores.masked_fill(torch.ones(5, 5, device=q.device).tril() > 0, -1e4)
+    scores = scores.masked_fill(torch.ones(5, 5, device=q.device).triu() > 0, -1e4)
+    return F.softmax(scores, dim=-1) @ v
+
+
 # Code in which nothing may be noted.
 
 

@@ -172,6 +172,19 @@ def _cast(result: Any, to: Any) -> Any:
     return result if to is None else result.to(to)
 
 
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """Return a number as its step would write it: rows that two steps fill are uniform."""
+    wide = struct.pack("f", fitted_number(number, dtype))
+    (number,) = struct.unpack("f", wide)
+    if dtype is torch.bfloat16 and number == number:  # not NaN
+        (bits,) = struct.unpack("I", wide)
+        bits += 0x7FFF + (bits >> 16 & 1)
+        (number,) = struct.unpack("f", struct.pack("I", bits & 0xFFFF0000))
+    elif dtype is torch.float16:
+        (number,) = struct.unpack("e", struct.pack("e", number))
+    return number
+
+
 def _one_pass(scores: Scores, dtype: torch.dtype) -> Tensor | None:
     """Return the softmax of the last steps in one pass; None for a ``dtype`` that no pass has."""
     if dtype not in (*HALF_DTYPES, torch.float32):
@@ -183,7 +196,7 @@ def _one_pass(scores: Scores, dtype: torch.dtype) -> Tensor | None:
         mask, *number = last.arguments
         keep = last.kind == "keep"
         if number:
-            fill = fitted_number(number[0], scores.x.dtype)
+            fill = _rounded(number[0], scores.x.dtype)
         last = steps.pop() if steps else None
     if last is not None and last.kind == "scale":
         (factor,) = last.arguments
