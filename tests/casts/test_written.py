@@ -358,7 +358,8 @@ def test_a_gate_may_change_the_input_of_the_module(handles: Any) -> None:
                 self.product = self.act(h) * h.add_(1)
             return self.product
 
-    assert handles(Changes(nn.SiLU()), level="O1").stats()["fused"] == []
+    sites = handles(Changes(nn.SiLU()), level="O1").stats()["fused"]
+    assert not any("Changes" in site for site in sites)
 
 
 SIZES = ([1, 2], [3, 4])  # Hashable by type, without a hash
