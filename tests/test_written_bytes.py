@@ -92,7 +92,7 @@ class Calls(nn.Module):
         self.unused = nn.Parameter(torch.ones(1))  # its device is the model's
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return self.function(*inputs).half()
+        return self.function(*inputs).to(inputs[0].dtype)
 
 
 def per_element(
@@ -113,8 +113,8 @@ def counts(gpu: FakeCuda, function: Callable[..., Tensor], *arguments: Tensor) -
     given = [x.cuda() for x in arguments]
     model = Calls(function).cuda()
     with model_counts.as_if_large():
-        plain = per_element(gpu, model, given, lambda: torch.autocast("cuda", dtype=FP16))
-        with tritonamp.enable(model, level="O1", dtype=FP16, cast_outputs=None):
+        plain = per_element(gpu, model, given, lambda: torch.autocast("cuda", dtype=given[0].dtype))
+        with tritonamp.enable(model, level="O1", dtype=given[0].dtype, cast_outputs=None):
             return [plain, per_element(gpu, model, given)]
 
 
@@ -128,7 +128,8 @@ def row(code: str) -> list[str]:
 @pytest.mark.parametrize("code", FORMULAS)
 def test_bytes_of_activations(fake_cuda: FakeCuda, code: str) -> None:
     function = FORMULAS[code]
-    inputs = torch.randn(function.__code__.co_argcount, *SIZE).half().unbind()
+    dtype = torch.bfloat16 if function is squared_relu else FP16
+    inputs = torch.randn(function.__code__.co_argcount, *SIZE).to(dtype).unbind()
     found = counts(fake_cuda, function, *(x.detach().requires_grad_() for x in inputs))
     assert found == [float(cell) for cell in row(code)]
 
