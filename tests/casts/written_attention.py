@@ -396,3 +396,11 @@ def scores_in_memory_of_others(q, k, v, mask):
     scores = torch.matmul(q, k.mT, out=memory)
     scores *= 0.25
     return F.softmax(scores, dim=-1) @ v + 0 * memory.sum()
+
+
+@left
+def probabilities_change_behind_a_cast(q, k, v, mask):
+    scores = q @ k.mT * 0.25
+    probs = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    probs = F.dropout(probs, 0.1, training=True, inplace=True)
+    return probs @ v

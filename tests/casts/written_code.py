@@ -443,3 +443,10 @@ def a_step_changes_behind(x):
     y = x * gate
     gate += 1
     return y
+
+
+@left
+def x_changes_behind(x):
+    y = F.relu(x) ** 2
+    x += y
+    return x

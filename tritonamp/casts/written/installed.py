@@ -131,10 +131,13 @@ def _plain_functions(values: Iterable[Any]) -> Iterator[FunctionType]:
         # other objects may answer any question about attributes, or raise
         if isinstance(value, (MethodType, staticmethod, classmethod)):
             value = value.__func__
-        if isinstance(value, FunctionType):
-            value = inspect.unwrap(value)
-        if isinstance(value, FunctionType):
-            yield value
+        seen: set[int] = set()
+        while isinstance(value, FunctionType) and id(value) not in seen:
+            seen.add(id(value))
+            below = vars(value).get("__wrapped__")
+            if below is None:
+                yield value
+            value = below
 
 
 def _named_functions(function: FunctionType) -> Iterator[FunctionType]:

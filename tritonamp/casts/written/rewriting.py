@@ -12,6 +12,7 @@ from tritonamp.casts.written.reader import ONE_OP, Reader, may_have_formulas
 from tritonamp.casts.written.scores import masked_softmaxes
 from tritonamp.casts.written.trees import (
     call,
+    changed_names,
     changes,
     loads,
     name_node,
@@ -84,6 +85,7 @@ class _Rewriter:
         self.function, self.is_activation = function, is_activation
         self.owner = next(iter(function.__code__.co_varnames), "")  # "self" in most methods
         self.loads, self.private = loads([tree]), private_names(function, tree)
+        self.changed = changed_names(tree)
         self.sites: list[Site] = []
 
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
@@ -136,7 +138,7 @@ class _Rewriter:
         """Return one statement for a row whose last one computes an activation."""
         reader = self._reader(known)
         found = _or_none(lambda: terms.activation(reader.read(value)))
-        if found is None or reader.opaque:
+        if found is None or reader.opaque or found.x in self.changed:
             return None
         operands = [name_node(found.x), *([] if found.gate is None else [name_node(found.gate)])]
         one_op: Any = copy.copy(statement)
@@ -168,7 +170,8 @@ class _Rewriter:
         if isinstance(node, ast.Call) and reader.object(node.func) in ONE_OP:
             return None
         found = _or_none(lambda: terms.activation(reader.read(node)))
-        if found is None:
+        # the backward of the one op needs x, that of separate ops may not
+        if found is None or found.x in self.changed:
             return None
         self.sites.append(Site(node.lineno))
         names = [name for name in (found.x, found.gate) if name is not None]

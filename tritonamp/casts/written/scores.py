@@ -18,6 +18,7 @@ from tritonamp.casts.written.reader import Reader
 from tritonamp.casts.written.trees import (
     NAME,
     call,
+    changed_names,
     changes,
     loads,
     name_node,
@@ -74,13 +75,16 @@ def masked_softmaxes(
     if "softmax" not in function.__code__.co_names:
         return tree, []
     tree, reader = copy.deepcopy(tree), Reader(function)
-    private = private_names(function, tree)
+    private, changed = private_names(function, tree), changed_names(tree)
     lines = []
     for block in _blocks(tree):
         for end, statement in enumerate(block):
             found = _softmax_of(statement, reader)
             row = [] if found is None else _noted_row(block[:end], found.scores)
             if found is None or not row or found.scores not in private:
+                continue
+            # a cast between makes a copy, which code may change before the backward
+            if found.to is not None and target_and_value(statement)[0] in changed - {found.scores}:
                 continue
             # other code may read the name of the scores only if the softmax is assigned to it
             reads = (

@@ -43,16 +43,26 @@ def private_names(function: FunctionType, tree: ast.AST) -> frozenset[str]:
     return frozenset(function.__code__.co_varnames) - {*function.__code__.co_cellvars}
 
 
-def changes(node: ast.expr) -> bool:
-    """Return whether an expression has the name or the argument of a call that changes a tensor."""
-    for inner in ast.walk(node):
-        match inner:
-            case ast.Call(func=ast.Attribute(attr=name)) if name.endswith("_"):
-                return True
-            case ast.Call(keywords=keywords):
-                if any(keyword.arg in ("inplace", "out") for keyword in keywords):
-                    return True
-    return False
+def changes(node: ast.AST) -> bool:
+    """Return whether a tree has the name or the argument of a call that changes a tensor."""
+    return any(isinstance(inner, ast.Call) and _changes(inner) for inner in ast.walk(node))
+
+
+def _changes(node: ast.Call) -> bool:
+    if isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"):
+        return True
+    return any(keyword.arg in ("inplace", "out") for keyword in node.keywords)
+
+
+def changed_names(tree: ast.AST) -> frozenset[str]:
+    """Return the names whose tensors a function changes in place, as far as its code says so."""
+    nodes = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AugAssign) or (isinstance(node, ast.Call) and _changes(node))
+    ]
+    named = [part for node in nodes for part in ast.walk(getattr(node, "target", node))]
+    return frozenset(part.id for part in named if isinstance(part, ast.Name))
 
 
 def name_node(name: str) -> ast.expr:
