@@ -201,6 +201,14 @@ def test_without_the_field_code_stays(handles: Any, fields: Any) -> None:
     model(torch.randn(2, 4))
 
 
+def test_the_field_counts_after_another_enable(handles: Any) -> None:
+    own = gelu.__code__
+    handles(Calls(gelu), level="O1").disable()
+    amp = handles(Calls(gelu), level="O1", fuse_ops=False)
+    assert gelu.__code__ is own
+    amp.disable()
+
+
 class Inside(nn.Module):
     """Code that only half tensors inside an enabled forward may run as one op."""
 

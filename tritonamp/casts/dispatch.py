@@ -47,12 +47,12 @@ def acquire() -> None:
     registration.owners += 1
     _register()
     registered.replace_originals()
-    installed.place()
 
 
 def borrow(borrower: Any) -> None:
     """Do what ``acquire`` does for the lifetime of ``borrower``, the context of a copy."""
     acquire()
+    installed.place()
     weakref.finalize(borrower, release).atexit = False
 
 
