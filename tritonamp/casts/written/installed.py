@@ -53,7 +53,7 @@ def install(model: nn.Module) -> list[str]:
         }
         row = _rewrite(function, frozenset(modules))
         if row is not None:
-            name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
+            name = f"{str(function.__module__).rpartition('.')[2]}.{function.__qualname__}"
             found |= {f"{name}:{s.line}" for s in row.sites if not s.module or s.module in modules}
     place()
     return sorted(found)
