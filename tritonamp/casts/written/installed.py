@@ -68,11 +68,13 @@ def place() -> None:
 
 
 def restore() -> None:
-    """Give all functions their own code back."""
+    """Give all functions their own code back.
+
+    The global for ``ops`` stays, because other threads may be inside rewritten code.
+    """
     for function, row in _rows.items():
         if function.__code__ is row.code:  # else other code has replaced it since
             function.__code__ = row.original
-        function.__globals__.pop(NAME, None)
 
 
 def _rewrite(function: FunctionType, modules: frozenset[str]) -> _Row | None:
