@@ -36,8 +36,9 @@ KINDS: dict[str, tuple[str, float, float]] = {
 @triton.jit
 def sigmoid(x, A: tl.constexpr, B: tl.constexpr):
     """Return the factor of x in the kind "sigmoid"."""
+    u = x * (A + B * x * x) if B else x * A  # 0 times an infinite x would be NaN
     # one exp2 and one division; tanh would need both, and lose the digits of small results
-    return 1 / (1 + tl.exp2(x * (A + B * x * x) * -1.4426950408889634))
+    return 1 / (1 + tl.exp2(u * -1.4426950408889634))
 
 
 @triton.jit
@@ -93,7 +94,7 @@ def activation_triton(x: Tensor, gate: Tensor | None, kind: str, a: float, b: fl
 def activation_torch(x: Tensor, gate: Tensor | None, kind: str, a: float, b: float) -> Tensor:
     wide = x.float()
     if kind == "sigmoid":
-        y = wide * torch.sigmoid(wide * (a + b * wide * wide))
+        y = wide * torch.sigmoid(wide * (a + b * wide * wide if b else a))
     elif kind == "erf":
         y = wide * (0.5 + 0.5 * torch.erf(wide * 0.5**0.5))
     else:
@@ -131,18 +132,22 @@ def samples(
             calls that read a gradient, adds 2.
     """
 
-    def plain(name: str) -> Sample:
+    def sample(name: str, gated: bool = False) -> Sample:
+        def of(x: Tensor, dim: int) -> tuple[Any, ...]:
+            x = x.movedim(dim, -1)
+            return args(x, x.flip(-1) if gated else None, KINDS[name])
+
+        # torch's bits depend on strides
         return Sample(
-            lambda x, dim: args(x, None, KINDS[name]), reads=reads, writes=writes, variant=name
+            of,
+            reads=reads + 2 * gated,
+            writes=writes + 2 * (gated and reads > 2),
+            any_order=True,
+            rows_only=True,
+            variant=f"{name} gated" if gated else name,
         )
 
-    gated = Sample(
-        lambda x, dim: args(x, x.flip(-1), KINDS["silu"]),
-        reads=reads + 2,
-        writes=writes + 2 * (reads > 2),
-        variant="silu gated",
-    )
-    return [*map(plain, KINDS), gated]
+    return [*map(sample, KINDS), sample("silu", gated=True)]
 
 
 ACTIVATION = TraceableOp(

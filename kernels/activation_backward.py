@@ -86,7 +86,7 @@ def activation_backward_torch(
 ) -> tuple[Tensor, Tensor]:
     g, wide = grad.float(), x.float()
     if kind == "sigmoid":
-        s = torch.sigmoid(wide * (a + b * wide * wide))
+        s = torch.sigmoid(wide * (a + b * wide * wide if b else a))
         y, slope = wide * s, s * (1 - s)
         # 0 times an infinite x or square would be NaN
         finite = wide.masked_fill(slope == 0, 0)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from tritonamp.casts.norm_terms import Unproved
 
 _PARTS = "co_code", "co_consts", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount"
+MOST = 6  # modules of which each may count as imported, or not: 2**6 attempts
 _ANNOTATIONS = __future__.annotations.compiler_flag
 
 
@@ -79,8 +80,9 @@ def source_of(function: Any) -> Source:
     tree.decorator_list = []
     code, outer = function.__code__, function.__globals__
     modules = [name for name in _names(code) if inspect.ismodule(outer.get(name))]
+    most = len(modules) if len(modules) <= MOST else 0
     # Python compiles ``torch.rsqrt(x)`` by whether torch was imported in the same file, or cell
-    for count in range(len(modules) + 1):
+    for count in range(most + 1):
         for imported in itertools.combinations(modules, count):
             found = _compiled(tree, code, imported)
             if all(getattr(found, part) == getattr(code, part) for part in _PARTS):
