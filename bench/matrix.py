@@ -2,6 +2,7 @@
 
 import functools
 
+import activation_ops
 import group_norm_ops
 import loss_ops
 import norm_ops
@@ -27,4 +28,5 @@ def all_cases(toy: bool = False) -> list[Case]:
         *norm_ops.cases(toy),
         *group_norm_ops.cases(toy),
         *loss_ops.cases(toy),
+        *activation_ops.cases(toy),
     ]

@@ -40,6 +40,7 @@ NO_PEER = {"peer": "apex", "reason": "apex is not installed"}
 def bench() -> SimpleNamespace:
     """The modules of bench/, which pytest's ``pythonpath`` finds by name."""
     names = (
+        "activation_ops",
         "convergence",
         "group_norm_ops",
         "host",
@@ -157,6 +158,8 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], str, float, float]] = {
     "softmax": ((4, 65), "eager autocast", 2e-2, 2e-2),
     "masked_softmax": ((2, 3, 4, 65), "eager compile", 2e-2, 2e-2),
     "causal_softmax": ((2, 3, 4, 65), "eager compile", 2e-2, 2e-2),
+    "swiglu": ((4, 65), "eager compile", 2e-2, 5e-2),
+    "quick_gelu": ((4, 65), "eager compile", 2e-2, 2e-2),
     "log_softmax": ((4, 65), "eager", 2e-2, 2e-2),  # not in torch's CPU lists
     "sum": ((4, 65), "eager", 2e-2, 2e-2),  # nor is that
     "layer_norm": ((4, 64), "eager compile", 3e-2, 5e-2),
@@ -183,6 +186,7 @@ def results_of(bench: SimpleNamespace, op: Any, peer: str, *how: Any) -> list[to
 def test_peers_compute_the_same(bench: SimpleNamespace, name: str, direction: str) -> None:
     ops = [op for op, _ in bench.row_ops.LENGTHS] + bench.norm_ops.OPS
     ops += [bench.row_ops.MASKED, bench.row_ops.CAUSAL]
+    ops += [bench.activation_ops.SWIGLU, bench.activation_ops.QUICK_GELU]
     ops += [bench.loss_ops.CROSS_ENTROPY, bench.loss_ops.LOG_PROBS]
     found = {op.name: op for op in ops}
     found |= {f"group_norm{form}": op for form, op in bench.group_norm_ops.OPS.items()}
