@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[str, float, float]] = {
 @triton.jit
 def sigmoid(x, A: tl.constexpr, B: tl.constexpr):
     """Return the factor of x in the kind "sigmoid"."""
-    u = x * (A + B * x * x) if B else x * A  # 0 times an infinite x would be NaN
+    u = x * (A + B * x * x) if B != 0.0 else x * A  # 0 times an infinite x would be NaN
     # one exp2 and one division; tanh would need both, and lose the digits of small results
     return 1 / (1 + tl.exp2(u * -1.4426950408889634))
 
