@@ -572,9 +572,9 @@ def test_functions_without_positional_arguments(handles: Any) -> None:
     model, x = WithoutArguments(), torch.randn(3, 4)
     expected = model(x)
     amp = handles(model, level="O1")
-    assert [site.rpartition(":")[0].rpartition(".")[2] for site in amp.stats()["fused"]] == [
-        "forward", "keyword_alone",
-    ]  # fmt: skip
+    found = [site.rpartition(":")[0].rpartition(".")[2] for site in amp.stats()["fused"]]
+    has_inner = sys.version_info >= (3, 11)  # see SITES
+    assert found == [*["forward"][: int(has_inner)], "keyword_alone"]
     torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)
 
 

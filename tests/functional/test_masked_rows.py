@@ -254,10 +254,11 @@ def test_compile_sees_one_graph(
         given = mask if kind != "bool" or mask is None else mask[:1]
         y, expected = compiled(x, given), function(x, given)
         grad = torch.randn_like(expected)
-        assert torch.equal(y, expected)
-        assert torch.equal(
-            torch.autograd.grad(y, x, grad)[0], torch.autograd.grad(expected, x, grad)[0]
-        )
+        grads = [torch.autograd.grad(result, x, grad)[0] for result in (y, expected)]
+        # torch 2.11 computes FP32's softmax in another order in a graph: some roundings
+        close = {"rtol": 0, "atol": 0} if dtype is torch.float16 else {"rtol": 2e-6, "atol": 2e-7}
+        torch.testing.assert_close(y, expected, **close)
+        torch.testing.assert_close(*grads, **close)
 
 
 @each_half

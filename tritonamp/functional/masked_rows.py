@@ -106,7 +106,9 @@ def softmax_of_scores(
     """
     _check(x, mask, scale, causal)
     args = float(scale), causal, dtype or x.dtype, keep, fill, zero, rounds
-    if x.dtype not in (*HALF_DTYPES, torch.float32) or is_under_transforms():
+    # torch 2.11 compiles gradients of the Function wrongly where no cast is in it
+    is_traced = x.dtype is torch.float32 and torch.compiler.is_compiling()
+    if x.dtype not in (*HALF_DTYPES, torch.float32) or is_traced or is_under_transforms():
         return _masked_softmax.masked_softmax_torch(x, mask, *args)
     result: Tensor = MaskedSoftmax.apply(x, mask, ((*args, backend), None))
     return result
