@@ -95,7 +95,7 @@ def counted(build: builds.Build, call: builds.Call, memory: TrackedMemory) -> Ro
         for x in tensors:
             x.fill_(0.5)
     for i, tensor in enumerate(call.tensors, 1):
-        x, size = real(tensor), tensor.numel() * tensor.element_size()
+        x, size = real(tensor), bytes_between(tensor)
         regions.append(Region(x.data_ptr() + i * TAG, size, x.data_ptr(), f"argument {i}"))
         listed.append((regions[-1], [x]))  # alive
         arguments.append(x.data_ptr() + i * TAG)
@@ -132,9 +132,14 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
     """Return zeros instead of a tensor of the meta device; their pages are not allocated yet."""
     if tensor.device.type != "meta":
         return tensor
-    size = tensor.numel() * tensor.element_size()
-    memory = torch.from_numpy(np.zeros(size + PAGE, np.uint8))
+    memory = torch.from_numpy(np.zeros(bytes_between(tensor) + PAGE, np.uint8))
     return memory[-memory.data_ptr() % PAGE :]
+
+
+def bytes_between(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element to the end of the last, gaps of views included."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 def elements_of(build: builds.Build, call: builds.Call) -> int:

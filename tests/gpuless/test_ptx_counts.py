@@ -29,7 +29,17 @@ def test_growth_is_told() -> None:
 
 def test_a_line_in_registers_is_read_and_written_once() -> None:
     """In whole sectors: 16 in a request of 32 lanes with 16 bytes each."""
-    only = "^softmax float16 n=1024$"
-    done = run_compiled("counts.py", "--op", "softmax", "--only", only, cwd=BENCH)
-    [line] = done.stdout.splitlines()
+    line = counted("softmax", "softmax float16 n=1024")
     assert " 4.00 B asked 16.00 sectors a load 16.00 a store" in line
+
+
+def test_halves_of_a_tensor() -> None:
+    """The rows of an argument that is a view reach beyond as many bytes as it has elements."""
+    line = counted("activation", "silu float16 gated")
+    assert " 6.00 B asked 16.00 sectors a load 16.00 a store" in line
+
+
+def counted(op: str, name: str) -> str:
+    done = run_compiled("counts.py", "--op", op, "--only", f"^{name}$", cwd=BENCH)
+    [line] = done.stdout.splitlines()
+    return line
