@@ -526,6 +526,17 @@ def test_a_loss_of_a_layers_logits(part: slice) -> None:
         torch.testing.assert_close(a, b, rtol=4 * eps, atol=4 * eps * b.abs().max().item())
 
 
+def test_a_loss_of_transposed_logits() -> None:
+    """Of as many rows as classes, so that the shape does not tell."""
+    torch.manual_seed(0)
+    layer, rows = nn.Linear(WIDTH, WORDS), torch.randn(WORDS, WIDTH)
+    call = LayerCall(rows.requires_grad_(), layer.weight, layer.bias, BF16)
+    loss = F.cross_entropy(unread_call(call).T, torch.arange(WORDS))
+    expected = F.cross_entropy(layer(rows).T, torch.arange(WORDS))
+    eps = torch.finfo(BF16).eps  # operands and logits are rounded
+    torch.testing.assert_close(loss, expected, rtol=4 * eps, atol=0)
+
+
 def test_a_layer_whose_forward_raises_has_its_own_again() -> None:
     layer = nn.Linear(WIDTH, WORDS)
     message = "shapes cannot be multiplied"

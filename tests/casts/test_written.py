@@ -117,7 +117,27 @@ class WrittenSiLU(nn.Module):
         return x * torch.sigmoid(x)
 
 
-ACTS = {"SiLU": nn.SiLU(), "GELU": nn.GELU(), "GELU tanh": nn.GELU("tanh"), "own": WrittenSiLU()}
+class Held(nn.Module):
+    """It calls a function that it holds, as activations of transformers do."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+ACTS = {
+    "SiLU": nn.SiLU(),
+    "GELU": nn.GELU(),
+    "GELU tanh": nn.GELU("tanh"),
+    "own": WrittenSiLU(),
+    "held SiLU": Held(F.silu),
+    "held GELU": Held(F.gelu),
+    "partial GELU": Held(functools.partial(F.gelu, approximate="none")),
+    "partial GELU tanh": Held(functools.partial(F.gelu, approximate="tanh")),
+}
 
 
 def is_gated(model: Any) -> bool:
@@ -156,6 +176,24 @@ def test_a_module_with_hooks_is_called(handles: Any) -> None:
     assert 2 in seen and not is_gated(model)
     model(torch.randn(2, 8))
     assert is_gated(model)
+
+
+def test_a_gate_of_another_dtype(handles: Any) -> None:
+    """FP32 times half is FP32."""
+
+    class Wide(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            h, gate = self.gate(x), self.up(x).float()
+            self.product = self.act(h) * gate
+            self.written = F.silu(h) * gate
+            return self.product
+
+    model = Wide(nn.SiLU())
+    sites = handles(model, level="O1").stats()["fused"]
+    assert sum("Wide" in site for site in sites) == 2
+    model(torch.randn(2, 8))
+    assert model.product.dtype is model.written.dtype is FP32
+    assert {model.product.grad_fn.name(), model.written.grad_fn.name()} == {"MulBackward0"}
 
 
 def test_another_module_in_its_place_is_called(handles: Any) -> None:
@@ -241,6 +279,40 @@ def test_other_dtypes_run_the_code_as_it_stands(handles: Any) -> None:
     assert torch.equal(gelu(found[0].detach()), outside)
 
 
+def test_transforms_run_the_code_as_it_stands(handles: Any) -> None:
+    class Transformed(Calls):
+        def forward(self, *inputs: Tensor) -> Any:
+            x = self.layer(inputs[0])
+            return self.function(x), torch.func.vmap(self.function)(x)
+
+    model = Transformed(quick_gelu)
+    handles(model, level="O1", dtype=FP16, cast_outputs=None)
+    one_op, mapped = model(torch.randn(3, 4))
+    assert one_op.grad_fn.name() == "ActivationBackward"
+    assert mapped.grad_fn.name() == "MulBackward0"
+    # the sigmoid and the product are rounded one by one
+    torch.testing.assert_close(mapped, one_op, rtol=2 * EPS, atol=EPS / 64)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def test_sparse_tensors_run_the_code_as_it_stands(handles: Any) -> None:
+    def squared(x: Tensor) -> Tensor:
+        return F.relu(x) ** 2
+
+    class Sparse(Calls):
+        def forward(self, *inputs: Tensor) -> Tensor:
+            return self.function(inputs[0].to_sparse())
+
+    model = Sparse(squared)
+    amp = handles(model, level="O1", dtype=BF16, cast_outputs=None)
+    assert len(amp.stats()["fused"]) == 1
+    x = torch.eye(3, dtype=BF16) * -2 + 1
+    assert torch.equal(model(x).to_dense(), F.relu(x))
+
+
 def test_numbers_and_errors_are_those_of_the_code(handles: Any) -> None:
     class Faulty(nn.Module):
         def __init__(self) -> None:
@@ -302,7 +374,31 @@ class Twice(WrittenSiLU):
         return 2 * super().__call__(x)
 
 
-@pytest.mark.parametrize("act", [nn.SiLU(inplace=True), Twice()], ids=lambda a: type(a).__name__)
+FACTOR = torch.tensor(3.0)
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x) * FACTOR
+
+
+class Itself(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x) * x
+
+
+def without_source(function: Callable[..., Tensor]) -> nn.Module:
+    """Return a module that adds 1 to a function that it holds."""
+    space: dict[str, Any] = {}
+    exec("def forward(self, x):\n    return self.function(x) + 1", space)
+    act: Any = type("WithoutSource", (Held,), {"forward": space["forward"]})(function)
+    return act  # type: ignore[no-any-return]
+
+
+MORE = nn.SiLU(inplace=True), Twice(), Scaled(), Itself(), without_source(F.silu)
+
+
+@pytest.mark.parametrize("act", MORE, ids=lambda a: type(a).__name__)
 def test_a_module_that_does_more_is_called(handles: Any, act: nn.Module) -> None:
     class Shares(MLP):
         def forward(self, x: Tensor) -> Tensor:
@@ -408,6 +504,13 @@ def of_no_module(x: Tensor) -> Tensor:
 of_no_module.__module__ = None  # type: ignore[assignment]
 
 
+def of_itself(x: Tensor) -> Tensor:
+    return x * len(SIZES)
+
+
+of_itself.__wrapped__ = of_itself  # type: ignore[attr-defined]
+
+
 def of_changed_source(tmp_path: Path, text: str) -> Callable[..., Tensor]:
     """Return a function whose file has changed since."""
     path = tmp_path / "changed.py"
@@ -430,7 +533,7 @@ def test_changed_source_is_no_error(handles: Any, tmp_path: Path, text: str) -> 
 
 
 def test_callables_of_any_kind_are_no_error(handles: Any) -> None:
-    for function in (AnswersAll(), of_no_module):
+    for function in (AnswersAll(), of_no_module, of_itself):
         model = Calls(function)
         amp = handles(model, level="O1")
         assert amp.stats()["fused"] == []
@@ -448,6 +551,7 @@ def test_code_that_another_tool_has_replaced_stays(handles: Any) -> None:
     scaled.__code__ = other
     amp.disable()
     assert scaled.__code__ is other
+    assert handles(model, level="O1").stats()["fused"] == [] and scaled.__code__ is other
     scaled.__code__ = next(row.original for f, row in installed._rows.items() if f is scaled)
 
 

@@ -89,6 +89,68 @@ def test_one_pass_has_the_bits_of_the_steps(
         )
 
 
+def divided_and_added(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    scores = q @ k.mT
+    scores = scores / 2
+    scores = scores + mask
+    return torch.softmax(scores, dim=-1)
+
+
+def filled(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    scores = q @ k.mT * 0.5
+    scores = scores.masked_fill(mask > 0, -1e4)
+    return torch.softmax(scores, dim=-1)
+
+
+SHAPES = (2, 3, 5, 5), (2, 1, 5, 5), (5, 5), (5, 1), (5,), (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("function", [divided_and_added, filled])
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_steps_are_in_the_pass(
+    handles: Any, function: Any, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    names = functions_behind(handles, function, torch.randn(shape).to(dtype))
+    assert "MaskedSoftmaxBackward" in names
+    assert names.isdisjoint({"DivBackward0", "MulBackward0", "AddBackward0", "MaskedFillBackward0"})
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.ones(5, 5).bfloat16(), torch.ones(5, 5).double(), torch.ones(1, 2, 3, 5, 5)],
+    ids=["bfloat16", "float64", "more dimensions"],
+)  # fmt: skip
+def test_other_masks_are_added_as_the_code_stands(handles: Any, mask: Tensor) -> None:
+    names = functions_behind(handles, divided_and_added, mask)
+    assert {"DivBackward0", "AddBackward0"} <= names or "MaskedSoftmaxBackward" not in names
+
+
+def functions_behind(handles: Any, function: Any, mask: Tensor) -> set[str]:
+    """Return the names of a graph; the result has the bits of the code as it stands."""
+    model, x = Attention(function), torch.randn(2, 5, 24)
+    outputs = []
+    for fuse in (False, True):
+        amp = handles(model, level="O1", dtype=FP16, cast_outputs=None, fuse_ops=fuse)
+        outputs.append(model(x, mask))
+        amp.disable()
+    assert torch.equal(*outputs)
+    found, todo = set(), [outputs[1].grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None:
+            found.add(node.name())
+            todo += [next for next, _ in node.next_functions]
+    return found
+
+
+def test_a_mask_of_another_device_is_torchs(handles: Any) -> None:
+    model = Attention(divided_and_added)
+    handles(model, level="O1", dtype=FP16, cast_outputs=None)
+    with pytest.raises(RuntimeError, match="is not on the expected device"):
+        model(torch.randn(2, 5, 24), torch.ones(5, 5, device="meta"))
+
+
 @pytest.mark.parametrize("name", LEFT)
 def test_other_code_is_left_alone(name: str) -> None:
     assert rewritten(LEFT[name], lambda _: False) is None

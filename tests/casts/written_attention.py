@@ -127,6 +127,14 @@ def size_by_keyword(q, k, v, mask):
 
 
 @found
+def a_factor_in_a_tensor(q, k, v, mask):
+    scores = q @ k.mT
+    scores = scores * torch.tensor(0.25, device=q.device)
+    scores = scores / 2
+    return F.softmax(scores, dim=-1) @ v
+
+
+@found
 def a_bias_without_dimensions(q, k, v, mask):
     scores = q @ k.mT * 0.25
     scores = scores + torch.tensor(0.3, device=q.device)
@@ -404,3 +412,22 @@ def probabilities_change_behind_a_cast(q, k, v, mask):
     probs = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
     probs = F.dropout(probs, 0.1, training=True, inplace=True)
     return probs @ v
+
+
+@left
+def scores_of_a_tuple(q, k, v, mask):
+    """The mask changes in place, too."""
+    scores = q @ k.mT * 0.25
+    size, scores = 5, mask
+    scores *= 2
+    scores = F.softmax(scores, dim=-1)
+    return scores @ v, size
+
+
+@left
+def into_a_buffer(q, k, v, mask):
+    scores = q @ k.mT * 0.25
+    probs = torch.empty_like(scores)
+    torch.softmax(scores, dim=-1, out=probs)
+    scores = torch.softmax(scores, dim=-1, out=probs)
+    return scores @ v, probs

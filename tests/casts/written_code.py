@@ -420,6 +420,23 @@ def a_number_of_another_module(x):
     return x * torch.sigmoid(np.e * x)
 
 
+class Chosen:
+    """Functions that may be replaced by others."""
+
+    silu = F.silu
+    sigmoid = torch.sigmoid
+
+
+@left
+def functions_of_a_class(x, y):
+    return Chosen.silu(x) * y, x * Chosen.sigmoid(x)
+
+
+@left
+def of_an_unknown_form(x, y, form):
+    return F.gelu(x, approximate=form) * y
+
+
 @left
 def the_gate_changes_x(x):
     return F.silu(x) * x.add_(1)
@@ -446,7 +463,20 @@ def a_step_changes_behind(x):
 
 
 @left
+def a_gate_of_another_name_later(x, y, f):
+    return y * F.silu(f(y := x)), y
+
+
+@left
 def x_changes_behind(x):
     y = F.relu(x) ** 2
+    x += y
+    return x
+
+
+@left
+def x_changes_behind_steps(x):
+    h = F.relu(x)
+    y = h * h
     x += y
     return x

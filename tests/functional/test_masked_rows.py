@@ -319,6 +319,9 @@ def test_errors(device: torch.device) -> None:
     softmax: Any = functional.masked_softmax
     with pytest.raises(TypeError, match=r"x: expected floating scores, got torch\.int64"):
         softmax(x.long())
+    for name, args in (("x", (None,)), ("x", ([0.5],)), ("mask", (x, [True]))):
+        with pytest.raises(TypeError, match=f"^{name}: expected a tensor, got"):
+            softmax(*args)
     for integer in (torch.int64, torch.uint8):
         with pytest.raises(
             TypeError, match=r"mask: expected bool \(True: keep\) or floating numbers"

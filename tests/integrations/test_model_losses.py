@@ -66,7 +66,7 @@ def test_half_logits_stay_half(
 
 
 def test_other_logits_go_to_the_loss_as_it_was(seen: list[Any]) -> None:
-    logits, labels = torch.randn(2, 5, 17), torch.randint(17, (2, 5))
+    logits, labels = torch.randn(2, 5, 17, requires_grad=True) * 1, torch.randint(17, (2, 5))
     loss = ModelLoss(loss_utils.ForCausalLMLoss)(logits, labels, 17)
     assert torch.equal(loss, loss_utils.ForCausalLMLoss(logits, labels, 17)) and seen == []
 
@@ -210,6 +210,19 @@ def test_a_hook_on_logits_gets_their_gradient(computed: list[int]) -> None:
         sizes.append(grad.float().norm())
     # gradients of half an ulp off in some places
     torch.testing.assert_close(*sizes, rtol=torch.finfo(torch.float16).eps, atol=0)
+
+
+def test_a_hook_of_the_last_layer_gets_its_gradients(computed: list[int]) -> None:
+    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+        norms = []
+        for fuse in (True, False):
+            model, seen = gpt2(), list[Any]()
+            getattr(model.lm_head, register)(lambda *args, seen=seen: seen.append(args[-1]))
+            step(model, fuse=fuse)
+            ((grad,),) = seen
+            norms.append(grad.float().norm())
+        # gradients of half an ulp off in some places
+        torch.testing.assert_close(*norms, rtol=torch.finfo(torch.float16).eps, atol=0)
 
 
 def test_a_validation_has_its_logits(computed: list[int]) -> None:
