@@ -233,6 +233,22 @@ def test_where_nothing_can_be_fused_nothing_changes() -> None:
         assert type(model(x)) is Tensor
 
 
+def test_labels_of_a_model_without_a_loss() -> None:
+    class Labelled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = tagger()
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.net(x).transpose(1, 2), labels)
+
+    (x, y), model = batch(), Labelled()
+    expected = model(x, labels=y)
+    with tritonamp.enable(model, level="O2", fuse_loss=True):
+        # logits of about 1, rounded to half
+        torch.testing.assert_close(model(x, labels=y), expected, rtol=0, atol=2.0**-9)
+
+
 @pytest.mark.parametrize("response", ["explain", "heal"])
 @pytest.mark.parametrize("fuse", [False, True])
 def test_a_fault_is_named(fuse: bool, response: str) -> None:

@@ -529,10 +529,11 @@ def test_a_loss_of_a_layers_logits(part: slice) -> None:
 def test_a_loss_of_transposed_logits() -> None:
     """Of as many rows as classes, so that the shape does not tell."""
     torch.manual_seed(0)
+    target = torch.arange(WORDS).roll(1)
     layer, rows = nn.Linear(WIDTH, WORDS), torch.randn(WORDS, WIDTH)
     call = LayerCall(rows.requires_grad_(), layer.weight, layer.bias, BF16)
-    loss = F.cross_entropy(unread_call(call).T, torch.arange(WORDS))
-    expected = F.cross_entropy(layer(rows).T, torch.arange(WORDS))
+    loss = F.cross_entropy(unread_call(call).T, target)
+    expected = F.cross_entropy(layer(rows).T, target)
     eps = torch.finfo(BF16).eps  # operands and logits are rounded
     torch.testing.assert_close(loss, expected, rtol=4 * eps, atol=0)
 

@@ -129,8 +129,8 @@ def size_by_keyword(q, k, v, mask):
 @found
 def a_factor_in_a_tensor(q, k, v, mask):
     scores = q @ k.mT
-    scores = scores * torch.tensor(0.25, device=q.device)
     scores = scores / 2
+    scores = scores * torch.tensor(0.25, device=q.device)
     return F.softmax(scores, dim=-1) @ v
 
 
@@ -143,10 +143,10 @@ def a_bias_without_dimensions(q, k, v, mask):
 
 @found
 def two_masks_of_one_number(q, k, v, mask):
-    """Rows that both fill together; bfloat16 rounds the number."""
+    """Rows that both fill together; half dtypes round the number."""
     scores = q @ k.mT * 0.25
-    scores = scores.masked_fill(torch.ones(5, 5, device=q.device).tril() > 0, -1e4)
-    scores = scores.masked_fill(torch.ones(5, 5, device=q.device).triu() > 0, -1e4)
+    scores = scores.masked_fill(torch.ones(5, 5, device=q.device).tril() > 0, -10001.0)
+    scores = scores.masked_fill(torch.ones(5, 5, device=q.device).triu() > 0, -10001.0)
     return F.softmax(scores, dim=-1) @ v
 
 

@@ -122,6 +122,25 @@ def test_a_loss_of_the_users_comes_back() -> None:
     assert token.loss_function is F.nll_loss
 
 
+def test_a_loss_that_is_set_while_the_model_is_enabled() -> None:
+    model, tokens, seen = gpt2(), torch.randint(WORDS, (4, 8)), list[Any]()
+
+    def loss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+        seen.append(type(logits))
+        return logits.float().square().mean()
+
+    with tritonamp.enable(model, level="O2", fuse_loss=True):
+        model.loss_function = loss
+        assert model(input_ids=tokens, labels=tokens).loss.isfinite()
+    assert seen == [Tensor]
+
+
+def test_a_compiled_part_keeps_its_loss() -> None:
+    own = gpt2()
+    with tritonamp.enable(torch.nn.Sequential(torch.compile(own)), level="O2", fuse_loss=True):
+        assert "_loss_function" not in vars(own)
+
+
 def test_pickles_and_copies_hold_the_loss_it_stands_for() -> None:
     fused = ModelLoss(loss_utils.ForCausalLMLoss)
     for other in (pickle.loads(pickle.dumps(fused)), copy.deepcopy(fused)):

@@ -192,7 +192,7 @@ def _one_pass(scores: Scores, dtype: torch.dtype) -> Tensor | None:
     steps = [*scores.steps]
     last: _Step | None = steps.pop()
     mask, fill, keep, factor = None, -torch.inf, True, 1.0
-    if last is not None and last.kind != "scale":
+    if last.kind != "scale":
         mask, *number = last.arguments
         keep = last.kind == "keep"
         if number:
