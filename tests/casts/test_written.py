@@ -201,6 +201,35 @@ def test_a_gate_of_another_dtype(handles: Any) -> None:
     assert {model.product.grad_fn.name(), model.written.grad_fn.name()} == {"MulBackward0"}
 
 
+CALLS: list[Tensor] = []
+
+
+def noted(x: Tensor) -> Tensor:
+    CALLS.append(x)
+    return x
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_operands_are_evaluated_once_and_in_their_order(handles: Any, fuse: bool) -> None:
+    """Also where the operands do not fit, and the expression runs as it stands."""
+
+    class Notes(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = self.gate(x), self.up(x)
+            if not fuse:
+                gate, up = gate.float(), up.float()
+            self.operands = up, gate
+            self.product = noted(up) * F.silu(noted(gate))
+            return self.product
+
+    model = Notes(nn.SiLU())
+    handles(model, level="O1")
+    CALLS.clear()
+    model(torch.randn(2, 8))
+    assert is_gated(model) is fuse
+    assert [id(x) for x in CALLS] == [id(x) for x in model.operands]
+
+
 def test_another_module_in_its_place_is_called(handles: Any) -> None:
     model = MLP(nn.SiLU())
     handles(model, level="O1")

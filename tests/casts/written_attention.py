@@ -127,6 +127,17 @@ def size_by_keyword(q, k, v, mask):
 
 
 @found
+def shapes_of_scores(q, k, v, mask):
+    scores = q @ k.mT * 0.25
+    if scores.ndim > 3 and scores.dim() > 3 and scores.shape[-1] > 2:
+        scores = scores / 2
+    scores = scores.masked_fill(
+        torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1), -1e4
+    )
+    return F.softmax(scores, dim=-1) @ v
+
+
+@found
 def a_factor_in_a_tensor(q, k, v, mask):
     scores = q @ k.mT
     scores = scores / 2
@@ -431,3 +442,23 @@ def into_a_buffer(q, k, v, mask):
     torch.softmax(scores, dim=-1, out=probs)
     scores = torch.softmax(scores, dim=-1, out=probs)
     return scores @ v, probs
+
+
+@left
+def symmetric(q, k, v, mask):
+    scores = q @ k.mT
+    scores = scores + scores.mT
+    return F.softmax(scores, dim=-1) @ v
+
+
+def doubled(mask):
+    return mask.mul_(2).size(-1)
+
+
+@left
+def a_mask_that_a_function_changes(q, k, v, mask):
+    scores = q @ k.mT
+    scores = scores + mask
+    size = doubled(mask)
+    scores = F.softmax(scores, dim=-1)
+    return scores @ v, size

@@ -104,6 +104,11 @@ def quick(x):
     return x * torch.sigmoid(1.702 * x)
 
 
+@computes(functools.partial(swish64, slope=0.5))
+def slow_swish(x):
+    return x * torch.sigmoid(x / 2)
+
+
 @computes(swish64)
 def swish(x):
     return x.sigmoid() * x
@@ -452,6 +457,68 @@ def a_step_is_read_by_name(x):
     gate = torch.sigmoid(x)
     y = x * gate
     return y, locals()
+
+
+@left
+def a_step_is_read_by_vars(x):
+    gate = torch.sigmoid(x)
+    y = x * gate
+    return y, vars()
+
+
+@left
+def a_step_is_read_by_eval(x):
+    gate = torch.sigmoid(x)
+    y = x * gate
+    return y, eval("gate")
+
+
+@left
+def a_step_is_read_by_exec(x):
+    gate = torch.sigmoid(x)
+    y = x * gate
+    exec("gate.sum()")
+    return y
+
+
+@left
+def over_one_plus_relu(x):
+    return x / (1 + torch.relu(-x))
+
+
+@left
+def over_one_plus_a_square(x):
+    return x / (1 + torch.exp(-x) ** 2)
+
+
+@left
+def of_another_power(x):
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3.5)))
+
+
+@left
+def times_a_power(x):
+    return x**1.5 * torch.sigmoid(x)
+
+
+@left
+def of_a_cube_alone(x):
+    return x * torch.sigmoid(x**3)
+
+
+@left
+def of_a_tiny_slope(x):
+    return x * torch.sigmoid(0.001 * x)
+
+
+@left
+def of_a_huge_slope(x):
+    return x * torch.sigmoid(1000 * x)
+
+
+@left
+def of_a_huge_cube(x):
+    return x * torch.sigmoid(x + 1000 * x**3)
 
 
 @left

@@ -323,17 +323,23 @@ def test_large_numbers_are_added_in_fp32(
 
 @pytest.mark.parametrize("keys", [20, 200])
 @pytest.mark.parametrize("many", [None, 0])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_a_fill_of_apex(
-    device: torch.device, backend: str, small_tiles: Shrink, keys: int, many: int | None
+    device: torch.device,
+    backend: str,
+    small_tiles: Shrink,
+    keys: int,
+    many: int | None,
+    scale: float,
 ) -> None:
-    """Scores below the fill leave their probability to what is masked, as in apex."""
+    """Products below the fill leave their probability to what is masked, as in apex."""
     small_tiles(many)
     x = scores((4, keys), device)
-    x[1], x[2] = -20_000.0, -10_000.0
+    x[1], x[2] = -20_000.0 / scale, -10_000.0 / scale
     mask = torch.rand(4, keys, device=device) < 0.5
     mask[:, 0], mask[3] = False, True
     mask[:3, 1] = True
-    how = How(scale=1.0, keep=False, fill=-10_000.0)
+    how = How(scale=scale, keep=False, fill=-10_000.0)
     y = check(x, mask, how, backend)
     assert not y[3].any() and not y[0][mask[0]].any()
     assert not y[1][~mask[1]].any() and (y[1][mask[1]] > 0).all()
