@@ -190,20 +190,18 @@ def _one_pass(scores: Scores, dtype: torch.dtype) -> Tensor | None:
     if dtype not in (*HALF_DTYPES, torch.float32):
         return None
     steps = [*scores.steps]
-    last: _Step | None = steps.pop()
     mask, fill, keep, factor = None, -torch.inf, True, 1.0
-    if last.kind != "scale":
+    if steps[-1].kind != "scale":
+        last = steps.pop()
         mask, *number = last.arguments
         keep = last.kind == "keep"
         if number:
             fill = _rounded(number[0], scores.x.dtype)
-        last = steps.pop() if steps else None
-    if last is not None and last.kind == "scale":
+    if steps and steps[-1].kind == "scale":
+        last = steps.pop()
         (factor,) = last.arguments
         if last.function in (operator.truediv, operator.itruediv):  # as on a GPU, in FP32
             factor = 1 / struct.unpack("f", struct.pack("f", factor))[0]
-    elif last is not None:
-        steps.append(last)
     x = scores.computed(len(steps))
     return softmax_of_scores(
         x,
