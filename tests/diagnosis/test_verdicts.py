@@ -8,7 +8,7 @@ import torch
 
 from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.known_ops import family
-from tritonamp.diagnosis.replay.verdicts import VERDICTS, Event, OpInput, judge
+from tritonamp.diagnosis.replay.verdicts import VERDICTS, Eps, Event, OpInput, judge
 from tritonamp.watched.places import Place
 
 PLACE = Place("encoder.layer.3.attn", "Attention", "matmul", str(Path(__file__)), 1)
@@ -40,7 +40,7 @@ def event(
         (event("softmax", nan=True, exact=math.nan, masked=True), "masked_row"),
         (event("div", nan=True, exact=math.nan, zero=True), "zero_by_zero"),
         (event("div", exact=math.inf, zero=True), "division_by_zero"),
-        (event("div", exact=math.inf, zero=True, eps=(1e-8, torch.float16)), "vanished_eps"),
+        (event("div", exact=math.inf, zero=True, eps=Eps(1e-8, torch.float16)), "vanished_eps"),
         (event("sqrt", nan=True, exact=math.nan), "domain_error"),
         (event("mul", nan=True, exact=math.nan, constant=True), "infinite_constant"),
         (event("mul", quiet=True), "infinite_constant"),
@@ -73,7 +73,7 @@ def test_family(name: str) -> None:
 def test_every_verdict_can_be_told(kind: str, module: str | None) -> None:
     place = Place(module, "Attention", "div", None, 0)
     seen = Event(
-        place, "forward", torch.float16, exact=None, eps=(1e-8, torch.float16), scalars=(-1e9,)
+        place, "forward", torch.float16, exact=None, eps=Eps(1e-8, torch.float16), scalars=(-1e9,)
     )
     fault = FaultReport(kind, seen, names=("a.weight",), fits=256.0)
     assert "{" not in fault.why + fault.advice
@@ -94,6 +94,6 @@ def test_report() -> None:
         "  then:    3 later ops not finite; first NaN in encoder.layer.3.attn"
     )
     assert lines[4].endswith("; the loss is NaN")
-    assert "fp32_modules=['encoder.layer.3.attn']" in lines[5]
+    assert lines[5].endswith("(Not tried: the batch could not run again.)")
     assert lines[6] == "  replay:  forward output bit-identical to the first"
     assert (fault.module, fault.amax, fault.multiple) == ("encoder.layer.3.attn", 12.5, 2.0)

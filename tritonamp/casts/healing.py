@@ -152,6 +152,20 @@ class Healing:
             stack.enter_context(self._context.under(resolve("O1", torch.bfloat16)))
             yield
 
+    @contextlib.contextmanager
+    def in_fp32_softmax(self) -> Iterator[None]:
+        """Make softmax return FP32 inside the block, as ``softmax_dtype=torch.float32`` does."""
+        policy = dataclasses.replace(self._context.policy, softmax_dtype=torch.float32)
+        with self._context.under(policy):
+            yield
+
+    @contextlib.contextmanager
+    def with_inputs_uncast(self, names: Sequence[str]) -> Iterator[None]:
+        """Leave the models' inputs as they are, and compute modules in FP32, inside the block."""
+        policy = dataclasses.replace(self._context.policy, cast_inputs=False)
+        with self._context.under(policy), self.in_fp32(names):
+            yield
+
     def _widen_for(self, modules: Sequence[nn.Module], stack: contextlib.ExitStack) -> None:
         """Give modules FP32 tensors until the stack is closed."""
         for module in modules:

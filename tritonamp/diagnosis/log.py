@@ -188,6 +188,13 @@ class StepLog:
         records = self.history.records
         return bool(records) and records[-1].step == found.skip.step
 
+    def scale(self) -> float:
+        """Return the loss scale of the last skip; without a skip, of the last step; 1 before it."""
+        if self.last is not None:
+            return self.last.skip.scale
+        self.collect(wait=True)
+        return self.history.records[-1].scale if self.history.records else 1.0
+
     def drift(self) -> str:
         """Return a text if training has diverged while steps are taken; else "".
 

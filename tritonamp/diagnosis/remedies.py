@@ -1,17 +1,20 @@
 """Remedies for a fault. Each is tried on the batch that showed the fault before it is advised."""
 
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
 from tritonamp.casts.healing import Healing
 from tritonamp.diagnosis.replay import FaultReport, Remedy
+from tritonamp.diagnosis.replay.edits import edits_for
+from tritonamp.diagnosis.replay.faults import BFLOAT16, WHOLE, listed
+from tritonamp.diagnosis.replay.user_calls import Patch
 
 MOST_MODULES = 4  # in FP32 together
-CURED_BY_FP32 = frozenset(
-    """matmul_overflow square_overflow reduction_overflow exp_overflow overflow constant_overflow
-    cast_overflow weight_overflow vanished_eps zero_by_zero division_by_zero
-    gradient_overflow""".split()
-)
 
 
 def find_remedy(
@@ -40,33 +43,150 @@ def find_remedy(
 
 
 def remedy_of(
-    fault: FaultReport,
-    search: Callable[[AbstractContextManager[None]], FaultReport | None],
-    healing: Healing,
+    fault: FaultReport, search: Callable[..., FaultReport | None], healing: Healing
 ) -> Remedy | None:
-    """Find a remedy for the fault of a batch; None: nothing can be tried.
+    """Try remedies on the batch of a fault, one at a time; None: nothing can be tried.
 
-    Where FP32 for a few modules is not enough, FP32 for the whole model is tried, too.
+    Edits of the user's code come first, then FP32 for a few modules, for the whole model, and
+    bfloat16.
 
     Args:
         fault: fault of the batch.
-        search: function that runs the batch again inside a block, and returns the fault of that
-            run.
+        search: function that runs the batch again, and returns the fault of that run. Its keywords
+            are ``around``, a block around the run, and ``patch``, an edit.
         healing: blocks that compute in another precision.
     """
-    if fault.module is None or fault.kind not in CURED_BY_FP32 | {"domain_error", "unknown"}:
+    if fault.kind == "data":
+        return _of_data(fault, search)
+    if fault.kind in NOT_OF_CODE:
         return None
+    tried = _Trials(search)
+    for patch in edits_for(fault):
+        if len(tried.passed) < MOST_EDITS and len(tried.passed) + len(tried.vain) < MOST_RUNS:
+            tried.edit(patch)
+    if fault.event.softmax is not None and healing.policy.softmax_dtype is None:
+        tried.block("set softmax_dtype=torch.float32", healing.in_fp32_softmax())
+    if fault.kind == "cast_overflow" and not fault.event.place.file:
+        tried.uncast(healing)
+    found = tried.precision(fault, healing)
+    return found._replace(edits=tuple(tried.passed), vain=tuple(tried.vain))
 
-    def again(tried: Remedy) -> list[str | None]:
-        left = search(healing.in_bfloat16() if tried.bfloat16 else healing.in_fp32(tried.modules))
-        # a loss scale comes down by itself
-        return [] if left is None or left.kind == "scale_too_high" else [left.module]
 
-    found = find_remedy([fault.module], again, MOST_MODULES)
-    if found.modules:
+MOST_EDITS = 2  # that are advised
+MOST_RUNS = 6  # of edits
+NOT_OF_CODE = frozenset("data parameters propagated own_backward scale_too_high".split())
+
+
+class _Trials:
+    """Runs of a batch, each under one remedy, and which of them passed."""
+
+    def __init__(self, search: Callable[..., FaultReport | None]) -> None:
+        self._search = search
+        self.passed: list[str] = []
+        self.vain: list[str] = []
+        self._forms: set[str] = set()  # of edits that passed
+
+    def edit(self, patch: Patch) -> None:
+        """Run the batch with one edit. An edit that does not run counts as not tried.
+
+        Nor is one tried whose form has passed, with another number.
+        """
+        if patch.form and patch.form in self._forms:
+            return
+        try:
+            passes = _passes(self._search(patch=patch))
+        except Exception:  # the call cannot be changed like that
+            return
+        if passes:
+            self._forms.add(patch.form)
+        if patch.used:
+            (self.passed if passes else self.vain).append(patch.words)
+
+    def block(self, words: str, around: AbstractContextManager[None], keep: bool = True) -> bool:
+        """Return whether the batch passes inside a block; ``keep`` adds it to ``passed``."""
+        try:
+            passes = _passes(self._search(around=around))
+        except Exception:  # there may be no memory for it
+            return False
+        if not passes:
+            self.vain.append(words)
+        elif keep:
+            self.passed.append(words)
+        return passes
+
+    def uncast(self, healing: Healing) -> None:
+        """Run the batch with inputs that are not cast, and the modules that need it in FP32."""
+
+        def again(tried: Remedy) -> list[str | None]:
+            if tried.bfloat16:
+                return [None]
+            left = self._search(around=healing.with_inputs_uncast(tried.modules))
+            return [] if left is None or _passes(left) else [left.module]
+
+        try:
+            wrong = again(Remedy())
+            modules = find_remedy(wrong, again, MOST_MODULES).modules
+        except Exception:  # the weights are half, and nothing casts for them
+            return
+        if modules or not wrong:
+            also = f" and fp32_modules={list(modules)}" if modules else ""
+            self.passed.append(f"set cast_inputs=False{also}")
+
+    def precision(self, fault: FaultReport, healing: Healing) -> Remedy:
+        """Run the batch in other precisions; without the memory for it, nothing is known."""
+        again, found = self.again(healing), Remedy()
+        with contextlib.suppress(Exception):
+            wrong = [fault.module]
+            if fault.module is not None or not self.passed:
+                found = find_remedy(wrong, again, MOST_MODULES)
+            if not found.modules:
+                found = found._replace(fp32=self.block(WHOLE, healing.in_fp32(), keep=False))
         return found
-    try:
-        left = search(healing.in_fp32())
-    except Exception:  # there may be no memory for it
-        return found
-    return found._replace(fp32=left is None or left.kind == "scale_too_high")
+
+    def again(self, healing: Healing) -> Callable[[Remedy], list[str | None]]:
+        """Return a function that runs the batch under a remedy, and names the faulty modules."""
+
+        def run(tried: Remedy) -> list[str | None]:
+            if tried.bfloat16:
+                if healing.policy.dtype is torch.bfloat16:
+                    return [None]
+                return [] if self.block(BFLOAT16, healing.in_bfloat16(), keep=False) else [None]
+            left = self._search(around=healing.in_fp32(tried.modules))
+            if _passes(left):
+                return []
+            assert left is not None
+            self.vain.append(f"fp32_modules={list(tried.modules)}")
+            return [left.module]
+
+        return run
+
+
+def _passes(left: FaultReport | None) -> bool:
+    """Return whether a run passes. A loss scale that is too high comes down by itself."""
+    return left is None or left.kind == "scale_too_high" or left.harmless
+
+
+def _of_data(fault: FaultReport, search: Callable[..., FaultReport | None]) -> Remedy | None:
+    """Try whether the batch passes with zeros in place of its inf and NaN."""
+    tensor = fault.event.tensor
+    if tensor is None:
+        return None
+    tried = _Trials(search)
+    samples = f"samples {listed(fault.event.samples)} of dim 0" if fault.event.samples else "it"
+    tried.block(
+        f"drop or repair {samples} before the model, for example x.nan_to_num(0, 0, 0)",
+        _repaired(tensor),
+    )
+    return Remedy(edits=tuple(tried.passed), vain=tuple(tried.vain))
+
+
+@contextlib.contextmanager
+def _repaired(tensor: Tensor) -> Iterator[None]:
+    """Put zeros in place of inf and NaN inside the block."""
+    values = tensor.detach().clone()
+    with torch.no_grad(), preserve_versions((tensor,)):
+        tensor.detach().nan_to_num_(0.0, 0.0, 0.0)
+        try:
+            yield
+        finally:
+            tensor.detach().copy_(values)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,13 @@ _SCALE = (
     "on_nonfinite='explain', names the operation and the scale at which it fits."
 )
 _IN_THE_LOSS = (
-    "Run again, the model's output is finite, but the gradient that came back to it was not: look "
-    "in the loss, which is computed from it outside of the model."
+    "Run again, the model's output is finite, but the gradient that came back to it was not. The "
+    f"loss is computed from it outside of the model, and did not run again: {BY_FUNCTION} runs it, "
+    "and names the operation."
+)
+_FINITE = "not reproduced: run again, the model's {ran} is finite."
+_ELSEWHERE = (
+    f"If the loss is computed outside of the model, it did not run again: {BY_FUNCTION} runs it."
 )
 
 
@@ -61,8 +66,8 @@ class Replays:
     _forwards: Forwards
     _healing: Healing
     _ranks: ReplayRanks
-    # tried remedies, by kind of fault, its module and the names of healed modules
-    _remedies: dict[tuple[str | None, ...], Remedy | None] = dataclasses.field(default_factory=dict)
+    # tried remedies, by kind of fault, its place and samples, and the healed modules
+    _remedies: dict[tuple[Any, ...], Remedy | None] = dataclasses.field(default_factory=dict)
 
     def model_of(self, module: str) -> str:
         """Return the name of the enabled model that contains a module; "" for an only model."""
@@ -117,7 +122,7 @@ class Replays:
                 find_fault,
                 self._models,
                 function,
-                scale=1.0 if self._log.last is None else self._log.last.skip.scale,
+                scale=self._log.scale(),
                 **facts,
             )
             try:
@@ -131,7 +136,10 @@ class Replays:
             if fault is not None and fault.harmless:
                 vanished = vanished or str(self._compared(fault, function))
             elif fault is not None:
-                fault = dataclasses.replace(fault, remedy=self._remedy(fault, find_again))
+                remedy = self._remedy(fault, find_again)
+                if remedy is not None and not _runs_backward(facts):
+                    remedy = remedy._replace(forward_only=True)
+                fault = dataclasses.replace(fault, remedy=remedy)
                 if fault.silent:
                     fault = self._compared(fault, function)
                 return Finding(str(fault), [fault])
@@ -159,12 +167,10 @@ class Replays:
 
     def _remedy(self, fault: FaultReport, find_again: Callable[..., Any]) -> Remedy | None:
         """Return the remedy for a fault. It is tried once, and again after a heal."""
-        key = fault.kind, fault.module, *self._healing.names
+        key = fault.kind, str(fault.event.place), *fault.event.samples, *self._healing.names
         if key not in self._remedies:
             try:
-                self._remedies[key] = remedy_of(
-                    fault, lambda around: find_again(around=around), self._healing
-                )
+                self._remedies[key] = remedy_of(fault, find_again, self._healing)
             except Exception:  # the user's code raised, or there is no memory: nothing is promised
                 return None
         return self._remedies[key]
@@ -184,8 +190,10 @@ class Replays:
             return _IN_THE_LOSS
         names = ", ".join(map(repr, self._healing.names))
         healed = f" Healed modules: {names}." if names else ""
-        elsewhere = "If the loss is computed outside of the model, look there."
-        return f"{NOT_REPRODUCED}.{healed} {elsewhere}"
+        if any(facts for _, facts in runs):  # a recorded forward, without its loss
+            ran = "forward" if ran_forward_only else "forward and backward"
+            return f"{_FINITE.format(ran=ran)}{healed} {_ELSEWHERE}"
+        return f"{NOT_REPRODUCED}.{healed}"
 
     def write_bundle(self, folder: str | Path) -> Path:
         """Write a folder from which the failing batch of the last skip can run again elsewhere.
@@ -224,6 +232,11 @@ class Replays:
         if told is not None:
             raise RuntimeError(f"write_bundle: rank {writer} could not write: {told}")
         return Path(folder)
+
+
+def _runs_backward(facts: Mapping[str, Any]) -> bool:
+    """Return whether a run with these facts has a backward: a function's, or a known gradient's."""
+    return not facts or facts.get("grad_outputs") is not None
 
 
 def _facts_of(batch: Snapshot) -> dict[str, Any]:

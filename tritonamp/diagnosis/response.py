@@ -10,7 +10,7 @@ from tritonamp.casts.healing import Healing
 from tritonamp.diagnosis.fault_counts import HEAL_AFTER, FaultCounts, is_power_of_two
 from tritonamp.diagnosis.joint import Finding, explanation_of_all
 from tritonamp.diagnosis.log import StepLog
-from tritonamp.diagnosis.remedies import CURED_BY_FP32
+from tritonamp.diagnosis.remedies import NOT_OF_CODE
 from tritonamp.diagnosis.replay import FaultReport, Remedy
 from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.skips import Cause, Explanation
@@ -111,7 +111,7 @@ class Response:
         """Heal after each second fault of a module. Return a report in words, or ""."""
         found: dict[str, FaultReport] = {}
         for fault in faults:  # on several ranks, at the same step: one fault
-            if fault.kind in CURED_BY_FP32 and fault.module is not None:
+            if fault.kind not in NOT_OF_CODE and fault.module is not None:
                 found.setdefault(fault.module, fault)
         text = ""
         for module, fault in found.items():
@@ -125,6 +125,8 @@ class Response:
 
         If a healed module has faults again, its whole model is healed.
         """
+        if remedy is not None and not remedy.knows_precision:
+            remedy = None
         whole = self._replays.model_of(module)
         found = [module] if remedy is None else [*remedy.modules]
         wider = [whole] if remedy is None or remedy.modules or remedy.fp32 else []

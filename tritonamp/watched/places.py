@@ -29,6 +29,7 @@ class Place:
         op: name of the op, like "linear"; in a backward, name of the forward op of the gradient.
         file: the user's source file; None if only torch's code ran between the model and the op.
         number: line number in that file; 0 without a file.
+        function: function of torch that the user called there, if the run notes it.
     """
 
     module: str | None = None
@@ -36,6 +37,7 @@ class Place:
     op: str = dataclasses.field(default="", compare=False)
     file: str | None = None
     number: int = 0
+    function: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -95,6 +97,7 @@ class PlacedOps(TorchDispatchMode):
         self.names = names
         self.modules: list[nn.Module] = []  # their forwards are running, innermost last
         self.failed: nn.Module | None = None  # the innermost one that raised
+        self.function: Any = None  # of torch, which the user's code has called; None: not known
         # names of modules that ran in another thread, which the mode does not see
         self.threads: dict[str, None] = {}
         self._nodes: dict[int, Place] = {}  # where autograd nodes were made, by sequence number
@@ -149,10 +152,11 @@ class PlacedOps(TorchDispatchMode):
 
     def place_now(self, op: str, way: Way) -> Place:
         """Return the place of the innermost running forward."""
-        if not self.modules:
-            return Place(None, "", op, way.file, way.number)
-        module = self.modules[-1]
-        return Place(self.names[module], type(module).__name__, op, way.file, way.number)
+        name, kind = None, ""
+        if self.modules:
+            module = self.modules[-1]
+            name, kind = self.names[module], type(module).__name__
+        return Place(name, kind, op, way.file, way.number, self.function)
 
     def place_by_graph(self, here: Place) -> Place:
         """Return the place of the running op, and remember it for the op's backward.

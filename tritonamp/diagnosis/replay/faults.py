@@ -2,7 +2,6 @@
 
 import linecache
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,35 +11,66 @@ import torch
 from tritonamp.diagnosis.replay.verdicts import REASONS, VERDICTS, Event
 from tritonamp.names import short
 
+WHOLE, BFLOAT16 = 'level="O0"', "dtype=torch.bfloat16"
+"""Advice: compute the whole model in FP32, or in bfloat16."""
+
 
 class Remedy(NamedTuple):
-    """The remedies under which a batch ran again without its fault. Without any, nothing helped."""
+    """The remedies that were tried on the batch of a fault, one at a time.
 
-    modules: tuple[str, ...] = ()  # modules that computed in FP32
-    bfloat16: bool = False  # whether the model computed in bfloat16 instead
-    fp32: bool = False  # whether the whole model computed in FP32, where no few modules were enough
+    Attributes:
+        modules: modules that computed in FP32 in a run that passed.
+        bfloat16: whether the model passed in bfloat16.
+        fp32: whether the whole model passed in FP32, where no few modules were enough.
+        edits: edits of the code and the policy that passed, as advice.
+        vain: all remedies that did not pass.
+        forward_only: whether these runs had no backward.
+    """
+
+    modules: tuple[str, ...] = ()
+    bfloat16: bool = False
+    fp32: bool = False
+    edits: tuple[str, ...] = ()
+    vain: tuple[str, ...] = ()
+    forward_only: bool = False
 
     @property
     def helps(self) -> bool:
-        """Whether there is any remedy."""
+        """Whether the batch passes in another precision."""
         return bool(self.modules) or self.bfloat16 or self.fp32
 
-    def words(self, by_hand: str) -> str:
-        """Return advice in words. ``by_hand`` is the advice for the model itself."""
+    @property
+    def knows_precision(self) -> bool:
+        """Whether other precisions were tried."""
+        return self.helps or WHOLE in self.vain
+
+    @property
+    def words(self) -> str:
+        """Advice: all remedies that passed, or that none did."""
+        passes = f"(tried: the {'forward' if self.forward_only else 'batch'} passes)"
+        found = [f"{edit} {passes}" for edit in self.edits]
+        if self.modules and "" not in self.modules:
+            which = "it" if len(self.modules) == 1 else "them"
+            alone = f"; {self.modules[0]} alone only moves the fault)"
+            tried = passes if which == "it" else passes[:-1] + alone
+            found.append(f"keep {which} in FP32: fp32_modules={list(self.modules)} {tried}")
+        elif self.modules or self.fp32:
+            found.append(f"compute the whole model in FP32: {WHOLE} {passes}")
         if self.bfloat16:
-            return (
-                "train in bfloat16: dtype=torch.bfloat16 (tried: the batch passes; keeping "
-                "single modules in FP32 does not help)"
-            )
-        if self.fp32 or "" in self.modules:
-            return f"keep it in FP32: {by_hand} (tried: it passes with the whole model in FP32)"
-        more = len(self.modules) > 1
-        alone = f"; {self.modules[0]} alone only moves the fault" if more else ""
-        which = "them" if more else "it"
-        return (
-            f"keep {which} in FP32: fp32_modules={list(self.modules)} (tried: the batch passes"
-            f"{alone})"
-        )
+            found.append(f"train in bfloat16: {BFLOAT16} {passes}")
+        if found:
+            text = "; or ".join(found)
+            return f"{text[0].upper()}{text[1:]}."
+        edits = [tried for tried in self.vain if tried not in (WHOLE, BFLOAT16)]
+        vain = f"Tried in vain: {'; '.join(edits)}. " if edits else ""
+        return vain + self._of_precision()
+
+    def _of_precision(self) -> str:
+        if WHOLE not in self.vain:
+            return ""
+        if BFLOAT16 in self.vain:
+            return NO_PRECISION_HELPS
+        return "FP32 does not help: it was tried on this batch."
 
 
 @dataclass(frozen=True)
@@ -107,11 +137,18 @@ class FaultReport:
 
     @property
     def advice(self) -> str:
-        """Advice, in one sentence."""
-        advice = VERDICTS[self.kind].advice
-        if self.remedy is not None and not self.remedy.helps:
-            advice = _KEEP.sub(".", advice) + f" {NO_PRECISION_HELPS}"
-        return advice.format(**self._words())
+        """Advice: remedies that were tried, else those that could not be, and why."""
+        hint = VERDICTS[self.kind].hint.format(**self._words())
+        if self.kind == "scale_too_high":
+            return hint
+        if self.remedy is None:
+            return (
+                f"{hint} (Not tried: {_UNTRIED.get(self.kind, 'the batch could not run again')}.)"
+            )
+        if self.remedy.edits or self.remedy.helps:
+            return self.remedy.words
+        words = self.remedy.words
+        return words if words.startswith("Tried") else f"{hint} (Not tried.) {words}".rstrip()
 
     def _words(self) -> dict[str, str]:
         event = self.event
@@ -128,23 +165,17 @@ class FaultReport:
             "op": self.op,
             "argument": "zero" if event.zero else "out of its range",
             "reason": self._reason(),
+            "softmax": f" ({event.softmax})" if event.softmax else "",
+            "read_format": short(event.inputs[0].dtype if event.inputs else event.dtype),
+            "divisor": number(event.divisor),
+            "made": f" of {event.maker}" if event.maker else "",
             "named": f"{', '.join(event.names)}: " if event.names else "",
             "names": listed(self.names),
             "samples": f", samples {listed(event.samples)} of dim 0" if event.samples else "",
             "scale": number(self.scale),
             "fits": number(self.fits),
             "init_scale": number(self.fits).replace("2^", "2.0**"),
-            "keep": self._keep(),
         }
-
-    def _keep(self) -> str:
-        """Return advice: the modules to keep in FP32, or another remedy if FP32 did not help."""
-        is_input = self.kind == "cast_overflow" and not self.event.place.file
-        by_hand = _UNCAST if is_input else _BY_HAND
-        if self.remedy is not None:
-            return self.remedy.words(by_hand)
-        module = self.module
-        return f"keep it in FP32: {f'fp32_modules=[{module!r}]' if module else by_hand}"
 
     def _reason(self) -> str:
         if self.event.discarded:
@@ -205,10 +236,13 @@ class FaultReport:
 
 NOT_REPRODUCED = "not reproduced: run again, forward and backward are finite"
 NO_PRECISION_HELPS = "FP32 does not help, nor does bfloat16: both were tried on this batch."
-_KEEP = re.compile(r"(, or|; if .*,| If this .*,) \{keep\}\.")
-_BY_HAND = "x.float() under tritonamp.disable_casts()"
-_UNCAST = 'level="O2" and cast_inputs=False, with the modules that read it in fp32_modules'
-"""For inputs that ``enable`` casts: at O3, or as ``cast_inputs`` says."""
+_UNTRIED = {
+    "parameters": "no other weights are at hand",
+    "weight_overflow": "the batch could not run again",
+    "own_backward": "it is your own code",
+    "propagated": "no op of torch made it",
+}
+"""Why nothing could be tried, by kind of fault."""
 
 
 def number(value: float | None) -> str:

@@ -45,6 +45,18 @@ def family(op: str) -> set[str]:
     return {key for key, names in FAMILIES.items() if name in names.split()}
 
 
+def is_softmax(op: str) -> bool:
+    """Return whether an op computes a softmax, which may be 0 where its logarithm is finite."""
+    return "softmax" in op and "log" not in op and "backward" not in op
+
+
+def keeps_probabilities(op: str) -> bool:
+    """Return whether an op picks, shifts or averages probabilities, so that zeros may be left."""
+    names = """add sub rsub clamp clamp_min clamp_max index gather mean select slice where mul
+        index_select masked_select cat stack lerp"""
+    return op in names.split()
+
+
 def is_masked(call: OpCall) -> bool:
     """Return whether a call is a softmax with a row of nothing but -inf."""
     if "softmax" not in family(call.schema.name) and "attention" not in call.schema.name:

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from tritonamp.diagnosis.replay.verdicts import Event
+from tritonamp.diagnosis.replay.verdicts import Eps, Event
 from tritonamp.watched.ops import OpCall, is_finite
 from tritonamp.watched.places import Place
 
@@ -18,7 +18,8 @@ class MemoryFacts:
 
     label: str = ""  # name of a tensor that a model was called with
     origin: Event | None = None  # event that made values inf or NaN
-    eps: tuple[float, torch.dtype] | None = None  # added, and the format where it is 0
+    eps: Eps | None = None  # added to numbers, of which some are hardly larger
+    softmax: Place | None = None  # where a softmax computed the values
     maker: Place | None = None  # where the values were computed
     unwritten: bool = False  # allocated, and not written to yet
     # values in float64 behind an overflow, of each view by its layout

@@ -15,6 +15,7 @@ from tritonamp.diagnosis.range_hooks import silenced
 from tritonamp.diagnosis.replay.backward import Backward
 from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.model_names import ModelNames
+from tritonamp.diagnosis.replay.user_calls import Patch
 from tritonamp.diagnosis.replay.verdicts import Event, judge
 from tritonamp.diagnosis.replay.watching import Watch
 from tritonamp.fp32_values import Fp32Values
@@ -36,6 +37,7 @@ def find_fault(
     grad_outputs: Sequence[Tensor | None] | None = None,
     expected: Sequence[Tensor] | None = None,
     around: AbstractContextManager[None] | None = None,
+    patch: Patch | None = None,
 ) -> FaultReport | None:
     """Find the first op that makes inf or NaN out of finite numbers and matters to the result.
 
@@ -54,13 +56,14 @@ def find_fault(
             model without a loss.
         expected: tensors that ``run`` returned the first time, to compare bits.
         around: block around the run.
+        patch: change of the user's code in this run.
 
     Raises:
         CollectiveError: the run communicates with other ranks.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     with around or contextlib.nullcontext():  # it may put other tensors into the models
-        replay = _Replay(models, scale)
+        replay = _Replay(models, scale, patch)
         with _untouched(models, replay.watch.writes):
             output = replay.forward(run, expected)
             fault = replay.fault_of_forward(output)
@@ -135,9 +138,9 @@ def _write_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
 class _Replay:
     """One forward, perhaps with its backward, under a ``Watch``."""
 
-    def __init__(self, models: list[nn.Module], scale: float) -> None:
+    def __init__(self, models: list[nn.Module], scale: float, patch: Patch | None = None) -> None:
         self.names = ModelNames(models)
-        self.watch = Watch(self.names)
+        self.watch = Watch(self.names, patch)
         self.scale = scale
         self.replayed = "not checked"
         self.models = models
@@ -178,7 +181,9 @@ class _Replay:
         return min(events, key=self.watch.events.index)
 
     def _fault(self, event: Event, fits: float | None = None, **fields: Any) -> FaultReport:
-        kind, names = judge(event, fits), fields.pop("names", None) or event.names
+        kind, names = judge(event, fits), fields.pop("names", ())
+        if event.source or not names:
+            names = event.names
         if kind == "parameters":
             held = [(name, t) for name, t in self.names.weights() if floats(t) and not is_finite(t)]
             names = tuple(name for name, _ in held)
@@ -192,25 +197,44 @@ class _Replay:
     # backward
 
     def fault_of_backward(self, backward: Backward) -> FaultReport | None:
-        """Report the cause of non-finite gradients, if the backward can run."""
+        """Report the cause of non-finite gradients, if the backward can run.
+
+        Where no loss scale from 1 up fits, it is the cause at scale 1: an overflow of the scale
+        would hide it.
+        """
         if not backward.is_possible or backward.fits(self.scale):
             return None
-        self.watch.phase = "backward"
-        with self.watch:
-            for i, seed in enumerate(backward.seeds):
-                self.watch.memories.of(seed).label = f"gradient of output {i}"
-            grads = backward.gradients(self.scale)
-        bad = {name: g for name, g in grads.items() if not is_finite(g)}
-        if not bad:
+        found = self._watched_backward(backward, self.scale)
+        if found is None:
             return None  # the run is not deterministic
-        event = self._first([self.watch.origin(g, _RESULT) for g in bad.values()])
-        if event.phase == "forward" and not event.overflowed and not event.source:
-            event.phase, event.discarded = "backward", True
+        event, bad = found
         fits = backward.largest_scale(self.scale) if event.overflowed else None
+        if event.overflowed and self.scale > 1 and (fits is None or fits < 1):
+            at_one = self._watched_backward(backward, 1.0)
+            if at_one is not None:
+                self.scale = 1.0
+                event, bad = at_one
         outcome = f"gradients of {len(bad)} of {len(self.params)} parameters are not finite"
         return self._fault(
             event, fits, names=tuple(bad), outcome=outcome, silent=event.absorbed is not None
         )
+
+    def _watched_backward(
+        self, backward: Backward, scale: float
+    ) -> tuple[Event, dict[str, Tensor]] | None:
+        """Run the backward at a scale. Return the first fault, and the gradients it reached."""
+        self.watch.phase = "backward"
+        with self.watch:
+            for i, seed in enumerate(backward.seeds):
+                self.watch.memories.of(seed).label = f"gradient of output {i}"
+            grads = backward.gradients(scale)
+        bad = {name: g for name, g in grads.items() if not is_finite(g)}
+        if not bad:
+            return None
+        event = self._first([self.watch.origin(g, _RESULT) for g in bad.values()])
+        if event.phase == "forward" and not event.overflowed and not event.source:
+            event.phase, event.discarded = "backward", True
+        return event, bad
 
 
 _RESULT = Place()

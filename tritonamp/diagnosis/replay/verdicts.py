@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tritonamp.diagnosis.replay.known_ops import family
 from tritonamp.names import short
@@ -22,6 +23,20 @@ class OpInput:
 
     def __str__(self) -> str:
         return f"{short(self.dtype)}{list(self.shape)} up to {self.amax:.4g}"
+
+
+class Eps(NamedTuple):
+    """A small number that was added, or is a lower limit."""
+
+    value: float
+    dtype: torch.dtype  # format of the result
+    place: Place | None = None  # where it was added
+
+    @property
+    def vanishes(self) -> bool:
+        """Whether it is 0 in the format."""
+        info = torch.finfo(self.dtype)
+        return abs(self.value) <= info.smallest_normal * info.eps / 2
 
 
 @dataclass
@@ -42,12 +57,17 @@ class Event:
     names: tuple[str, ...] = ()  # of the inputs or parameters that were not finite
     samples: tuple[int, ...] = ()  # of the input, by number, that were not finite
     scalars: tuple[float, ...] = ()  # Python numbers among the arguments
-    eps: tuple[float, torch.dtype] | None = None  # added earlier, in a format where it is 0
+    eps: Eps | None = None  # added earlier to a number that is hardly larger
     zero: bool = False  # a divisor, or the argument of a logarithm, is zero
     masked: bool = False  # a softmax row has nothing but -inf
     constant: bool = False  # an infinity written on purpose is among the inputs
     rounding: bool = False  # the op only rounded a finite value of a wider format
     squares: bool = False  # the op multiplied a tensor by itself
+    own: bool = False  # it ran in a backward or a hook that the user wrote
+    softmax: Place | None = None  # of the softmax whose small values the op reads
+    divisor: float | None = None  # the smallest magnitude that the op, or its forward, divides by
+    maker: Place | None = None  # of a cast: where its value was computed
+    tensor: Tensor | None = None  # the tensor of the batch that was not finite
     discarded: bool = False  # the forward discarded its result, the backward did not
     later: int = 0  # number of ops that passed inf or NaN on
     first_nan: Place | None = None  # where inf became NaN
@@ -63,25 +83,29 @@ class Event:
 
 
 class Verdict(NamedTuple):
-    """The texts for a kind of fault. Names of ``FaultReport._words`` are in braces."""
+    """The texts for a kind of fault. Names of ``FaultReport._words`` are in braces.
+
+    Attributes:
+        why: the reason.
+        hint: advice for where no tried remedy is known.
+    """
 
     why: str
-    advice: str
+    hint: str
 
 
 VERDICTS = {
     "matmul_overflow": Verdict(
         "the product is {value}, {multiple} times the {limit} that {format} ends at",
-        "Normalise or scale what goes into it (attention: scale q before q @ k, or normalise q "
-        "and k), or {keep}.",
+        "Normalise or scale what goes into it: in attention scale q before q @ k.",
     ),
     "square_overflow": Verdict(
         "a square is {value}, {multiple} times the {limit} that {format} ends at",
-        "Take squares and variances of x.float() (torch's own norms and var do), or {keep}.",
+        "Take squares and variances of x.float(), as torch's own norms and var do.",
     ),
     "reduction_overflow": Verdict(
         "the sum is {value}, {multiple} times the {limit} that {format} ends at",
-        "Sum in FP32: x.sum(dtype=torch.float32), a mean before the sum, or {keep}.",
+        "Sum in FP32: x.sum(dtype=torch.float32).",
     ),
     "exp_overflow": Verdict(
         "the exponential of {amax} is {value}, beyond the {limit} that {format} ends at",
@@ -89,7 +113,7 @@ VERDICTS = {
     ),
     "overflow": Verdict(
         "the result is {value}, {multiple} times the {limit} that {format} ends at",
-        "Make its inputs smaller, or {keep}.",
+        "Make its inputs smaller.",
     ),
     "constant_overflow": Verdict(
         "the constant {scalar} does not fit {format}, which ends at {limit}",
@@ -97,9 +121,9 @@ VERDICTS = {
         "in FP32.",
     ),
     "cast_overflow": Verdict(
-        "{named}a finite {value} was cast to {format}, {multiple} times the {limit} that it ends "
-        "at",
-        "Bring the value into range before the cast, or {keep}.",
+        "{named}a finite {value}{made} was cast to {format}, {multiple} times the {limit} that it "
+        "ends at",
+        "Bring the value into range before the cast.",
     ),
     "masked_row": Verdict(
         "a row of this softmax is -inf everywhere, and its sum of exponentials is 0/0",
@@ -108,20 +132,19 @@ VERDICTS = {
     ),
     "vanished_eps": Verdict(
         "eps={eps} rounds to zero in {eps_format}, and {op} meets a zero",
-        "Take a larger eps (float16 holds 6e-5 and up), add it to x.float(), or {keep}.",
+        "Take a larger eps: float16 holds 6e-5 and up.",
     ),
     "zero_by_zero": Verdict(
         "0/0",
-        "Clamp the divisor, or handle the empty case (all masked, all equal) apart; if it is zero "
-        "in half only (a square of small numbers), {keep}.",
+        "Clamp the divisor, or handle the empty case (all masked, all equal) apart.",
     ),
     "division_by_zero": Verdict(
         "a divisor is zero",
-        "Clamp it from below by a number that {format} holds; if it is not zero in FP32, {keep}.",
+        "Clamp it from below by a number that {format} holds.",
     ),
     "domain_error": Verdict(
         "{op} has no value there: its argument is {argument}",
-        "Clamp the argument into range; if rounding in half put it outside, {keep}.",
+        "Clamp the argument into range.",
     ),
     "infinite_constant": Verdict(
         "an infinity that was written as a constant met inf - inf, 0 * inf or the loss",
@@ -138,7 +161,30 @@ VERDICTS = {
     ),
     "weight_overflow": Verdict(
         "a weight does not fit {format}, though its FP32 master is finite: {names}",
-        "Decay or clip this weight, or {keep}.",
+        "Decay or clip this weight.",
+    ),
+    "softmax_zero": Verdict(
+        "{op} meets a 0 that is a softmax's result{softmax}: {read_format} rounds small "
+        "probabilities to 0, and their logarithm is finite",
+        "Write log_softmax(x, dim) in place of log(softmax(x, dim)).",
+    ),
+    "softmax_gradient": Verdict(
+        "{op} reads small results of a softmax{softmax}, and its gradient divides by them: "
+        "{value} at loss scale {scale}",
+        "Write log_softmax(x, dim) in place of log(softmax(x, dim)).",
+    ),
+    "small_divisor": Verdict(
+        "{op} divides by {divisor}, so that its gradient is {value} at loss scale {scale}",
+        "Take a larger eps, or clamp the divisor.",
+    ),
+    "ctc_length": Verdict(
+        "a target is longer than its input, so no alignment exists and the loss is inf",
+        "Pass zero_infinity=True to ctc_loss, or drop such samples.",
+    ),
+    "own_backward": Verdict(
+        "your own backward, or a hook on a gradient, makes it there: its inputs are finite, its "
+        "result is not",
+        "Mend that line: a backward has to be finite for each input of its forward.",
     ),
     "propagated": Verdict(
         "inf or NaN arrived with {names}",
@@ -148,13 +194,12 @@ VERDICTS = {
         "the gradient is {value} at loss scale {scale}, {multiple} times the {limit} that "
         "{format} ends at; all gradients fit at {fits}",
         "Nothing, if it is rare: the scale comes down by itself, or begins there, with "
-        "scaler=tritonamp.GradScaler(init_scale={init_scale}). If this layer alone holds the "
-        "scale down, {keep}.",
+        "scaler=tritonamp.GradScaler(init_scale={init_scale}) (tried: all gradients fit).",
     ),
     "gradient_overflow": Verdict(
         "the gradient is {value} at loss scale {scale}, {multiple} times the {limit} that "
         "{format} ends at, and no loss scale from 1 up fits",
-        "Make the loss or the gradient of this op smaller, or {keep}.",
+        "Make the loss or the gradient of this op smaller.",
     ),
     "backward_nan": Verdict(
         "the forward is finite, the gradient of {op} is not: {reason}",
@@ -162,7 +207,7 @@ VERDICTS = {
         "does not stop 0 * inf in the backward), or clamp its argument.",
     ),
     "unknown": Verdict(
-        "its inputs are finite and its output is not", "Compute it by hand in float64, or {keep}."
+        "its inputs are finite and its output is not", "Compute it by hand in float64."
     ),
 }
 
@@ -182,6 +227,8 @@ def _constant(e: Event) -> bool:
 
 
 FORWARD: list[tuple[str, Callable[[Event], bool]]] = [
+    ("ctc_length", lambda e: "ctc_loss" in e.place.op),
+    ("softmax_zero", lambda e: e.softmax is not None and e.zero and _is("log", "divide")(e)),
     ("infinite_constant", lambda e: e.quiet),
     ("constant_overflow", _constant),
     ("cast_overflow", lambda e: e.rounding and e.overflowed),
@@ -192,7 +239,7 @@ FORWARD: list[tuple[str, Callable[[Event], bool]]] = [
     ("reduction_overflow", lambda e: e.overflowed and _is("reduction")(e)),
     ("overflow", lambda e: e.overflowed),
     ("masked_row", lambda e: e.masked),
-    ("vanished_eps", lambda e: e.eps is not None and e.zero),
+    ("vanished_eps", lambda e: e.eps is not None and e.eps.vanishes and e.zero),
     ("infinite_constant", lambda e: e.nan and e.constant),
     ("domain_error", _is("log")),
     ("zero_by_zero", lambda e: e.nan and _is("average")(e)),
@@ -202,6 +249,8 @@ FORWARD: list[tuple[str, Callable[[Event], bool]]] = [
     ("square_overflow", lambda e: _is("square")(e) and e.exact == math.inf),
 ]
 """Kinds of a forward fault. The first match wins."""
+
+SMALL_DIVISOR = 1e-4  # whose square, in a gradient, is far below the half formats
 
 REASONS = {
     "sqrt": "the slope of sqrt at 0 is infinite",
@@ -227,6 +276,16 @@ def judge(event: Event, fits: float | None = None) -> str:
     if event.source:
         return event.source
     if event.phase == "backward":
+        if event.own:
+            return "own_backward"
+        if "ctc_loss" in event.place.op and not event.overflowed:
+            return "ctc_length"
+        fits_well = fits is not None and fits >= 1
+        if event.softmax is not None and _is("log", "divide")(event) and not fits_well:
+            return "softmax_gradient"
+        small = event.divisor is not None and 0.0 < event.divisor < SMALL_DIVISOR
+        if small and _is("divide", "log")(event) and not fits_well:
+            return "small_divisor"
         if not event.overflowed:
             return "backward_nan"
         return "scale_too_high" if fits is not None and fits >= 1 else "gradient_overflow"

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 from tritonamp.diagnosis.replay import known_ops
 from tritonamp.diagnosis.replay.memories import Memories
 from tritonamp.diagnosis.replay.model_names import ModelNames
-from tritonamp.diagnosis.replay.verdicts import Event, OpInput
+from tritonamp.diagnosis.replay.user_calls import Patch, UserCalls
+from tritonamp.diagnosis.replay.verdicts import SMALL_DIVISOR, Eps, Event, OpInput
 from tritonamp.watched.ops import (
     ADDS_A_NUMBER,
     READ_NO_VALUES,
@@ -33,24 +34,44 @@ class _Ran(NamedTuple):
         call: the op, with copies of the tensors that it has written to.
         asked: the op that the user called.
         place: place of the call in the user's code.
+        own: whether a backward or a hook that the user wrote calls it.
     """
 
     call: OpCall
     asked: OpCall
     place: Place
+    own: bool
 
 
 class Watch(PlacedOps):
-    """Looks at every op while it is active, and waits for the device at each."""
+    """Looks at every op while it is active, and waits for the device at each.
 
-    def __init__(self, names: ModelNames) -> None:
+    Args:
+        names: names of the models.
+        patch: change of the user's code that is tried in this run.
+    """
+
+    def __init__(self, names: ModelNames, patch: Patch | None = None) -> None:
         super().__init__(names.modules)
+        self._user_calls = UserCalls(self, patch)
         self.model_names = names
         self.phase = "forward"  # the owner sets "backward" when the backward begins
         self.events: list[Event] = []  # in the order in which they happened
         # name of a parameter or buffer that was written to, to the tensor and its value before
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
         self.memories = Memories()
+        # by place of a logarithm or division, the softmax whose values it reads, and the smallest
+        # magnitude among these values
+        self._read: dict[Place, tuple[Place | None, float]] = {}
+
+    def __enter__(self) -> "Watch":
+        super().__enter__()
+        self._user_calls.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._user_calls.__exit__(*exception)
+        super().__exit__(*exception)
 
     def note_entered(self, module: nn.Module, args: Any) -> None:
         super().note_entered(module, args)
@@ -59,8 +80,8 @@ class Watch(PlacedOps):
                 if is_watched(value):
                     self.memories.of(value).label = f"input {i}"
 
-    def _asked(self, call: OpCall) -> tuple[OpCall, Place]:
-        """Return the op that the user called, and its place. A rule may run other ops for it."""
+    def _ran(self, call: OpCall) -> _Ran:
+        """Return the call with the op that the user called. A rule may run other ops for it."""
         way = Way.out_of(sys._getframe(1))
         if way.rule is not None:
             found = way.rule.f_locals
@@ -72,13 +93,13 @@ class Watch(PlacedOps):
         if is_cast and self.modules and self.modules[-1] in self.model_names.roots:
             # blame the cast of an output on the op that made the output
             here = next((self.memories.of(t).maker or here for t in call.inputs()), here)
-        return asked, self.place_by_graph(here)
+        before = self._with_copies(call)
+        own = way.file is not None and self.in_backward()
+        return _Ran(before, before if asked is call else asked, self.place_by_graph(here), own)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = OpCall(func, args, kwargs or {})
-        asked, place = self._asked(call)
-        before = self._with_copies(call)
-        ran = _Ran(before, before if asked is call else asked, place)
+        ran = self._ran(call)
         result = call.run()
         results = floats([result, call.written_arguments()])
         # private (torch 2.11 to 2.15): for all device types at once, and without a change of what
@@ -119,7 +140,8 @@ class Watch(PlacedOps):
         self._follow_overflows(ran, results)
         for t in results:
             self.memories.of(t).maker = ran.place
-        self._note_eps(call, results)
+        self._note_eps(ran, results)
+        self._note_small(ran, results)
 
     # inf and NaN
 
@@ -152,13 +174,14 @@ class Watch(PlacedOps):
         return event
 
     def _new_event(self, ran: _Ran, bad: Tensor, nan: bool, masked: bool, constant: bool) -> Event:
-        call, asked, place = ran
+        call, asked, place, own = ran
         name = call.schema.name
         inputs = call.inputs()
         given = asked.inputs()
-        divisor = None
-        if name in known_ops.DIVISORS and len(call.args) > known_ops.DIVISORS[name]:
-            divisor = call.args[known_ops.DIVISORS[name]]
+        divisor = self._divisor_of(call)
+        softmax, smallest = self._softmax_of(call), None
+        if self.phase == "backward":
+            softmax, smallest = self._read.get(place, (None, None))
         rounded = False
         if "cast" in known_ops.family(name):
             rounded = asked is call or storage_id(inputs[0]) in {storage_id(t) for t in given}
@@ -174,12 +197,16 @@ class Watch(PlacedOps):
             quiet=constant and not nan,
             names=tuple(weight[0] for weight in named if weight),
             scalars=call.scalars(),
-            eps=self.memories.of(divisor).eps if isinstance(divisor, Tensor) else None,
+            eps=next(filter(None, (self.memories.of(t).eps for t in inputs)), None),
             zero=divisor is not None and bool(torch.as_tensor(divisor == 0).any()),
             masked=masked,
             constant=constant,
             rounding=rounded,
             squares=name == "mul" and known_ops.are_same(call.args),
+            own=own,
+            softmax=softmax,
+            divisor=smallest,
+            maker=self.memories.of(inputs[0]).maker if rounded and inputs else None,
         )
 
     def origin(self, tensor: Tensor, place: Place) -> Event:
@@ -206,6 +233,7 @@ class Watch(PlacedOps):
                 samples = tuple(nonfinite_samples(tensor))
         event = Event(place, self.phase, tensor.dtype, nan=nan, quiet=quiet, source=source)
         event.names, event.samples = (name,), samples
+        event.tensor = tensor if source == "data" else None
         memory.origin = event
         self.events.append(event)
         return event
@@ -238,14 +266,40 @@ class Watch(PlacedOps):
         origins = [self.memories.of(t).origin for t in tensors if not is_finite(t)]
         return [event for event in origins if event is not None and event.overflowed]
 
-    # numbers that round to zero
+    # small numbers
 
-    def _note_eps(self, call: OpCall, results: list[Tensor]) -> None:
+    def _note_eps(self, ran: _Ran, results: list[Tensor]) -> None:
+        """Note an eps that was added, where numbers near it are left."""
+        call = ran.call
         found = next(filter(None, (self.memories.of(t).eps for t in call.inputs())), None)
         for t in results:
             eps = found
             if call.schema.name in ADDS_A_NUMBER:
-                small = torch.finfo(t.dtype).smallest_normal * torch.finfo(t.dtype).eps / 2
-                eps = next(((s, t.dtype) for s in call.scalars() if 0 < abs(s) <= small), found)
-            if eps is not None and bool((t == 0).any()):
+                small = (abs(s) for s in call.scalars() if 0 < abs(s) <= SMALL_DIVISOR)
+                eps = next((Eps(s, t.dtype, ran.place) for s in small), found)
+            if eps is not None and bool((t.abs() <= 2 * eps.value).any()):
                 self.memories.of(t).eps = eps
+
+    def _note_small(self, ran: _Ran, results: list[Tensor]) -> None:
+        """Note probabilities of a softmax, while they are moved or shifted, and divisors."""
+        name = ran.call.schema.name
+        if self.phase == "backward":
+            return
+        softmax = ran.place if known_ops.is_softmax(name) else self._softmax_of(ran.call)
+        divisor = self._divisor_of(ran.call)
+        if divisor is not None:
+            self._read[ran.place] = softmax, float(torch.as_tensor(divisor).abs().min())
+        elif softmax is not None and (
+            known_ops.is_softmax(name) or ran.call.moves or known_ops.keeps_probabilities(name)
+        ):
+            for t in results:
+                self.memories.of(t).softmax = softmax
+
+    def _softmax_of(self, call: OpCall) -> Place | None:
+        """Return the place of the softmax that made the values an op reads."""
+        return next(filter(None, (self.memories.of(t).softmax for t in call.inputs())), None)
+
+    def _divisor_of(self, call: OpCall) -> Any:
+        """Return the argument of a call that must not be zero; None: there is none."""
+        number = known_ops.DIVISORS.get(call.schema.name)
+        return None if number is None or len(call.args) <= number else call.args[number]

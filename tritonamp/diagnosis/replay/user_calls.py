@@ -1,0 +1,77 @@
+"""The functions of torch that the user's code calls in a run, and changes of such calls."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch.overrides import TorchFunctionMode
+
+from tritonamp.watched.places import Place, PlacedOps, Way
+
+Change = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""``change(function, args, kwargs)`` returns the result; NotImplemented: it cannot change that."""
+
+
+class Site(NamedTuple):
+    """The calls of one function on one line, in one module."""
+
+    place: Place
+    function: Any  # function or method of torch, like ``torch.log`` or ``torch.Tensor.log``
+
+    @classmethod
+    def of(cls, place: Place) -> "Site":
+        """Return the site of the call behind an op's place."""
+        return cls(place, place.function)
+
+
+@dataclass(eq=False)
+class Patch:
+    """A change of the user's code, tried in a run without an edit of the code.
+
+    Attributes:
+        words: the change as advice.
+        changes: change of the calls at each site.
+        form: equal for edits that differ in a number only.
+        used: whether a call has been changed.
+    """
+
+    words: str
+    changes: Mapping[Site, Change]
+    form: str = ""
+    used: bool = field(default=False, init=False)
+
+    def __call__(
+        self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the result of a call at a site, changed if the site has a change."""
+        change = self.changes.get(site)
+        result = NotImplemented if change is None else change(function, args, kwargs)
+        if result is NotImplemented:
+            return function(*args, **kwargs)
+        self.used = True
+        return result
+
+
+class UserCalls(TorchFunctionMode):
+    """Tells a watched run which function of torch the user's code calls, and applies a patch.
+
+    torch sets the mode aside while a call runs, so functions that torch itself calls go unseen.
+    """
+
+    def __init__(self, run: PlacedOps, patch: Patch | None) -> None:
+        super().__init__()
+        self._run = run
+        self._patch = patch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self._run.function = func
+        try:
+            if self._patch is None or self._run.in_backward():
+                return func(*args, **(kwargs or {}))
+            here = self._run.place_now("", Way.out_of(sys._getframe(1)))
+            return self._patch(Site.of(here), func, args, kwargs or {})
+        finally:
+            self._run.function = None
