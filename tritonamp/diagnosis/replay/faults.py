@@ -46,7 +46,7 @@ class Remedy(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Advice: all remedies that passed, or that none did."""
+        """Advice: all remedies that passed; "" if none did."""
         passes = f"(tried: the {'forward' if self.forward_only else 'batch'} passes)"
         found = [f"{edit} {passes}" for edit in self.edits]
         if self.modules and "" not in self.modules:
@@ -58,19 +58,20 @@ class Remedy(NamedTuple):
             found.append(f"compute the whole model in FP32: {WHOLE} {passes}")
         if self.bfloat16:
             found.append(f"train in bfloat16: {BFLOAT16} {passes}")
-        if found:
-            text = "; or ".join(found)
-            return f"{text[0].upper()}{text[1:]}."
-        edits = [tried for tried in self.vain if tried not in (WHOLE, BFLOAT16)]
-        vain = f"Tried in vain: {'; '.join(edits)}. " if edits else ""
-        return vain + self._of_precision()
+        text = "; or ".join(found)
+        return f"{text[:1].upper()}{text[1:]}." if found else ""
 
-    def _of_precision(self) -> str:
-        if WHOLE not in self.vain:
-            return ""
-        if BFLOAT16 in self.vain:
-            return NO_PRECISION_HELPS
-        return "FP32 does not help: it was tried on this batch."
+    @property
+    def in_vain(self) -> str:
+        """The remedies that did not pass, in words; "" if all did, or none was tried."""
+        precision = WHOLE in self.vain and (BFLOAT16 in self.vain or not self.bfloat16)
+        names = [tried for tried in self.vain if not precision or tried not in (WHOLE, BFLOAT16)]
+        words = f"{'; '.join(names)}. " if names else ""
+        if precision and BFLOAT16 in self.vain:
+            words += NO_PRECISION_HELPS
+        elif precision:
+            words += "FP32 does not help: it was tried on this batch."
+        return words.strip()
 
 
 @dataclass(frozen=True)
@@ -145,10 +146,7 @@ class FaultReport:
             return (
                 f"{hint} (Not tried: {_UNTRIED.get(self.kind, 'the batch could not run again')}.)"
             )
-        if self.remedy.edits or self.remedy.helps:
-            return self.remedy.words
-        words = self.remedy.words
-        return words if words.startswith("Tried") else f"{hint} (Not tried.) {words}".rstrip()
+        return self.remedy.words or f"{hint} (Not tried.)"
 
     def _words(self) -> dict[str, str]:
         event = self.event
@@ -204,6 +202,8 @@ class FaultReport:
             lines.append(f"  then:    {aftermath}")
         if not (self.harmless and self._is_right()):
             lines.append(f"  to do:   {self.advice}")
+            if self.remedy is not None and self.remedy.in_vain:
+                lines.append(f"  in vain: {self.remedy.in_vain}")
         if self.replayed != "not checked":
             lines.append(f"  replay:  forward output {self.replayed}")
         return "\n".join(lines)

@@ -31,8 +31,8 @@ FAMILIES = {
     "product": "mul multiply",
     "average": """mean nanmean var std var_mean std_mean nll_loss nll_loss_nd nll_loss2d
         nll_loss_forward nll_loss2d_forward cross_entropy_loss mse_loss""",
-    "log": "log log2 log10 log1p xlogy logit",
-    "root": """sqrt acos asin acosh atanh arccos arcsin erfinv lgamma norm linalg_vector_norm std
+    "log": "log log2 log10 log1p xlogy logit atanh arctanh erfinv",
+    "root": """sqrt acos asin acosh arccos arcsin lgamma norm linalg_vector_norm std
         dist cdist""",
     "cast": "to_copy copy to",
 }

@@ -101,7 +101,7 @@ VERDICTS = {
     ),
     "square_overflow": Verdict(
         "a square is {value}, {multiple} times the {limit} that {format} ends at",
-        "Take squares and variances of x.float(), as torch's own norms and var do.",
+        "Make the numbers smaller before the square.",
     ),
     "reduction_overflow": Verdict(
         "the sum is {value}, {multiple} times the {limit} that {format} ends at",
@@ -127,8 +127,7 @@ VERDICTS = {
     ),
     "masked_row": Verdict(
         "a row of this softmax is -inf everywhere, and its sum of exponentials is 0/0",
-        "Leave one entry of each row unmasked, or write zeros over such rows with torch.where "
-        "before the softmax.",
+        "Leave one entry of each row unmasked.",
     ),
     "vanished_eps": Verdict(
         "eps={eps} rounds to zero in {eps_format}, and {op} meets a zero",
@@ -184,7 +183,7 @@ VERDICTS = {
     "own_backward": Verdict(
         "your own backward, or a hook on a gradient, makes it there: its inputs are finite, its "
         "result is not",
-        "Mend that line: a backward has to be finite for each input of its forward.",
+        "Mend that line of your own backward or hook.",
     ),
     "propagated": Verdict(
         "inf or NaN arrived with {names}",

@@ -1,5 +1,6 @@
 """A dispatch mode that notes at which ops of a run inf and NaN begin and end."""
 
+import dataclasses
 import math
 import sys
 from typing import Any, NamedTuple
@@ -11,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 from tritonamp.diagnosis.replay import known_ops
 from tritonamp.diagnosis.replay.memories import Memories
 from tritonamp.diagnosis.replay.model_names import ModelNames
+from tritonamp.diagnosis.replay.small_numbers import SmallNumbers
 from tritonamp.diagnosis.replay.user_calls import Patch, UserCalls
-from tritonamp.diagnosis.replay.verdicts import SMALL_DIVISOR, Eps, Event, OpInput
+from tritonamp.diagnosis.replay.verdicts import Event, OpInput
 from tritonamp.watched.ops import (
-    ADDS_A_NUMBER,
     READ_NO_VALUES,
     OpCall,
     amax,
@@ -60,9 +61,7 @@ class Watch(PlacedOps):
         # name of a parameter or buffer that was written to, to the tensor and its value before
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
         self.memories = Memories()
-        # by place of a logarithm or division, the softmax whose values it reads, and the smallest
-        # magnitude among these values
-        self._read: dict[Place, tuple[Place | None, float]] = {}
+        self._small = SmallNumbers(self.memories)
 
     def __enter__(self) -> "Watch":
         super().__enter__()
@@ -138,10 +137,10 @@ class Watch(PlacedOps):
             for t in bad:
                 self.memories.of(t).origin = event
         self._follow_overflows(ran, results)
-        for t in results:
+        for t in results if not call.schema.is_view else ():
             self.memories.of(t).maker = ran.place
-        self._note_eps(ran, results)
-        self._note_small(ran, results)
+        if self.phase == "forward":
+            self._small.note(call, ran.place, results)
 
     # inf and NaN
 
@@ -176,12 +175,14 @@ class Watch(PlacedOps):
     def _new_event(self, ran: _Ran, bad: Tensor, nan: bool, masked: bool, constant: bool) -> Event:
         call, asked, place, own = ran
         name = call.schema.name
+        if own:  # the place has the op of the forward
+            place = dataclasses.replace(place, op=name)
         inputs = call.inputs()
         given = asked.inputs()
-        divisor = self._divisor_of(call)
-        softmax, smallest = self._softmax_of(call), None
+        divisor = self._small.divisor(call)
+        eps, softmax, smallest = self._small.eps(call), self._small.softmax(call), None
         if self.phase == "backward":
-            softmax, smallest = self._read.get(place, (None, None))
+            eps, softmax, smallest = self._small.read_at(place)
         rounded = False
         if "cast" in known_ops.family(name):
             rounded = asked is call or storage_id(inputs[0]) in {storage_id(t) for t in given}
@@ -197,7 +198,7 @@ class Watch(PlacedOps):
             quiet=constant and not nan,
             names=tuple(weight[0] for weight in named if weight),
             scalars=call.scalars(),
-            eps=next(filter(None, (self.memories.of(t).eps for t in inputs)), None),
+            eps=eps,
             zero=divisor is not None and bool(torch.as_tensor(divisor == 0).any()),
             masked=masked,
             constant=constant,
@@ -265,41 +266,3 @@ class Watch(PlacedOps):
     def _overflows(self, tensors: list[Tensor]) -> list[Event]:
         origins = [self.memories.of(t).origin for t in tensors if not is_finite(t)]
         return [event for event in origins if event is not None and event.overflowed]
-
-    # small numbers
-
-    def _note_eps(self, ran: _Ran, results: list[Tensor]) -> None:
-        """Note an eps that was added, where numbers near it are left."""
-        call = ran.call
-        found = next(filter(None, (self.memories.of(t).eps for t in call.inputs())), None)
-        for t in results:
-            eps = found
-            if call.schema.name in ADDS_A_NUMBER:
-                small = (abs(s) for s in call.scalars() if 0 < abs(s) <= SMALL_DIVISOR)
-                eps = next((Eps(s, t.dtype, ran.place) for s in small), found)
-            if eps is not None and bool((t.abs() <= 2 * eps.value).any()):
-                self.memories.of(t).eps = eps
-
-    def _note_small(self, ran: _Ran, results: list[Tensor]) -> None:
-        """Note probabilities of a softmax, while they are moved or shifted, and divisors."""
-        name = ran.call.schema.name
-        if self.phase == "backward":
-            return
-        softmax = ran.place if known_ops.is_softmax(name) else self._softmax_of(ran.call)
-        divisor = self._divisor_of(ran.call)
-        if divisor is not None:
-            self._read[ran.place] = softmax, float(torch.as_tensor(divisor).abs().min())
-        elif softmax is not None and (
-            known_ops.is_softmax(name) or ran.call.moves or known_ops.keeps_probabilities(name)
-        ):
-            for t in results:
-                self.memories.of(t).softmax = softmax
-
-    def _softmax_of(self, call: OpCall) -> Place | None:
-        """Return the place of the softmax that made the values an op reads."""
-        return next(filter(None, (self.memories.of(t).softmax for t in call.inputs())), None)
-
-    def _divisor_of(self, call: OpCall) -> Any:
-        """Return the argument of a call that must not be zero; None: there is none."""
-        number = known_ops.DIVISORS.get(call.schema.name)
-        return None if number is None or len(call.args) <= number else call.args[number]

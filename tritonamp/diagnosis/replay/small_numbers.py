@@ -1,0 +1,67 @@
+"""Small numbers in a run: an eps that was added, probabilities of a softmax, and divisors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonamp.diagnosis.replay import known_ops
+from tritonamp.diagnosis.replay.memories import Memories
+from tritonamp.diagnosis.replay.verdicts import SMALL_DIVISOR, Eps
+from tritonamp.watched.ops import ADDS_A_NUMBER, OpCall
+from tritonamp.watched.places import Place
+
+
+class SmallNumbers:
+    """Follows small numbers from op to op of a forward."""
+
+    def __init__(self, memories: Memories) -> None:
+        self._memories = memories
+        # by place of a logarithm or division, the softmax whose values it reads, and the smallest
+        # magnitude among these values
+        self._read: dict[Place, tuple[Place | None, float]] = {}
+        self._eps: dict[Place, Eps] = {}  # in the values that an op reads, by its place
+
+    def note(self, call: OpCall, place: Place, results: list[Tensor]) -> None:
+        """Note an op of the forward that has run."""
+        self._note_eps(call, place, results)
+        name = call.schema.name
+        softmax = place if known_ops.is_softmax(name) else self.softmax(call)
+        divisor = self.divisor(call)
+        if divisor is not None:
+            self._read[place] = softmax, float(torch.as_tensor(divisor).abs().min())
+        elif softmax is not None and (
+            known_ops.is_softmax(name) or call.moves or known_ops.keeps_probabilities(name)
+        ):
+            for t in results:
+                self._memories.of(t).softmax = softmax
+
+    def _note_eps(self, call: OpCall, place: Place, results: list[Tensor]) -> None:
+        """Note an eps that was added, where numbers near it are left."""
+        found = self.eps(call)
+        if found is not None:
+            self._eps[place] = found
+        for t in results:
+            eps = found
+            if call.schema.name in ADDS_A_NUMBER:
+                small = (abs(s) for s in call.scalars() if 0 < abs(s) <= SMALL_DIVISOR)
+                eps = next((Eps(s, t.dtype, place) for s in small), found)
+            if eps is not None and bool((t.abs() <= 2 * eps.value).any()):
+                self._memories.of(t).eps = eps
+
+    def eps(self, call: OpCall) -> Eps | None:
+        """Return the eps in the values that an op reads; None: there is none."""
+        return next(filter(None, (self._memories.of(t).eps for t in call.inputs())), None)
+
+    def softmax(self, call: OpCall) -> Place | None:
+        """Return the place of the softmax that made the values an op reads."""
+        return next(filter(None, (self._memories.of(t).softmax for t in call.inputs())), None)
+
+    def divisor(self, call: OpCall) -> Any:
+        """Return the argument of a call that must not be zero; None: there is none."""
+        number = known_ops.DIVISORS.get(call.schema.name)
+        return None if number is None or len(call.args) <= number else call.args[number]
+
+    def read_at(self, place: Place) -> tuple[Eps | None, Place | None, float | None]:
+        """Return eps, softmax and smallest divisor that the forward's op has read at a place."""
+        return self._eps.get(place), *self._read.get(place, (None, None))
