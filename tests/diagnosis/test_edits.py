@@ -1,0 +1,215 @@
+"""Edits that a replay tries: each does to a call what its words say."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tritonamp
+from tritonamp.diagnosis.replay.edits import edits_for
+from tritonamp.diagnosis.replay.faults import FaultReport
+from tritonamp.diagnosis.replay.search import find_fault
+from tritonamp.diagnosis.replay.user_calls import Patch, Site
+from tritonamp.diagnosis.replay.verdicts import Event
+from tritonamp.watched.places import Place
+
+HALF, FULL = torch.float16, torch.float32
+
+
+def edits(
+    function: Any, kind: str = "unknown", phase: str = "forward", op: str = "", **fields: Any
+) -> dict[str, Patch]:
+    """Return the edits for a fault in a call of a function, by their words."""
+    place = Place("block", "Block", op or function.__name__.strip("_"), "f.py", 1, function)
+    dtype = fields.pop("dtype", FULL)
+    event = Event(place, phase, dtype, **fields)
+    return {patch.words: patch for patch in edits_for(FaultReport(kind, event))}
+
+
+def applied(patch: Patch, function: Any, *args: Any, **kwargs: Any) -> Any:
+    (site,) = patch.changes
+    result = patch(site, function, args, kwargs)
+    assert patch.used
+    return result
+
+
+X = torch.tensor([[-2.0, 0.0, 0.5, 1.0], [3.0, 1.0, 0.0, 2.0]])
+MASKED = torch.tensor([[-math.inf, -math.inf], [-math.inf, 1.0]])
+Y = torch.tensor([-100, -100])
+LOSS = "write cross_entropy(..., reduction='sum') divided by the number of targets that count"
+
+CASES: list[tuple[Any, str, Callable[[], Any], tuple[Any, ...], dict[str, Any]]] = [
+    (torch.log, "clamp the argument: log(x.clamp(min=1e-06))",
+     lambda: torch.log(X.clamp(min=1e-6)), (X,), {}),
+    (Tensor.log1p, "clamp the argument: log1p(x.clamp(min=-0.999999))",
+     lambda: torch.log1p(X.clamp(min=-0.999999)), (X,), {}),
+    (torch.sqrt, "clamp the argument: sqrt(x.clamp(min=0.001))",
+     lambda: torch.sqrt(X.clamp(min=1e-3)), (X,), {"dtype": HALF}),
+    (torch.acosh, "clamp the argument: acosh(x.clamp(min=1.001))",
+     lambda: torch.acosh(X.clamp(min=1.001)), (X,), {}),
+    (torch.acos, "clamp the argument: acos(x.clamp(-1 + 1e-06, 1 - 1e-06))",
+     lambda: torch.acos(X.clamp(-1 + 1e-6, 1 - 1e-6)), (X,), {}),
+    (torch.logit, "write logit(x, eps=0.001)", lambda: torch.logit(X, eps=1e-3), (X,), {}),
+    (Tensor.__truediv__, "write torch.where(d == 0, 1e-06, d) in place of the divisor d",
+     lambda: X / torch.where(X == 0, 1e-6, X), (X, X), {}),
+    (Tensor.__rtruediv__, "clamp the divisor d: d.clamp(min=0.001)",
+     lambda: 1.0 / X.clamp(min=1e-3), (X, 1.0), {}),
+    (torch.atan2, "write torch.where(x == 0, 1e-06, x) in place of the second argument x",
+     lambda: torch.atan2(X, torch.where(X == 0, 1e-6, X)), (X, X), {"phase": "backward"}),
+    (torch.exp, "write exp(x.clamp(max=10))", lambda: (X * 9).clamp(max=10).exp(), (X * 9,),
+     {"dtype": HALF}),
+    (torch.exp, "if it is a softmax by hand, subtract the maximum: "
+     "exp(x - x.amax(-1, keepdim=True))",
+     lambda: (X - X.amax(-1, keepdim=True)).exp(), (X,), {}),
+    (torch.matmul, "scale the first factor before matmul, by 2^-3",
+     lambda: (X * 2.0**-3) @ X.mT, (X, X.mT), {"dtype": HALF, "exact": 4 * 65504.0}),
+    (torch.cumsum, "sum in FP32: cumsum(dtype=torch.float32)",
+     lambda: X.cumsum(-1), (X.half(), -1), {"dtype": HALF, "exact": 1e5}),
+    (torch.softmax, "write zeros over rows that are masked completely, before the softmax: "
+     "torch.where((x == -inf).all(-1, keepdim=True), 0, x)",
+     lambda: torch.tensor([[0.5, 0.5], [0.0, 1.0]]), (MASKED, -1), {"masked": True}),
+    (torch.add, "write torch.finfo(x.dtype).min in place of -1e+09",
+     lambda: X.half() + torch.finfo(HALF).min, (X.half(), -1e9),
+     {"dtype": HALF, "scalars": (-1e9,)}),
+    (torch.mul, "write torch.where(mask != 0, -inf, 0), which is masked_fill, for mask * -inf",
+     lambda: torch.zeros(2, 4).masked_fill(X > 1, -math.inf), (X > 1, -math.inf),
+     {"constant": True}),
+    (torch.sub, "write torch.finfo(x.dtype).min in place of -inf",
+     lambda: MASKED.clamp(min=torch.finfo(FULL).min) - 1.0, (MASKED, 1.0), {"constant": True}),
+    (F.normalize, "write normalize(..., eps=0.001)",
+     lambda: F.normalize(X * 1e-5, dim=-1, eps=1e-3), (X * 1e-5,),
+     {"phase": "backward", "op": "div", "dim": -1}),
+    (torch.std, "write std(..., correction=0)",
+     lambda: torch.tensor([[5.0]]).std(0, correction=0), (torch.tensor([[5.0]]), 0), {}),
+    (torch.std, "write (x.var(...) + 1e-6).sqrt() in place of std",
+     lambda: (X.var(-1) + 1e-6).sqrt(), (X, -1), {"phase": "backward"}),
+    (torch.linalg.vector_norm, "write (x.square().sum(...) + 1e-6).sqrt() in place of the norm",
+     lambda: (X.square().sum(-1, True) + 1e-6).sqrt(), (X, 2, -1, True), {"phase": "backward"}),
+    (torch.mean, "write x.sum() / max(x.numel(), 1) in place of mean, which is 0/0 where x is "
+     "empty", lambda: torch.tensor(0.0), (X[:0],), {"nan": True}),
+    (F.cross_entropy, f"{LOSS}, at least 1", lambda: torch.tensor(0.0), (X, Y), {"nan": True}),
+    (F.ctc_loss, "pass zero_infinity=True to ctc_loss", lambda: torch.tensor(0.0),
+     (X[:, None].log_softmax(-1), torch.tensor([[1, 1, 1]]), torch.tensor([2]), torch.tensor([3])),
+     {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "words", "expected", "args", "fields"), CASES, ids=[c[1][:60] for c in CASES]
+)
+def test_an_edit_does_what_its_words_say(
+    function: Any, words: str, expected: Any, args: Any, fields: dict[str, Any]
+) -> None:
+    kwargs = {key: fields[key] for key in ("dim",) if key in fields}
+    found = edits(function, **{k: v for k, v in fields.items() if k not in kwargs})
+    torch.testing.assert_close(
+        applied(found[words], function, *args, **kwargs), expected(), rtol=0, atol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_edit_computes_a_call_in_fp32(inside: bool) -> None:
+    place = Place("block" if inside else None, "", "mul", "f.py", 1, torch.mul)
+    fault = FaultReport("overflow", Event(place, "forward", HALF, exact=1e5))
+    (patch,) = [p for p in edits_for(fault) if "float()" in p.words]
+    call = "mul(x.float())"
+    assert patch.words == f"write {'with tritonamp.disable_casts(): ' if inside else ''}{call}"
+    result = applied(patch, torch.mul, torch.full((2,), 300.0).half(), 1000.0)
+    assert result.dtype is FULL and result.tolist() == [300000.0] * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (Tensor.log_, (X.clone(),)),
+        (Tensor.div_, (X.clone(), X)),
+        (torch.log, (0.5,)),
+        (F.normalize, (X, 2.0, -1, 1e-12)),
+    ],
+    ids=["in place", "division in place", "no tensor", "by position"],
+)
+def test_a_call_that_cannot_be_changed_so_runs_as_it_is(function: Any, args: Any) -> None:
+    found = edits(function, op=function.__name__.strip("_"))
+    ran: list[Any] = []
+    for patch in found.values():
+        if "disable_casts" in patch.words:
+            continue
+
+        def run(*given: Any, **kwargs: Any) -> str:
+            if kwargs:
+                raise TypeError
+            ran.append(given)
+            return "as it is"
+
+        run.__name__ = function.__name__
+        (site,) = patch.changes
+        assert patch(site, run, args, {}) == "as it is" and not patch.used
+    assert ran
+
+
+def test_a_composite_of_torch_is_not_edited_as_the_op_inside_it() -> None:
+    """The first argument of ``F.normalize`` is not the divisor that the op inside reads."""
+    words = " ".join(edits(F.normalize, "zero_by_zero", op="div", nan=True))
+    assert "divisor" not in words and "clamp" not in words
+
+
+def test_only_the_calls_on_the_line_and_in_the_module_are_edited() -> None:
+    site = Site.of(Place("a", "A", "log", "f.py", 1, torch.log))
+    patch = Patch("", {site: lambda function, args, kwargs: "edited"})
+    for other in (
+        Place("b", "A", "log", "f.py", 1, torch.log),
+        Place("a", "A", "log", "f.py", 2, torch.log),
+        Place("a", "A", "log", "f.py", 1, torch.log2),
+    ):
+        assert patch(Site.of(other), torch.ones, (1,), {}).tolist() == [1.0] and not patch.used
+    assert patch(site, torch.log, (X,), {}) == "edited" and patch.used
+
+
+class Probabilities(nn.Module):
+    def __init__(self, log: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.log = log
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = torch.softmax(self.linear(x) * 400, -1)
+        return self.log(p).float().mean()
+
+
+CHOSEN = torch.tensor([[0], [1], [2], [3]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("log", "of_logs"),
+    [
+        (lambda p: p.log(), lambda logs: logs),
+        (lambda p: torch.log2(p.float()), lambda logs: logs / math.log(2)),
+        (
+            lambda p: (p[:, :2].contiguous() + 1e-8).log10(),
+            lambda logs: logs[:, :2] / math.log(10),
+        ),
+        (lambda p: torch.log(p.gather(1, CHOSEN)), lambda logs: logs.gather(1, CHOSEN)),
+    ],
+    ids=["log", "log2 of a cast", "log10 of a choice with eps", "gather"],
+)
+def test_the_logarithm_of_a_softmax_becomes_log_softmax(log: Any, of_logs: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Probabilities(log), torch.randn(8, 4)
+    scores = model.linear(x) * 400
+    amp = tritonamp.enable(model, level="O2", fuse_ops=False)
+    fault = find_fault(model, lambda: model(x))
+    assert fault is not None and fault.kind == "softmax_zero"
+    patch = next(iter(edits_for(fault)))
+    assert patch.words == "write log_softmax(x, dim) in place of log(softmax(x, dim))"
+    results: list[Tensor] = []
+    assert find_fault(model, lambda: results.append(model(x)) or results[0], patch=patch) is None
+    amp.disable()
+    assert patch.used
+    # float16 rounds the linear's result, of which 400 times is the score: 4 half ulps
+    torch.testing.assert_close(
+        results[0], of_logs(torch.log_softmax(scores, -1)).mean(), rtol=2.0**-9, atol=0
+    )
