@@ -65,7 +65,7 @@ CASES: list[tuple[Any, str, Callable[[], Any], tuple[Any, ...], dict[str, Any]]]
     (torch.exp, "if it is a softmax by hand, subtract the maximum: "
      "exp(x - x.amax(-1, keepdim=True))",
      lambda: (X - X.amax(-1, keepdim=True)).exp(), (X,), {}),
-    (torch.matmul, "scale the first factor before matmul, by 2^-3",
+    (torch.matmul, "scale the first factor of matmul by 2^-3",
      lambda: (X * 2.0**-3) @ X.mT, (X, X.mT), {"dtype": HALF, "exact": 4 * 65504.0}),
     (torch.cumsum, "sum in FP32: cumsum(dtype=torch.float32)",
      lambda: X.cumsum(-1), (X.half(), -1), {"dtype": HALF, "exact": 1e5}),

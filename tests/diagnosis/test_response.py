@@ -498,7 +498,7 @@ def test_a_trial_that_fails_promises_nothing(start: Any, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(run.amp._parts.enabled_models.dtypes, "widened", fail)
     text = run.amp.explain(replay=True)
-    assert "Scale the first factor before matmul, by 2^-" in text and "fp32_modules" not in text
+    assert "Scale the first factor of matmul by 2^-" in text and "fp32_modules" not in text
 
 
 # Scale overflows

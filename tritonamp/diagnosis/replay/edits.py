@@ -147,7 +147,7 @@ def _of_size(fault: FaultReport, name: str) -> Edits:
         )
     if name in _PRODUCTS:
         power = -math.ceil(math.log2(max(fault.multiple or 1.0, 1.0)) + 1)
-        words = f"scale the first factor before {name}, by 2^{power}"
+        words = f"scale the first factor of {name} by 2^{power}"
         yield words, on_argument(0, lambda x: x * 2.0**power)
     if name in ("sum", "mean", "prod", "cumsum", "cumprod"):
         yield (
