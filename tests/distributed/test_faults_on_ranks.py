@@ -179,7 +179,7 @@ def test_an_overflow_is_explained_by_all_ranks_alike(pair: Pair, engine: str) ->
     line = line_of(Scores.forward, "softmax")
     (said,) = first["said"]
     assert f"matmul overflow, forward: scores, op matmul at {line}, on rank 1\n" in said
-    assert "keep it in FP32: fp32_modules=['scores'] (tried: the batch passes)" in said
+    assert "keep it in FP32: fp32_modules=['scores'] (tried: the forward passes)" in said
 
 
 @pytest.fixture(scope="module")
@@ -673,7 +673,7 @@ def test_what_a_layer_casts_is_healed_with_the_layer(pair: Pair, level: str) -> 
     (report, *_) = [text for text in texts if text.startswith("step 3 skipped")]
     line = line_of(Scores.forward, "self.q(x)")
     assert f"\ncast overflow, forward: scores.q, op linear at {line}, on rank 1\n" in report
-    assert "fp32_modules=['scores.q', 'scores.k', 'scores'] (tried: the batch passes" in report
+    assert "fp32_modules=['scores.q', 'scores.k', 'scores'] (tried: the forward passes" in report
     assert (healed, skipped) == (["scores.q", "scores.k", "scores"], 2)
     assert all(math.isfinite(x) for p in values for x in p)
 
