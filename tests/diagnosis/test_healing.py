@@ -216,3 +216,57 @@ def test_a_model_that_is_healed_before_its_first_forward(caplog: Any) -> None:
             amp.backward(model(torch.ones(2, 4)).sum())
         optimizer.step()
     assert caplog.messages == []
+
+
+class Inner(nn.Module):
+    """Applies a function whose argument half rounds out of its domain."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Rounded(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner = nn.Linear(16, 16), Inner(function)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.first(x)).float().mean()
+
+
+ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "log of a product that is 0 in half": lambda x: ((x * 0 + 1e-4) * (x * 0 + 1e-5)).log(),
+    "sqrt of a difference that half makes negative": lambda x: (
+        (x * 0 + 2.0087) * 2.0087 - 4.03387
+    ).sqrt(),
+    "acos of a product that half rounds up": lambda x: (
+        (x * 0 + 0.98075) * 1.02 * 1.02 * 0.97954
+    ).acos(),
+    "atanh of a tanh that is 1 in half": lambda x: (x * 0 + 5).tanh().atanh(),
+    "a division by a square that is 0 in half": lambda x: 1 / ((x * 0 + 1e-4) * (x * 0 + 1e-4)),
+}
+
+
+@pytest.mark.parametrize("named", ROUNDED)
+def test_a_value_that_only_half_puts_out_of_the_domain_is_cured(caplog: Any, named: str) -> None:
+    model = Rounded(ROUNDED[named])
+    expected = float(model(X).detach())
+    loss, amp = heal_in_training(model, caplog, level="O2")
+    assert amp.stats()["healed"] == ["inner"] and amp.stats()["skipped"] == 2
+    assert loss == pytest.approx(expected, rel=1e-3), "the sums cancel by a factor of a hundred"
+
+
+def test_what_only_bfloat16_cures_is_said(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tritonamp.diagnosis.replay.Remedy(bfloat16=True)
+    monkeypatch.setattr(tritonamp.diagnosis.replays, "remedy_of", lambda *_: found)
+    _, amp = heal_in_training(Beyond(), caplog, level="O2")
+    assert amp.stats()["healed"] == []
+    assert said(caplog) == 4 * [
+        "Not healed: inner in FP32 does not help, but bfloat16 does: dtype=torch.bfloat16 (tried: "
+        "the batch passes)."
+    ]

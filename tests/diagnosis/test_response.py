@@ -162,6 +162,24 @@ def test_later_faults_run_again_at_powers_of_two(start: Any, caplog: Any) -> Non
     assert last.endswith(" Fault 9: only those at powers of two run again by themselves now.")
 
 
+def test_the_same_fault_has_one_report(start: Any, caplog: Any) -> None:
+    """Later ones name the step of the report, until there was another fault."""
+    run = start(level="O2", on_nonfinite="explain")
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        for i in range(3):
+            run.step(i)
+        run.model.attention.forward = run.model.attention.q.forward
+        run.model.head.forward = lambda x: x[:, :4] * 1e6
+        run.step(3, size=1.0)
+        del run.model.attention.forward, run.model.head.forward
+        run.step(4)
+    texts = [text for text in caplog.messages if text.startswith("step ")]
+    assert ["to do:" in text for text in texts] == [True, False, False, True, True]
+    assert [text.endswith(": as at step 1.") for text in texts] == [False, True, True, False, False]
+    assert all(NAMED in text.splitlines()[1] for text in texts[1:3])
+    assert "to do:" in run.amp.explain(), "the last report is at hand"
+
+
 def test_a_fault_of_the_loss_is_not_blamed_on_the_model(start: Any, caplog: Any) -> None:
     run = start(level="O2", on_nonfinite="explain")
     with caplog.at_level(logging.WARNING, "tritonamp"):

@@ -9,9 +9,11 @@ from typing import Any
 from tritonamp.casts.healing import Healing
 from tritonamp.diagnosis.fault_counts import HEAL_AFTER, FaultCounts, is_power_of_two
 from tritonamp.diagnosis.joint import Finding, explanation_of_all
+from tritonamp.diagnosis.kept_buffers import KeptBuffers
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.remedies import NOT_OF_CODE
 from tritonamp.diagnosis.replay import FaultReport, Remedy
+from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.skips import Cause, Explanation
 from tritonamp.distributed.replay_ranks import ReplayRanks
@@ -37,8 +39,11 @@ class Response:
     _forwards: Forwards
     _replays: Replays
     _ranks: ReplayRanks
+    _buffers: KeptBuffers
     counts: FaultCounts = field(default_factory=FaultCounts)  # of the faults so far
     _reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
+    _told_at: tuple[Any, int] = (None, 0)  # the faults of the last report, and its step
+    _restored: tuple[int, str] = (0, "")  # step after which buffers were restored, and a sentence
     _vanished: str = ""  # report about a good batch
 
     def __post_init__(self) -> None:
@@ -50,6 +55,7 @@ class Response:
         Raises:
             NonFiniteError: under "raise", where a lower scale cannot help.
         """
+        self._buffers.decided()
         if skipped:
             self._answer()
             return
@@ -67,7 +73,11 @@ class Response:
             logger.warning("no step was skipped, but %s", found.report)
 
     def _answer(self) -> None:
-        explanation = self._explained(self._log.explanation())
+        restored = self._restore_buffers()  # before the batch runs again
+        mine = self._log.explanation()
+        if restored and mine is not None:
+            self._restored = mine.skip.step, restored
+        explanation = self._explained(mine)
         assert explanation is not None
         if not explanation.needs_help:
             logger.info(explanation.text)
@@ -84,8 +94,7 @@ class Response:
                 text += " Nothing runs again inside of model.join(), where ranks may be missing."
             elif replayable and counts.wants_replay:
                 found = self._replays.replay()
-                self._reported = explanation, found.report
-                text += f"\n{found.report}"
+                text += f"\n{self._report(explanation, found)}"
             elif replayable:
                 text += (
                     f" Fault {counts.seen}: only those at powers of two run again by themselves "
@@ -104,8 +113,32 @@ class Response:
         if not found:
             return None
         explanation = explanation_of_all(found)
+        step, restored = self._restored
+        if step == explanation.skip.step and restored not in explanation.reason:
+            explanation = explanation._replace(reason=explanation.reason + restored)
         self._log.explain_by(explanation)
         return explanation
+
+    def _restore_buffers(self) -> str:
+        """Restore buffers that the skipped forward made inf or NaN. Return a sentence, or ""."""
+        found = self._ranks.gather(self._buffers.restore())
+        names = list(dict.fromkeys(name for own in found.values() for name in own))
+        if not names:
+            return ""
+        return (
+            f" Buffers that became inf or NaN have the values of before it again: {listed(names)}."
+        )
+
+    def _report(self, explanation: Explanation, found: Finding) -> str:
+        """Return the report of a replay; of faults that were reported last, only the headings."""
+        self._reported = explanation, found.report
+        faults = [(f.kind, f.event.place, f.event.phase, f.remedy, f.rank) for f in found.faults]
+        same, step = self._told_at
+        if faults and faults == same and self._policy.on_nonfinite != "raise":
+            headings = "; ".join(fault.heading for fault in found.faults)
+            return f"{headings}: as at step {step}."
+        self._told_at = faults, explanation.skip.step
+        return found.report
 
     def _heal_after_faults(self, faults: Sequence[FaultReport]) -> str:
         """Heal after each second fault of a module. Return a report in words, or ""."""
@@ -133,6 +166,11 @@ class Response:
         news = [[n for n in names if not self._is_healed(n)] for names in (found, wider)]
         more = news[0] or news[1]
         named = module or "the model"
+        if not more and remedy is not None and remedy.bfloat16:
+            return (
+                f"\nNot healed: {named} in FP32 does not help, but bfloat16 does: "
+                "dtype=torch.bfloat16 (tried: the batch passes)."
+            )
         if not more:
             already = " already" if self._is_healed(module) else ""
             return f"\nNot healed: {named} in FP32{already} does not help, nor does all in FP32."

@@ -17,6 +17,7 @@ from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.past_forward import FirstLoss
 from tritonamp.class_swap import base_class, install
 from tritonamp.diagnosis.clipping import ClippedGradients
+from tritonamp.diagnosis.kept_buffers import KeptBuffers
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.observer import StepObserver
 from tritonamp.diagnosis.replays import Replays
@@ -47,6 +48,7 @@ from tritonamp.step.sleep import Sleep
 from tritonamp.step.small_state import check_state, state_format
 from tritonamp.step.state_loading import check_codes, widen_masters, widen_state
 from tritonamp.step.stepper import Stepper
+from tritonamp.watched.forwards import Spectator
 
 logger = logging.getLogger("tritonamp")
 
@@ -103,6 +105,7 @@ class Parts:
         weights: optimizer to its master weights.
         healing: modules that compute in FP32 since a fault.
         forwards: last forwards, recorded for a replay.
+        buffers: copies of buffers, to restore after a skip those that became inf or NaN.
         decisions: log of all decisions.
         log: history of all steps, with the causes of skips.
         response: reporter of skips, which carries out ``on_nonfinite``.
@@ -128,13 +131,14 @@ class Parts:
         modules = list(dict.fromkeys([*request.models, *request.given]))
         self.ranks = Ranks(modules, self.fp32_values, step_state)
         self.forwards = Forwards(gradients=policy.on_nonfinite != "skip")
+        self.buffers = KeptBuffers(lambda: tensor_names(self.models))
         self.context = EnabledContext(
             policy,
             request.backend.requested,
             request.device.type,
             self.fp32_values,
             # without an optimizer no decision would ever let go of the batches
-            spectators=(self.ranks, self.forwards) if optimizers else (self.ranks,),
+            spectators=self._spectators(policy) if optimizers else (self.ranks,),
             gathered=self.ranks.gathered,
         )
         self.enabled_models, self.weights = _enable_models(request, self.context, self.ranks)
@@ -144,6 +148,11 @@ class Parts:
         self._add_diagnosis(policy)
         self._add_step(request, offload)
 
+    def _spectators(self, policy: Policy) -> tuple[Spectator, ...]:
+        if policy.on_nonfinite in ("explain", "heal"):
+            return self.ranks, self.forwards, self.buffers
+        return self.ranks, self.forwards
+
     def _add_diagnosis(self, policy: Policy) -> None:
         names, together = _Names(self.models, self.weights), ReplayRanks(self.ranks)
         self.decisions = DecisionLog(names.parameters)
@@ -151,7 +160,9 @@ class Parts:
         self.log = StepLog(self.decisions, names, policy.dtype, log_skips)
         forwards, healing = self.forwards, self.healing
         self.replays = Replays(self.models, policy, self.log, forwards, healing, together)
-        self.response = Response(policy, self.log, healing, forwards, self.replays, together)
+        self.response = Response(
+            policy, self.log, healing, forwards, self.replays, together, self.buffers
+        )
 
     def _add_step(self, request: Request, offload: Offload | None) -> None:
         policy, backend, scaler = request.policy, request.backend.requested, request.scaler
