@@ -3,7 +3,7 @@
 import functools
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +87,7 @@ class GradScaler(torch.amp.GradScaler):
         ValueError: bounds contradict one another.
     """
 
+    on_loss: Callable[[Tensor, "GradScaler"], None] | None = None  # called with each, unscaled
     _rule: ScaleRule | None = None  # the last result of ``rule``
     _rule_settings: tuple[Any, ...] = ()  # settings that can change, as they were then
 
@@ -193,6 +194,8 @@ class GradScaler(torch.amp.GradScaler):
                 )
             items = [self.scale(item) for item in outputs]
             return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
+        if self.on_loss is not None:
+            self.on_loss(outputs, self)
         scale = self.scale_tensor(outputs.device)
         scaled = widened(outputs) * transfer(scale, outputs.device)
         nonfinite = transfer(nonfinite_flag(outputs.detach()), scale.device)
@@ -551,7 +554,7 @@ class GradScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         state["_init_hysteresis_tracker"], state["_init_ceiling"] = self._hysteresis_and_ceiling()
         scale = "_scale_state", "_largest", "_loss_nonfinite", "_rule"
-        of_this_process = "_memory", "_memories", "_process_group", "_users"
+        of_this_process = "_memory", "_memories", "_process_group", "_users", "on_loss"
         return {**state, **dict.fromkeys(scale + of_this_process)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

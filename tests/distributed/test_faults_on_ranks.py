@@ -278,6 +278,64 @@ def test_faults_of_several_ranks_are_one_report(pair: Pair, engine: str) -> None
     assert first["healed"] == ["scores"]  # no precision has a logarithm of 0
 
 
+# A fault of the loss, and statistics that it has spoilt
+
+
+def of_square_root(output: Tensor) -> Tensor:
+    return (output.square().sum(-1) * 0).sqrt().mean()
+
+
+@on_ranks
+def outside(engine: str) -> dict[str, Any]:
+    """Rank 1 has a loss whose slope is infinite, in two steps."""
+    run = Faulty(wrapped(engine, attentive()), on_nonfinite="explain", loss_scale=1.0)
+    with listening() as texts:
+        for i in range(4):
+            output = run.model(batch_with("", i))
+            fault = i in (1, 2) and dist.get_rank() == 1
+            run.backward(of_square_root(output) if fault else output.float().square().mean())
+            run.finish()
+    return {
+        "said": [text for text in texts if " skipped (" in text],
+        "modes": torch._C._len_torch_dispatch_stack(),
+        "skipped": run.skipped(),
+        "masters": run.values(),
+    }
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loss_of_one_rank_is_explained_by_all_ranks_alike(pair: Pair, engine: str) -> None:
+    """FSDP2's backward needs other ranks, so it does not run before the user's own."""
+    first = alike(outside(pair, engine=engine))
+    assert (first["modes"], first["skipped"]) == (0, 2)
+    line = line_of(of_square_root, "sqrt()")
+    named = f"backward nan, backward: outside the model, op sqrt at {line}, on rank 1\n"
+    assert [named in text for text in first["said"]] == [False, engine == "DDP"]
+    assert ("The next steps run watched" in first["said"][0]) is (engine == "DDP")
+
+
+@on_ranks
+def with_statistics(engine: str) -> dict[str, Any]:
+    """Rank 1 has a batch that overflows before a norm."""
+    model = attentive()
+    model.last = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))
+    run = Faulty(wrapped(engine, model), on_nonfinite="heal")
+    with listening() as texts:
+        run.go_on(0, 3, "scores", (1,))
+    return {
+        "said": [text for text in texts if " skipped (" in text],
+        "finite": bool(torch.isfinite(model.last[0].running_var).all()),
+    }
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_running_statistics_are_restored_on_all_ranks(pair: Pair, engine: str) -> None:
+    first = alike(with_statistics(pair, engine=engine))
+    assert first["finite"]
+    (said,) = first["said"]
+    assert "Buffers that became inf or NaN have the values of before it again: last.0" in said
+
+
 # What is done about it
 
 

@@ -1,15 +1,16 @@
 """The response to a skip, by ``on_nonfinite``: explain, heal or raise."""
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tritonamp.casts.healing import Healing
 from tritonamp.diagnosis.fault_counts import HEAL_AFTER, FaultCounts, is_power_of_two
-from tritonamp.diagnosis.joint import Finding, explanation_of_all
+from tritonamp.diagnosis.joint import Finding, explanation_of_all, finding_of_all
 from tritonamp.diagnosis.kept_buffers import KeptBuffers
+from tritonamp.diagnosis.live_faults import STEPS, LiveFaults
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.remedies import NOT_OF_CODE
 from tritonamp.diagnosis.replay import FaultReport, Remedy
@@ -17,14 +18,37 @@ from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.skips import Cause, Explanation
 from tritonamp.distributed.replay_ranks import ReplayRanks
+from tritonamp.kernels.device import rank
 from tritonamp.policy import Policy
 from tritonamp.step.forwards import Forwards
 from tritonamp.step.outcome import NonFiniteError
 
 logger = logging.getLogger("tritonamp")
 
+_WATCHES = (
+    f"The next steps run watched, from the forward to the loss, until one has a fault: {STEPS} at "
+    "most."
+)
+_NOT_AGAIN = (
+    "Run again, the model shows no fault. The last fault that was found, at step {step}, is"
+)
 
-@dataclass(eq=False, repr=False)
+
+class _Shown(NamedTuple):
+    """The faults that the last full report was about."""
+
+    faults: Sequence[Any] = ()  # facts by which to know them
+    headings: str = ""
+    step: int = 0  # number of the step
+
+    @classmethod
+    def of(cls, found: Finding, step: int) -> "_Shown":
+        """Return the faults of a finding."""
+        faults = [(f.kind, f.event.place, f.event.phase, f.remedy, f.rank) for f in found.faults]
+        return cls(faults, "; ".join(fault.heading for fault in found.faults), step)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
 class Response:
     """Carries out ``policy.on_nonfinite`` for each skip.
 
@@ -40,9 +64,11 @@ class Response:
     _replays: Replays
     _ranks: ReplayRanks
     _buffers: KeptBuffers
-    counts: FaultCounts = field(default_factory=FaultCounts)  # of the faults so far
+    _live: LiveFaults
+    counts: FaultCounts = dataclasses.field(default_factory=FaultCounts)  # of the faults so far
     _reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
-    _told_at: tuple[Any, int] = (None, 0)  # the faults of the last report, and its step
+    _shown: _Shown = dataclasses.field(default_factory=_Shown)
+    _unexplained: int = 0  # faults that a replay did not show
     _restored: tuple[int, str] = (0, "")  # step after which buffers were restored, and a sentence
     _vanished: str = ""  # report about a good batch
 
@@ -56,8 +82,9 @@ class Response:
             NonFiniteError: under "raise", where a lower scale cannot help.
         """
         self._buffers.decided()
+        watched, fault = self._live.decided()
         if skipped:
-            self._answer()
+            self._answer(watched, fault)
             return
         self.counts = self.counts._replace(in_a_row=0)
         if self._forwards.holds_recent and not self._ranks.may_be_missing:
@@ -72,7 +99,8 @@ class Response:
             self._vanished = found.report
             logger.warning("no step was skipped, but %s", found.report)
 
-    def _answer(self) -> None:
+    def _answer(self, watched: bool, fault: FaultReport | None) -> None:
+        """Answer a skip, given whether its step was watched, and the fault that was found then."""
         restored = self._restore_buffers()  # before the batch runs again
         mine = self._log.explanation()
         if restored and mine is not None:
@@ -92,8 +120,8 @@ class Response:
             found = Finding("")
             if replayable and self._ranks.may_be_missing:
                 text += " Nothing runs again inside of model.join(), where ranks may be missing."
-            elif replayable and counts.wants_replay:
-                found = self._replays.replay()
+            elif replayable and (watched or counts.wants_replay):
+                found = self._found(watched, fault)
                 text += f"\n{self._report(explanation, found)}"
             elif replayable:
                 text += (
@@ -129,16 +157,36 @@ class Response:
             f" Buffers that became inf or NaN have the values of before it again: {listed(names)}."
         )
 
+    def _found(self, watched: bool, fault: FaultReport | None) -> Finding:
+        """Return the fault that was found as the step ran, else the findings of a replay.
+
+        All ranks must call this together.
+        """
+        if watched:
+            if fault is not None and self._ranks.several:
+                fault = dataclasses.replace(fault, rank=rank())
+            mine = Finding("") if fault is None else Finding(str(fault), [fault])
+            found = finding_of_all(self._ranks.gather(mine))
+            if found.faults:
+                return found
+        return self._replays.replay()
+
     def _report(self, explanation: Explanation, found: Finding) -> str:
-        """Return the report of a replay; of faults that were reported last, only the headings."""
+        """Return the report of a fault. Of a fault that was reported last, it is the heading."""
+        shown, live = self._shown, ""
+        if not found.faults:
+            self._unexplained += 1
+            ran = any(self._ranks.gather(bool(self._log.batches)).values())
+            if ran and is_power_of_two(self._unexplained) and self._live.arm():
+                live = f"\n{_WATCHES}"
+            if shown.faults:
+                return f"{_NOT_AGAIN.format(step=shown.step)} {shown.headings}.{live}"
         self._reported = explanation, found.report
-        faults = [(f.kind, f.event.place, f.event.phase, f.remedy, f.rank) for f in found.faults]
-        same, step = self._told_at
-        if faults and faults == same and self._policy.on_nonfinite != "raise":
-            headings = "; ".join(fault.heading for fault in found.faults)
-            return f"{headings}: as at step {step}."
-        self._told_at = faults, explanation.skip.step
-        return found.report
+        now = _Shown.of(found, explanation.skip.step)
+        if found.faults and shown.faults == now.faults and self._policy.on_nonfinite != "raise":
+            return f"{now.headings}: as at step {shown.step}."
+        self._shown = now
+        return f"{found.report}{live}"
 
     def _heal_after_faults(self, faults: Sequence[FaultReport]) -> str:
         """Heal after each second fault of a module. Return a report in words, or ""."""
@@ -215,10 +263,14 @@ class Response:
     def _with_report(self, explanation: Explanation, replay: bool | Callable[[], Any]) -> str:
         if explanation.cause is Cause.DIVERGENCE:  # no operation is to blame
             return explanation.text
-        if replay is not False:
-            return f"{explanation.text}\n{self._replays.replay(replay).report}"
         of, report = self._reported
-        if of is None or of.cause != explanation.cause:
+        fits = of is not None and of.cause is explanation.cause
+        if replay is not False:
+            found = self._replays.replay(replay)
+            # a fault that was found as its step ran needs the loss, which runs for no replay
+            if found.faults or callable(replay) or not (fits and self._shown.faults):
+                return f"{explanation.text}\n{found.report}"
+        if of is None or not fits:
             return explanation.text + explanation.hint
-        earlier = "" if of is explanation else "Of an earlier one, when it ran again: "
+        earlier = "" if of.skip.step == explanation.skip.step else "Of an earlier one: "
         return f"{explanation.text}\n{earlier}{report}"

@@ -174,6 +174,8 @@ class Amp:
             scaler = self._scalers.get(loss_id)
         if scaler is None:
             scaler = self._scalers[loss_id] = self.scaler.clone()
+        if parts.live_faults.is_watching:
+            parts.live_faults.note_loss(loss, scaler)
         return parts.pending.open_decision(scaler, loss, feeds)
 
     def pipeline_loss(
@@ -802,6 +804,7 @@ class Amp:
         self._check_enabled("disable")
         if self._ranges is not None:
             self._ranges.remove()
+        self._parts.live_faults.decided()
         for optimizer, weights in self._parts.weights.items():
             weights.refresh()
             if self.policy.scales_loss and not weights.has_true_gradients:

@@ -18,6 +18,7 @@ from tritonamp.casts.past_forward import FirstLoss
 from tritonamp.class_swap import base_class, install
 from tritonamp.diagnosis.clipping import ClippedGradients
 from tritonamp.diagnosis.kept_buffers import KeptBuffers
+from tritonamp.diagnosis.live_faults import LiveFaults
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.observer import StepObserver
 from tritonamp.diagnosis.replays import Replays
@@ -106,6 +107,7 @@ class Parts:
         healing: modules that compute in FP32 since a fault.
         forwards: last forwards, recorded for a replay.
         buffers: copies of buffers, to restore after a skip those that became inf or NaN.
+        live_faults: watch of whole steps, after a fault that is outside of the models.
         decisions: log of all decisions.
         log: history of all steps, with the causes of skips.
         response: reporter of skips, which carries out ``on_nonfinite``.
@@ -132,6 +134,9 @@ class Parts:
         self.ranks = Ranks(modules, self.fp32_values, step_state)
         self.forwards = Forwards(gradients=policy.on_nonfinite != "skip")
         self.buffers = KeptBuffers(lambda: tensor_names(self.models))
+        self.live_faults = LiveFaults(
+            self.models, request.scaler, can_watch=self.ranks.sharding is None
+        )
         self.context = EnabledContext(
             policy,
             request.backend.requested,
@@ -150,7 +155,7 @@ class Parts:
 
     def _spectators(self, policy: Policy) -> tuple[Spectator, ...]:
         if policy.on_nonfinite in ("explain", "heal"):
-            return self.ranks, self.forwards, self.buffers
+            return self.ranks, self.forwards, self.buffers, self.live_faults
         return self.ranks, self.forwards
 
     def _add_diagnosis(self, policy: Policy) -> None:
@@ -161,7 +166,14 @@ class Parts:
         forwards, healing = self.forwards, self.healing
         self.replays = Replays(self.models, policy, self.log, forwards, healing, together)
         self.response = Response(
-            policy, self.log, healing, forwards, self.replays, together, self.buffers
+            policy,
+            self.log,
+            healing,
+            forwards,
+            self.replays,
+            together,
+            self.buffers,
+            self.live_faults,
         )
 
     def _add_step(self, request: Request, offload: Offload | None) -> None:

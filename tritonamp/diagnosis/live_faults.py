@@ -1,0 +1,179 @@
+"""Watch a training step as it runs, to find a fault that is outside of the model."""
+
+import sys
+from collections.abc import Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonamp.ambient import is_traced, preserve
+from tritonamp.diagnosis.replay import FaultReport
+from tritonamp.kernels._dynamo import never_alone
+from tritonamp.kernels.device import is_capturing
+from tritonamp.scaler import GradScaler
+from tritonamp.watched.forwards import Spectator
+from tritonamp.watched.frames import Role, outwards, plays
+from tritonamp.watched.graph import nodes
+from tritonamp.watched.ops import is_finite
+
+STEPS = 4  # that are watched after an unexplained fault, until one has a fault
+
+
+class LiveFaults(Spectator):
+    """Watches whole steps, from their first forward to the loss, after ``arm`` was called.
+
+    A mode is active while the user's code runs, because that computes the loss. It ends when the
+    loss is known. If the loss is not finite, the mode has seen where inf or NaN began. Otherwise a
+    backward that is watched, too, shows this for the gradients, before the user's own backward.
+
+    The mode gives up, and from then on only passes ops through, where it cannot end at the loss: if
+    the user has entered another mode since, or an exception has left the training loop.
+
+    Args:
+        models: enabled models.
+        scaler: scaler that the user may drive in a ``torch.amp`` loop.
+        can_watch: whether forwards and backwards need no other rank, as those of FSDP2 do.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], scaler: GradScaler, can_watch: bool) -> None:
+        self._models = models
+        self._scaler = scaler
+        self._can_watch = can_watch
+        self._steps_left = 0
+        self._loop: set[tuple[int, CodeType]] = set()  # the frames around the last decision
+        self._watch: Any = None  # a LiveWatch, from the first forward to the loss
+        self._replay: Any = None
+        self._fault: FaultReport | None = None  # of this step
+
+    def arm(self) -> bool:
+        """Watch the next steps, until one has a fault. Return False where that is not possible."""
+        if self._can_watch:
+            self._steps_left = STEPS
+            self._loop = {(id(f), f.f_code) for f in _user_frames(sys._getframe(1))}
+        return self._can_watch
+
+    def decided(self) -> tuple[bool, FaultReport | None]:
+        """Note a decision. Return whether its step was watched, and its fault, if one was found."""
+        was_armed, fault = self._steps_left > 0, self._fault
+        self._end()
+        self._fault = None
+        self._steps_left = 0 if fault else max(self._steps_left - 1, 0)
+        return was_armed, fault
+
+    @never_alone
+    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> Any:
+        """Begin to watch at the first forward of a step, if ``arm`` was called."""
+        if self._watch is not None and self._watch.passive:
+            self._end()
+        if self._watch is not None or not self._steps_left or self._fault is not None:
+            return None
+        if not torch.is_grad_enabled() or is_traced() or _is_in_backward() or _captures(model):
+            return None
+        frames = _user_frames(sys._getframe(1))
+        loop = next((f for f in frames if (id(f), f.f_code) in self._loop), None)
+        if loop is None:  # another thread, or another program
+            return None
+        self._begin(loop, model, args)
+        return model
+
+    def after(self, noted: Any, output: Any) -> None:
+        """Note that the first forward has returned."""
+        if self._watch is not None and self._watch.modules[-1:] == [noted]:
+            self._watch.modules.pop()
+
+    def failed(self, noted: Any) -> None:
+        """Give up a step whose first forward has raised."""
+        self._end()
+
+    def _begin(self, loop: FrameType, model: nn.Module, args: tuple[Any, ...]) -> None:
+        from tritonamp.diagnosis.live_watch import LiveWatch  # here, because few runs watch
+        from tritonamp.diagnosis.replay.search import _Replay
+
+        self._replay = _Replay(list(self._models), 1.0)
+        self._watch = watch = self._replay.watch = LiveWatch(self._replay.names, loop)
+        watch.begin()
+        watch.note_entered(model, args)  # the hooks come too late for this forward
+        self._scaler.on_loss = self.note_loss
+
+    def _end(self) -> bool:
+        """Leave the mode. Return whether it has watched everything until now."""
+        watch = self._watch
+        if watch is None:
+            return False
+        complete = not watch.passive and watch.is_here()
+        if watch.end():
+            self._watch = self._scaler.on_loss = None
+        return complete
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether the loss of this step is wanted."""
+        return self._watch is not None
+
+    def note_loss(self, loss: Tensor, scaler: GradScaler) -> None:
+        """Look for the fault in a loss, or in its backward. Nothing that this raises is passed on.
+
+        Args:
+            loss: loss of the step, or of a micro-batch of it.
+            scaler: scaler of the loss.
+        """
+        replay = self._replay
+        if self._end():
+            try:
+                replay.scale = scaler.get_scale()
+                self._fault = _fault_in(replay, loss)
+            except Exception:  # too little memory, or a backward that runs only once
+                self._fault = None
+        if self._watch is None:
+            self._replay = None
+
+
+@plays(Role.RUN)
+def _fault_in(replay: Any, loss: Tensor) -> FaultReport | None:
+    """Return the fault of a loss that a watch has seen, or of its backward."""
+    from tritonamp.diagnosis.replay.backward import Backward
+
+    if not is_finite(loss):
+        found: FaultReport | None = replay.fault_of_forward(loss)
+        return found
+    if not _can_repeat(loss):
+        return None
+    grads = {p: p.grad for p in replay.params.values()}
+    with preserve({loss.device}):
+        try:
+            found = replay.fault_of_backward(Backward(loss, None, replay.scale, replay.params))
+        finally:
+            for p, grad in grads.items():
+                p.grad = grad
+    return found
+
+
+def _can_repeat(loss: Tensor) -> bool:
+    """Return whether a backward may run before the user's own.
+
+    Functions of other libraries may write to the tensors that they have saved, and the backward of
+    reentrant checkpoints adds to ``.grad``.
+    """
+    for node in nodes(loss):
+        function = getattr(node, "_forward_cls", None)
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return False
+        if function is not None and function.__module__.split(".")[0] not in ("torch", "tritonamp"):
+            return False
+    return True
+
+
+def _user_frames(frame: FrameType) -> list[FrameType]:
+    return [found for found, role in outwards(frame) if role is Role.USER]
+
+
+def _is_in_backward() -> bool:
+    """Return whether a backward computes a checkpointed segment again."""
+    # private (torch 2.11 to 2.15), as in ``PlacedOps``
+    return torch._C._current_autograd_node() is not None
+
+
+def _captures(model: nn.Module) -> bool:
+    return any(is_capturing(device) for device in {p.device for p in model.parameters()})
