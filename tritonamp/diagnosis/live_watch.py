@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from tritonamp.diagnosis.replay.model_names import ModelNames
-from tritonamp.diagnosis.replay.watching import Watch, _Ran
+from tritonamp.diagnosis.replay.watching import Watch
 from tritonamp.watched.ops import OpCall, floats
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
@@ -78,9 +78,7 @@ class LiveWatch(Watch):
             self._give_up()
         if not self.passive and func.namespace not in _COLLECTIVES:
             with contextlib.suppress(Exception):
-                asked, place = self._asked(call)
-                before = self._with_copies(call)
-                ran = _Ran(before, before if asked is call else asked, place)
+                ran = self._ran(call)
             if ran is None:
                 self._give_up()
         result = call.run()

@@ -51,9 +51,9 @@ def is_softmax(op: str) -> bool:
 
 
 def keeps_probabilities(op: str) -> bool:
-    """Return whether an op picks, shifts or averages probabilities, so that zeros may be left."""
-    names = """add sub rsub clamp clamp_min clamp_max index gather mean select slice where mul
-        index_select masked_select cat stack lerp"""
+    """Return whether an op picks or shifts probabilities, so that it makes no zeros of its own."""
+    names = """add sub rsub clamp clamp_min clamp_max index gather index_select masked_select
+        masked_fill cat stack div"""
     return op in names.split()
 
 

@@ -34,7 +34,8 @@ class SmallNumbers:
             known_ops.is_softmax(name) or call.moves or known_ops.keeps_probabilities(name)
         ):
             for t in results:
-                self._memories.of(t).softmax = softmax
+                if bool((t.abs() < SMALL_DIVISOR).any()):
+                    self._memories.of(t).softmax = softmax
 
     def _note_eps(self, call: OpCall, place: Place, results: list[Tensor]) -> None:
         """Note an eps that was added, where numbers near it are left."""
