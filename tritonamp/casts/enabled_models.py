@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from tritonamp.casts import sharing
@@ -15,6 +16,7 @@ from tritonamp.casts.model_losses import install_loss
 from tritonamp.casts.norm_layers import is_written_norm
 from tritonamp.casts.norm_results import unknown_followers
 from tritonamp.casts.saved import SavedDtypes
+from tritonamp.casts.wide_results import WideResult
 from tritonamp.casts.written import installed
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.names import prefixes
@@ -62,11 +64,19 @@ class EnabledModels:
                     install(inner, Fp32Module, context)
             self._install_norms(model, context, front)
             if context.policy.op_policy and context.policy.fuse_ops:
-                self.fused += installed.install(model)
+                self._install_formulas(model, context)
             install(model, EnabledModule, context, saved, signature_of(model.forward), False)
             if context.policy.fuse_loss:
                 self._restore_losses.append(install_loss(model))
         sharing.note(context, models, self.dtypes, stepped)
+
+    def _install_formulas(self, model: nn.Module, context: EnabledContext) -> None:
+        """Make written-out formulas one op, and probabilities FP32 that the code needs so."""
+        found = installed.install(model, context.policy.cast_outputs is torch.float32)
+        self.fused += found.sites
+        for inner in found.wide:
+            if not is_installed(inner):
+                install(inner, WideResult, context)
 
     def _install_norms(self, model: nn.Module, context: EnabledContext, front: str) -> None:
         """Make user-written norms keep half results half, and run proved RMSNorms as one kernel."""

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonamp.casts.active import active
 from tritonamp.functional.inputs import is_under_transforms
+from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.policy import HALF_DTYPES
 
 
@@ -28,6 +29,33 @@ def takes(x: Any, gate: Any = None) -> bool:
         return False
     # autocast is off inside disable_casts()
     return torch.is_autocast_enabled(x.device.type) and not is_under_transforms()
+
+
+def widens(x: Any, owner: Any = None) -> bool:
+    """Return whether a softmax or sigmoid of ``x`` is FP32 now.
+
+    Args:
+        x: operand of the function.
+        owner: module whose forward returns the result; None: code reads the result.
+    """
+    # an enabled model has the attribute, and so has a copy
+    if owner is not None and not hasattr(owner, "_tritonamp_saved"):
+        return False
+    is_known = isinstance(x, Tensor) if torch.compiler.is_compiling() else is_plain(x)
+    if not is_known or x.dtype not in HALF_DTYPES or x.device.type not in ("cpu", "cuda"):
+        return False
+    return torch.is_autocast_enabled(x.device.type) and _widens_now(owner is not None)
+
+
+@constant_to_dynamo
+def _widens_now(is_result: bool) -> bool:
+    found = active()
+    if found is None:
+        return False
+    policy = found.policy
+    if not (policy.op_policy and policy.fuse_ops) or policy.softmax_dtype is not None:
+        return False
+    return not is_result or policy.cast_outputs is torch.float32
 
 
 def is_plain(x: Any) -> bool:

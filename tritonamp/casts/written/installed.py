@@ -11,10 +11,34 @@ from torch import nn
 
 from tritonamp.casts.written import ops
 from tritonamp.casts.written.modules import note_rewritten, of_module
-from tritonamp.casts.written.rewriting import Site, rewritten
+from tritonamp.casts.written.probabilities import kind_of_module, last_of
+from tritonamp.casts.written.rewriting import Rewritten, rewritten
 from tritonamp.casts.written.trees import NAME
 
 _NOT_USERS = "torch", "tritonamp", "builtins"
+
+
+class _Facts(NamedTuple):
+    """Facts about the modules that run a function.
+
+    Attributes:
+        activations: attributes of ``self`` that count as modules with an activation.
+        probabilities: attributes of ``self`` that count as modules with probabilities, each with
+            its kind.
+        is_result: whether the function is the forward of an enabled model.
+    """
+
+    activations: frozenset[str]
+    probabilities: frozenset[tuple[str, str]]
+    is_result: bool
+
+    def joined(self, other: "_Facts") -> "_Facts":
+        """Return the facts about the modules of both."""
+        return _Facts(
+            self.activations | other.activations,
+            self.probabilities | other.probabilities,
+            self.is_result or other.is_result,
+        )
 
 
 class _Row(NamedTuple):
@@ -22,41 +46,66 @@ class _Row(NamedTuple):
 
     Attributes:
         original: its own code.
-        code: the code that runs while a model is enabled.
-        modules: attributes of ``self`` that count as modules with an activation.
-        sites: the formulas.
+        new: the code that runs while a model is enabled, and the formulas in it.
+        facts: facts that the new code depends on.
     """
 
     original: CodeType
-    code: CodeType
-    modules: frozenset[str]
-    sites: tuple[Site, ...]
+    new: Rewritten
+    facts: _Facts
+
+
+class Installed(NamedTuple):
+    """Formulas of a model.
+
+    Attributes:
+        sites: function and line of each, such as "model.MLP.forward:12".
+        wide: modules whose probabilities have to be FP32.
+    """
+
+    sites: list[str]
+    wide: list[nn.Module]
 
 
 # for the whole process
 _rows: "weakref.WeakKeyDictionary[FunctionType, _Row]" = weakref.WeakKeyDictionary()
 
 
-def install(model: nn.Module) -> list[str]:
+def install(model: nn.Module, returns: bool = True) -> Installed:
     """Rewrite the functions that a model's forwards run, until ``restore``.
 
-    Returns:
-        Function and line of each formula that runs as one op, such as "model.MLP.forward:12".
+    Args:
+        model: the model, before it is enabled.
+        returns: whether half results of the model become FP32.
     """
-    found: set[str] = set()
+    sites: set[str] = set()
+    last = last_of(model) if returns else None
+    wide = {} if last is None else {last: None}
+    forwards = {*_plain_functions([vars(model).get("forward", type(model).forward)])}
     for function, owners in _functions_of(model).items():
-        modules = {
-            name
-            for owner in owners
-            for name, child in owner._modules.items()
-            if of_module(child) is not None
-        }
-        row = _rewrite(function, frozenset(modules))
-        if row is not None:
-            name = f"{str(function.__module__).rpartition('.')[2]}.{function.__qualname__}"
-            found |= {f"{name}:{s.line}" for s in row.sites if not s.module or s.module in modules}
+        is_result = returns and function in forwards
+        facts = _facts_of(owners, is_result)
+        row = _rewrite(function, facts)
+        if row is None:
+            continue
+        name = f"{str(function.__module__).rpartition('.')[2]}.{function.__qualname__}"
+        for site in row.new.sites:
+            if site.module in ("", *facts.activations) and site.is_result <= is_result:
+                sites.add(f"{name}:{site.line}")
+        for owner in owners:
+            names = row.new.read | (row.new.returned if is_result and owner is model else set())
+            wide |= dict.fromkeys(last_of(owner._modules.get(name)) for name in names)
     place()
-    return sorted(found)
+    return Installed(sorted(sites), [m for m in wide if m is not None and m is not model])
+
+
+def _facts_of(owners: Iterable[nn.Module], is_result: bool) -> _Facts:
+    children = [(name, m) for owner in owners for name, m in owner._modules.items()]
+    return _Facts(
+        frozenset(name for name, m in children if of_module(m) is not None),
+        frozenset((name, kind) for name, m in children if (kind := kind_of_module(m))),
+        is_result,
+    )
 
 
 def place() -> None:
@@ -64,7 +113,7 @@ def place() -> None:
     for function, row in _rows.items():
         if function.__code__ is row.original:
             function.__globals__[NAME] = ops
-            function.__code__ = row.code
+            function.__code__ = row.new.code
 
 
 def restore() -> None:
@@ -73,21 +122,23 @@ def restore() -> None:
     The global for ``ops`` stays, because other threads may be inside rewritten code.
     """
     for function, row in _rows.items():
-        if function.__code__ is row.code:  # else other code has replaced it since
+        if function.__code__ is row.new.code:  # else other code has replaced it since
             function.__code__ = row.original
 
 
-def _rewrite(function: FunctionType, modules: frozenset[str]) -> _Row | None:
+def _rewrite(function: FunctionType, facts: _Facts) -> _Row | None:
     row = _rows.get(function)
-    if row is not None and function.__code__ in (row.original, row.code):
-        if modules <= row.modules:
+    if row is not None and function.__code__ in (row.original, row.new.code):
+        joined = facts.joined(row.facts)
+        if joined == row.facts:
             return row
-        function.__code__, modules = row.original, modules | row.modules
-    new = rewritten(function, modules.__contains__)
+        function.__code__, facts = row.original, joined
+    kinds = dict(facts.probabilities)
+    new = rewritten(function, facts.activations.__contains__, kinds, facts.is_result)
     if new is None:
         return None
     note_rewritten(function, new.code)
-    row = _rows[function] = _Row(function.__code__, new.code, modules, new.sites)
+    row = _rows[function] = _Row(function.__code__, new, facts)
     return row
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import float32 as float32
+from torch.nn import functional
 
 from tritonamp.casts.written import conditions, masks
 from tritonamp.casts.written.conditions import backend
@@ -56,3 +57,38 @@ def gated(module: Any, place: int, *operands: Any) -> Any:
     if spec is not None and takes(spec, x, gate):
         return activation(spec, x, gate)
     return module(x) * gate if place == 0 else gate * module(x)
+
+
+def wide(x: Any, owner: Any = None) -> torch.dtype | None:
+    """Return the ``dtype`` for a softmax of ``x`` whose result is FP32; None: that of ``x``.
+
+    Args:
+        x: a tensor, or ``Scores``.
+        owner: module whose forward returns the result; None: code reads the result.
+    """
+    x = x.x if isinstance(x, masks.Scores) else x
+    return float32 if conditions.widens(x, owner) else None
+
+
+def widened(owner: Any, softmax: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return ``softmax(x, *args, **kwargs)``, in FP32 if ``wide`` says so."""
+    if conditions.widens(x, owner):
+        kwargs["dtype"] = float32
+    return softmax(x, *args, **kwargs)
+
+
+def softmax_of(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the result of the method."""
+    return x.softmax(*args, **kwargs)
+
+
+def fp32(x: Any, owner: Any = None) -> Any:
+    """Return the operand of a sigmoid: in FP32 if ``wide`` says so."""
+    return x.float() if conditions.widens(x, owner) else x
+
+
+def log_softmax(softmax: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return ``softmax(x, *args, **kwargs).log()``, as one op if ``wide`` says so."""
+    if conditions.widens(x):
+        return functional.log_softmax(x, *args, **kwargs)
+    return softmax(x, *args, **kwargs).log()

@@ -47,7 +47,9 @@ _CONSTANT = math, torch
 """Modules whose numbers do not change."""
 ONE_OP = functional.gelu, functional.silu
 """Functions that are one op already."""
-_NAMES = frozenset({"erf", "exp", "gelu", "relu", "sigmoid", "silu", "softmax", "tanh"})
+_NAMES = frozenset(
+    {"erf", "exp", "expit", "gelu", "relu", "sigmoid", "silu", "softmax", "softmin", "tanh"}
+)
 _UNSAFE = ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await, ast.Starred
 
 

@@ -3,11 +3,12 @@
 import ast
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 from tritonamp.casts.source import source_of
 from tritonamp.casts.written import terms
+from tritonamp.casts.written.probabilities import widened
 from tritonamp.casts.written.reader import ONE_OP, Reader, may_have_formulas
 from tritonamp.casts.written.scores import masked_softmaxes
 from tritonamp.casts.written.trees import (
@@ -36,35 +37,62 @@ class Site(NamedTuple):
     Attributes:
         line: its line in the file.
         module: attribute of ``self`` whose activation it is; "": none.
+        is_result: whether it counts as the result of a model only.
     """
 
     line: int
     module: str = ""
+    is_result: bool = False
 
 
 class Rewritten(NamedTuple):
-    """A function's code with calls of ``ops``, and the formulas in it."""
+    """A function's code with calls of ``ops``.
+
+    Attributes:
+        code: the code.
+        sites: the formulas in it.
+        read: attributes of ``self`` whose modules compute probabilities that code reads.
+        returned: attributes of ``self`` whose modules compute probabilities that it returns.
+    """
 
     code: CodeType
     sites: tuple[Site, ...]
+    read: frozenset[str] = frozenset()
+    returned: frozenset[str] = frozenset()
 
 
-def rewritten(function: FunctionType, is_activation: IsActivation) -> Rewritten | None:
-    """Return the code of a function in which activations are one op; None if it has none."""
-    calls_modules = any(map(is_activation, function.__code__.co_names))
+def rewritten(
+    function: FunctionType,
+    is_activation: IsActivation,
+    probabilities: Mapping[str, str] = MappingProxyType({}),
+    is_result: bool = False,
+) -> Rewritten | None:
+    """Return the code of a function in which formulas are one op; None if it has none.
+
+    Args:
+        function: the function.
+        is_activation: tells which attributes of ``self`` are modules with an activation.
+        probabilities: attributes of ``self`` that are modules with probabilities, and their kind.
+        is_result: whether a model's result is that of the function.
+    """
+    names = function.__code__.co_names
+    calls_modules = any(n in probabilities or is_activation(n) for n in names)
     try:
         if not calls_modules and not may_have_formulas(function):
             return None
         source = source_of(function)
-        tree, lines = masked_softmaxes(function, source.tree)
-        sites = [Site(line) for line in lines]
+        wide = widened(function, source.tree, probabilities, is_result)
+        tree, lines = masked_softmaxes(function, wide.tree)
+        sites = [Site(line) for line in (*wide.read, *lines)]
+        sites += [Site(line, is_result=True) for line in wide.returned]
         rewriter = _Rewriter(function, tree, is_activation)
         tree = copy.copy(tree)
         tree.body = rewriter.block(tree.body)
         sites += rewriter.sites
+        modules = wide.modules_read, wide.modules_returned
         if not sites:
-            return None
-        return Rewritten(source.compiled(tree, function.__code__), tuple(sites))
+            return Rewritten(function.__code__, (), *modules) if any(modules) else None
+        return Rewritten(source.compiled(tree, function.__code__), tuple(sites), *modules)
     except Exception:  # Unproved, or source that is missing or has changed
         return None
 
