@@ -15,10 +15,11 @@ class WideResult(Fp32Module):
     Code takes its logarithm or divides by it, or a model returns it.
     """
 
-    def _run(self: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any) -> Any:
+    @staticmethod
+    def _run(module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any) -> Any:
         """Run the forward. Arguments are those of ``enabled_forward``."""
-        if isinstance(self, nn.Softmax) and len(args) == 1 and not kwargs:
+        if isinstance(module, nn.Softmax) and len(args) == 1 and not kwargs:
             # half input is read as it is, and not copied to FP32
-            return nn.functional.softmax(args[0], self.dim, 5, ops.wide(args[0]))
+            return nn.functional.softmax(args[0], module.dim, 5, ops.wide(args[0]))
         kwargs = {name: ops.fp32(value) for name, value in kwargs.items()}
         return forward(*bound, *map(ops.fp32, args), **kwargs)

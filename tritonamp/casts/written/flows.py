@@ -7,46 +7,26 @@ than the dtype of a softmax depends on the result, so that a wrong one costs mem
 
 import ast
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-from torch.nn import functional
-
 from tritonamp.casts.norm_terms import is_number
+from tritonamp.casts.written.flow_names import (
+    BINARY,
+    DIVISIONS,
+    KEEPS,
+    LOGS,
+    SUMS,
+    VIEWS,
+    WIDE,
+    name_of,
+)
 from tritonamp.casts.written.reader import Reader
 
 Values = frozenset[tuple[ast.Call, bool]]
 """Calls that make the probabilities in a value, each with whether a value is one of these still."""
 
 _NONE: Values = frozenset()
-_LOGS = frozenset({"entr", "log", "log10", "log2", "logit", "reciprocal", "rsqrt"})
-_DIVISIONS = frozenset({"div", "divide", "true_divide"})
-_SUMS = frozenset({"cumprod", "cumsum", "mean", "prod", "sum"})
-_BINARY: dict[str, type[ast.operator]] = {
-    "add": ast.Add, "sub": ast.Sub, "subtract": ast.Sub, "rsub": ast.Sub, "mul": ast.Mult,
-    "multiply": ast.Mult, "pow": ast.Pow,
-}  # fmt: skip
-_KEEPS = frozenset(
-    """
-    abs amax amin cat chunk clamp clamp_max clamp_min clip clone concat contiguous cpu cuda detach
-    diagonal double expand expand_as flatten flip float gather hstack index_select masked_fill
-    masked_select max maximum min minimum movedim nan_to_num narrow neg permute ravel repeat reshape
-    reshape_as select sort split squeeze stack swapaxes swapdims t take take_along_dim topk
-    transpose unbind unflatten unsqueeze view view_as vstack
-    """.split()
-)
-"""Functions and methods whose results are some of the values of their first argument."""
-_VIEWS = frozenset({"H", "T", "data", "mH", "mT", "values"})
-_WIDE = torch.float32, torch.float64
-_READ = _LOGS | _DIVISIONS | _SUMS | _BINARY.keys() | _KEEPS
-_OTHERS = frozenset({"kl_div", "log1p", "where", "xlog1py", "xlogy"})
-_OF_TORCH = {
-    function: name
-    for owner in (functional, torch.special, torch)
-    for name in _READ | _OTHERS
-    if callable(function := getattr(owner, name, None))
-}
 
 
 class Flows:
@@ -74,21 +54,24 @@ class Flows:
 
     def _statement(self, node: Any) -> None:
         match node:
-            case ast.Assign(targets=[ast.Tuple(elts=to)], value=ast.Tuple(elts=of)) if (
-                len(to) == len(of) and not any(isinstance(n, ast.Starred) for n in (*to, *of))
-            ):
-                for target, values in zip(to, [self._value(part) for part in of], strict=True):
-                    self._bind(target, values)
             case ast.Assign(targets=targets, value=value):
-                values = self._value(value)
-                for target in targets:
-                    self._bind(target, values)
+                self._assign(targets, value)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 self._bind(target, self._value(value))
             case ast.AugAssign(target=target, op=op, value=value):
                 self._bind(target, self._value(ast.BinOp(target, op, value)))
             case ast.Return(value=ast.expr() as value):
                 self.returned |= {call for call, is_one in self._value(value) if is_one}
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                pass
+            case _ if hasattr(node, "body") or isinstance(node, ast.Match):
+                self._compound(node)
+            case _:
+                self._inside(node)
+
+    def _compound(self, node: Any) -> None:
+        """Follow a statement with blocks."""
+        match node:
             case ast.If(test=test, body=body, orelse=orelse):
                 self._value(test)
                 self._branches(body, orelse)
@@ -113,10 +96,18 @@ class Flows:
             case ast.Match(subject=subject, cases=cases):
                 self._value(subject)
                 self._branches([], *(case.body for case in cases))
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                pass
-            case _:
-                self._inside(node)
+
+    def _assign(self, targets: list[ast.expr], value: ast.expr) -> None:
+        parts = getattr(targets[0], "elts", [])
+        given = getattr(value, "elts", [])
+        has_star = any(isinstance(part, ast.Starred) for part in (*parts, *given))
+        if len(targets) == 1 and len(parts) == len(given) > 0 and not has_star:
+            for target, values in zip(parts, [*map(self._value, given)], strict=True):
+                self._bind(target, values)
+            return
+        values = self._value(value)
+        for target in targets:
+            self._bind(target, values)
 
     def _branches(self, *blocks: list[ast.stmt]) -> None:
         before, after = self._names, dict[str, Values]()
@@ -146,8 +137,7 @@ class Flows:
             case ast.Call():
                 return self._call(node)
             case ast.BinOp(left=left, op=op, right=right):
-                values = self._value(left), self._value(right)
-                return self._binary(op, left, right, *values)
+                return self._binary(op, left, right, self._value(left), self._value(right))
             case ast.UnaryOp(op=ast.USub(), operand=part) | ast.Starred(value=part):
                 return self._value(part)
             case ast.Subscript(value=value, slice=index):
@@ -155,7 +145,7 @@ class Flows:
                 return self._value(value)
             case ast.Attribute(value=value, attr=name):
                 values = self._value(value)
-                return values if name in _VIEWS else _NONE
+                return values if name in VIEWS else _NONE
             case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Dict(values=parts):
                 return _joined(map(self._value, parts))
             case ast.IfExp(test=test, body=body, orelse=orelse):
@@ -166,14 +156,18 @@ class Flows:
                 self._bind(target, values)
                 return values
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
-                for part in node.generators:
-                    self._bind(part.target, self._value(part.iter))
-                    list(map(self._value, part.ifs))
-                return self._value(getattr(node, "value", None) or node.elt)
+                return self._comprehension(node)
             case ast.Lambda() | None:
                 return _NONE
         self._inside(node)
         return _NONE
+
+    def _comprehension(self, node: Any) -> Values:
+        for each in node.generators:
+            self._bind(each.target, self._value(each.iter))
+            for condition in each.ifs:
+                self._value(condition)
+        return self._value(node.value if isinstance(node, ast.DictComp) else node.elt)
 
     def _inside(self, node: ast.AST) -> None:
         for part in ast.iter_child_nodes(node):
@@ -200,8 +194,8 @@ class Flows:
         return _NONE
 
     def _call(self, node: ast.Call) -> Values:
-        args, named = [*map(self._value, node.args)], {k.arg: self._value(k.value) for k in node.keywords}
-        places = [*node.args]
+        named = {k.arg: self._value(k.value) for k in node.keywords}
+        args, places = [*map(self._value, node.args)], [*node.args]
         called, name = self._reader.object(node.func), ""
         if isinstance(node.func, ast.Attribute):
             receiver = self._value(node.func.value)
@@ -212,8 +206,8 @@ class Flows:
             return frozenset({(node, True)})
         if isinstance(called, type):
             return self._made(called, args, named)
-        if callable(called) and isinstance(called, Hashable):
-            name = _OF_TORCH.get(called, "")
+        if called is not None:
+            name = name_of(called)
         if "input" in named:
             args.insert(0, named["input"])
         return self._result(name, node, places, args, named) if args else _NONE
@@ -244,32 +238,32 @@ class Flows:
             named: values of the keyword arguments.
         """
         first, others = args[0], _joined([*args[1:], *named.values()])
-        if name in _LOGS or (name == "log1p" and _is_negated(places[0])):
+        if name in LOGS or (name == "log1p" and _is_negated(places[0])):
             self._read(first)
         elif name in ("xlogy", "xlog1py"):
             self._read(others)
         elif name == "kl_div":
             self._read(first | others)
-        elif name in _DIVISIONS:
+        elif name in DIVISIONS:
             self._read(others)
             return self._product(first)
-        elif name in _SUMS:
+        elif name in SUMS:
             return self._product(first)
         elif name == "where":
             return first | others
-        elif name in _KEEPS:
+        elif name in KEEPS:
             return first
         elif name in ("to", "type"):
             return first if self._is_wide_cast(node, places) else _NONE
-        elif name in _BINARY and len(places) == 2:
-            return self._binary(_BINARY[name](), places[0], places[1], first, others)
+        elif name in BINARY and len(places) == 2:
+            return self._binary(BINARY[name](), places[0], places[1], first, others)
         return _NONE
 
     def _is_wide_cast(self, node: ast.Call, places: list[ast.expr]) -> bool:
         """Return whether a call of ``to`` leaves FP32 as it is."""
         wanted = [*places[1:], *(k.value for k in node.keywords if k.arg == "dtype")]
         return all(
-            self._reader.object(part) in _WIDE
+            self._reader.object(part) in WIDE
             or isinstance(part, ast.Constant)  # a device
             or getattr(part, "attr", getattr(part, "id", "")) == "device"
             for part in wanted
@@ -298,7 +292,6 @@ def _is_constant(node: ast.expr) -> bool:
 
 
 def _is_negated(node: ast.expr) -> bool:
-    """Return whether an expression may be ``-p``, or ``p * -1``."""
-    return any(
-        isinstance(part, ast.USub) or getattr(part, "attr", "") == "neg" for part in ast.walk(node)
-    )
+    """Return whether an expression is ``-p`` or ``p.neg()``."""
+    is_method = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "neg"
+    return is_method or isinstance(getattr(node, "op", None), ast.USub)

@@ -80,7 +80,7 @@ def install(model: nn.Module, returns: bool = True) -> Installed:
     """
     sites: set[str] = set()
     last = last_of(model) if returns else None
-    wide = {} if last is None else {last: None}
+    wide: dict[nn.Module | None, None] = {last: None}
     forwards = {*_plain_functions([vars(model).get("forward", type(model).forward)])}
     for function, owners in _functions_of(model).items():
         is_result = returns and function in forwards

@@ -86,10 +86,10 @@ def widened(
     attributes = [frozenset(filter(None, map(calls.module, part))) for part in (read, returned)]
     lines: list[list[int]] = [[], []]
     logs = _logs_of(own, calls)
-    for node in (n for n in ast.walk(own) if n in read or n in returned):
-        if calls.module(node):  # type: ignore[arg-type]
+    for node in ast.walk(own):
+        if not isinstance(node, ast.Call) or node not in read | returned or calls.module(node):
             continue
-        lines[node in returned].append(node.lineno)  # type: ignore[attr-defined]
+        lines[node in returned].append(node.lineno)
         if node in logs:
             _make_log_softmax(logs[node], node, calls)
         else:
@@ -174,9 +174,9 @@ def _logs_of(tree: ast.AST, calls: _Calls) -> dict[ast.AST, ast.Call]:
                 is_log = not node.keywords
             case _:
                 continue
-        if is_log and calls.kind_of(inner) == "softmax" and not calls.module(inner):
-            if calls.reader.object(inner.func) is not functional.softmin:
-                found[inner] = node
+        is_other = calls.module(inner) or calls.reader.object(inner.func) is functional.softmin
+        if is_log and not is_other and calls.kind_of(inner) == "softmax":
+            found[inner] = node
     return found
 
 
