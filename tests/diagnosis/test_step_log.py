@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 from unittest import mock
@@ -91,7 +92,9 @@ class Noted:
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.message.split(":")[0] for r in caplog.records if r.levelname == "WARNING"]
+    return [
+        re.split("[:)]", r.message)[0] + ")" for r in caplog.records if r.levelname == "WARNING"
+    ]
 
 
 def test_faults_are_said_at_powers_of_two_and_a_long_run_once(
@@ -109,7 +112,10 @@ def test_faults_are_said_at_powers_of_two_and_a_long_run_once(
         "step 16 skipped (16 of 16)",
     ]
     assert len(caplog.records) == 17
-    assert all("amp.explain(replay=True)" in message for message in caplog.messages)
+    first, *others = caplog.messages
+    assert "the loss itself was inf" in first and "amp.explain(replay=" in first
+    assert others[0] == "step 2 skipped (2 of 2): forward fault, as in step 1 (loss scale 1024)"
+    assert all("forward fault, as in step 1 (loss scale 1024)" in text for text in others)
 
 
 def test_overflows_are_said_where_eight_come_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,6 +128,46 @@ def test_overflows_are_said_where_eight_come_in_a_row(caplog: pytest.LogCaptureF
         "step 16 skipped (15 of 16, the last 8 in a row)",
         "step 26 skipped (24 of 26, the last 8 in a row)",
     ]
+
+
+def test_a_row_ends_with_a_step_or_another_skip(caplog: pytest.LogCaptureFixture) -> None:
+    noted = Noted(log_skips=True)
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        for outcome in (OVERFLOW, OVERFLOW, CLEAN, OVERFLOW, FAULT, OVERFLOW, OVERFLOW, OVERFLOW):
+            noted.decide(outcome)
+    assert "overflow 3 in a row, at loss scale 1024." in caplog.messages[-1]
+    assert not any("in a row" in text for text in caplog.messages[:-1])
+    noted.log.history.load(noted.log.history.counts)
+    noted.decide(OVERFLOW)
+    assert "single skips of this kind" in noted.last
+
+
+def test_a_text_comes_once_while_it_repeats(caplog: pytest.LogCaptureFixture) -> None:
+    noted = Noted(log_skips=True)
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        for _ in range(9):
+            noted.decide(OVERFLOW)
+    assert [("as in step" in text) for text in caplog.messages] == [
+        *(False, True, False, True, True, True, True),  # the third says that it is one of many
+        *(False, True),  # a WARNING does not refer to an INFO
+    ]
+    assert (
+        caplog.messages[3]
+        == "step 4 skipped (4 of 4): scale overflow, as in step 3 (loss scale 1024)"
+    )
+    assert "overflow 9 in a row" in noted.last
+    noted.decide(CLEAN)
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        noted.decide(OVERFLOW)
+    assert "as in step" not in caplog.messages[-1]
+
+
+def test_a_new_cause_is_a_warning_whatever_came_before(caplog: pytest.LogCaptureFixture) -> None:
+    noted = Noted(log_skips=True)
+    with caplog.at_level(logging.WARNING, "tritonamp"):
+        for outcome in (OVERFLOW, OVERFLOW, FAULT):
+            noted.decide(outcome)
+    assert len(caplog.messages) == 1 and "forward fault: the loss itself" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("gap", [(CLEAN, OVERFLOW), (OVERFLOW, OVERFLOW)], ids=str)

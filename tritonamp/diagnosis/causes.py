@@ -6,18 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from tritonamp.diagnosis.overflows import cause_of_overflow, why_overflow
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.skips import NO_STEPS, Cause, Explanation, Skip, Steps, Writer
-from tritonamp.kernels._decision import FAULT, HUGE, OUTLIER, VETO
+from tritonamp.kernels._decision import FAULT, HUGE, OUTLIER, OVERFLOW, VETO
 from tritonamp.watched.ops import nonfinite_samples
 
-# factor over the last step's gradients that a scale looking for its level does not run into
-_SUDDEN = 256
 _RUNNING = ("running_mean", "running_var")  # other buffers may hold -inf on purpose: masks
 _SHOWN = 8  # names or samples in a text
-_FIXED = (
-    "The scale is fixed, so it cannot back off: give a lower loss_scale, or 'dynamic', which finds "
-    "its level by itself."
+_BACKED_OFF = (
+    " The loss scale was lowered all the same, because the device does not read the batch."
 )
 
 Batch = Sequence[tuple[str, Tensor]]
@@ -29,7 +27,7 @@ def find_cause(
 ) -> Explanation:
     """Find the cause of a skip.
 
-    Waits for the device, unless a loss scale merely finds its level.
+    Waits for the device, unless a loss scale merely finds its level before the first step.
 
     Args:
         skip: skip as the device recorded it.
@@ -53,10 +51,24 @@ def find_cause(
             or _in_forward(skip, bool(batches))
         )
         return fault._replace(reason=fault.reason + _buffers(parameters))
+    return _in_gradients(skip, batches, parameters, steps)
+
+
+def _in_gradients(
+    skip: Skip, batches: Sequence[Batch], parameters: Mapping[Tensor, str], steps: Steps
+) -> Explanation:
+    """Explain a skip because gradients were not finite, although the loss was."""
     names = tuple(name for name, amax in skip.amax.items() if not skip.is_good(amax))
-    cause = _of_overflow(skip, names)
-    found = None if cause is Cause.SCALE else _in_steps(skip, parameters, steps)
-    return found or Explanation(skip, cause, _why_overflow(skip, names, cause), names)
+    has_nan = any(math.isnan(amax) for amax in (*skip.amax.values(), *skip.by_rank.values()))
+    found = _in_data(skip, batches, names) if has_nan else None
+    if found is not None:
+        return found
+    cause = cause_of_overflow(skip, names)
+    if cause is not Cause.SCALE:
+        found = _in_steps(skip, parameters, steps)
+    elif skip.before:  # a step was taken, which may have spoilt the weights
+        found = _in_growth(skip, steps)
+    return found or Explanation(skip, cause, why_overflow(skip, names, cause), names)
 
 
 def _why_outlier(numbers: Sequence[float]) -> str:
@@ -96,7 +108,7 @@ def _in_steps(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Exp
     if divergence is not None or not names:
         return divergence
     when = f"since step {skip.since}" if skip.since < skip.step else f"at step {skip.step}"
-    advice = Cause.PARAMETERS.advice
+    advice = Cause.PARAMETERS.advice_of(skip)
     if writer is not None:
         advice = (
             f"Step {skip.wrote} wrote them ({writer}): {writer.fault}. Load the last good "
@@ -110,16 +122,48 @@ def _in_steps(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Exp
 
 
 def _in_growth(skip: Skip, steps: Steps) -> Explanation | None:
+    """Search loss, gradients and weights for the growth of a training that has diverged."""
     growth = steps.growth()
-    if not growth.is_suspect:
+    writers = {str(w): w for w in steps.writers.values() if w.lr is not None}
+    away = [w for w in writers.values() if w.decays_away]
+    if skip.outcome == OVERFLOW and skip.scale > 1.0 and skip.before:
+        # gradients that fitted at the last good step are beyond this now
+        beyond = skip.limit / (skip.scale * skip.before)
+        growth = growth._replace(norm=max(growth.norm, beyond), is_finite=True)
+    has_decayed = bool(away) and growth.largest[1] > growth.largest[0] > 0.0
+    if not (growth.is_suspect or has_decayed):
         return None
     in_fp32 = None if steps.in_fp32 is None else steps.in_fp32()
-    if not growth.is_divergence(in_fp32):
+    if not (has_decayed or growth.is_divergence(in_fp32)):
         return None
-    rates = sorted({str(w) for w in steps.writers.values() if w.lr is not None})
-    shown = f" ({listed(rates)})" if rates else ""
-    reason = growth.words(in_fp32) + Cause.DIVERGENCE.advice.format(rates=shown)
+    reason = growth.words(in_fp32) + _against_growth(away, list(writers.values()), steps.clips)
     return Explanation(skip, Cause.DIVERGENCE, reason)
+
+
+def _against_growth(away: Sequence[Writer], writers: Sequence[Writer], clips: bool) -> str:
+    """Return advice for a training that has diverged.
+
+    Args:
+        away: optimizers whose weight decay makes weights grow.
+        writers: optimizers that have a learning rate.
+        clips: whether the loop clips gradients already.
+    """
+    if away:
+        w = away[0]
+        assert w.lr is not None and w.decay is not None
+        return (
+            f"Lower weight_decay ({w}, weight_decay={w.decay:g}): lr * weight_decay is "
+            f"{w.lr * w.decay:g}, so each step multiplies the weights by {1 - w.lr * w.decay:g}. "
+            f"Below 1 it makes them smaller. {Cause.DIVERGENCE.advice}"
+        )
+    rates = sorted(map(str, writers))
+    lower = f"Lower the learning rate{f' ({listed(rates)})' if rates else ''}"
+    may_clip = bool(writers) and not clips and all(w.can_be_clipped for w in writers)
+    clip = " Clip gradients: amp.clip_grad_norm_(1.0)." if may_clip else ""
+    return (
+        f"{lower}, warm it up over the first steps, and look for outliers in data and "
+        f"targets.{clip} {Cause.DIVERGENCE.advice}"
+    )
 
 
 def _writer(skip: Skip, names: Sequence[str], writers: Mapping[str, Writer]) -> Writer | None:
@@ -129,53 +173,50 @@ def _writer(skip: Skip, names: Sequence[str], writers: Mapping[str, Writer]) -> 
     return next(iter(at_fault or found), None)
 
 
-def _of_overflow(skip: Skip, names: Sequence[str]) -> Cause:
-    if skip.scale <= skip.lowest and not (skip.fixed and skip.scale <= 1.0):
-        return Cause.EXHAUSTED
-    if skip.scale <= 1.0:
-        return Cause.BACKWARD  # nothing was scaled up
-    sudden = 0.0 < skip.before * skip.scale * _SUDDEN < skip.limit
-    nan = any(math.isnan(skip.amax[name]) for name in names)
-    return Cause.BACKWARD if sudden and nan else Cause.SCALE
-
-
-def _why_overflow(skip: Skip, names: Sequence[str], cause: Cause) -> str:
-    shown = [f"{name} ({'NaN' if math.isnan(skip.amax[name]) else 'inf'})" for name in names]
-    others = f"{skip.ranks or 'some parameters'} were not. "
-    return (
-        f"the loss was finite, but at loss scale {skip.scale:g} the gradients of "
-        + (f"{len(names)} parameter(s) were not: {listed(shown)}. " if names else others)
-        + (_FIXED if cause is Cause.EXHAUSTED and skip.fixed else cause.advice)
-    )
-
-
 def _in_forward(skip: Skip, knows_batch: bool) -> Explanation:
     batch = ", and the input batch was not" if knows_batch else ""
     if skip.ranks:
         batch = f" on {skip.ranks}{batch}"
     suspects = "the model and the loss" if knows_batch else "the batch, the model and the loss"
-    advice = Cause.FORWARD.advice.format(where=suspects)
+    advice = Cause.FORWARD.advice_of(skip).format(where=suspects)
     reason = f"the loss itself was inf or NaN (loss scale {skip.scale:g}){batch}. {advice}"
     return Explanation(skip, Cause.FORWARD, reason)
 
 
-def _in_data(skip: Skip, batches: Sequence[Batch]) -> Explanation | None:
+def _in_data(
+    skip: Skip, batches: Sequence[Batch], parameters: tuple[str, ...] = ()
+) -> Explanation | None:
+    """Search the batches for inf and NaN.
+
+    Args:
+        skip: the skip.
+        batches: data of the forwards.
+        parameters: names of the parameters whose gradients were not finite.
+    """
     found = []
+    only_gradients = skip.outcome == OVERFLOW
     for batch in batches:
         for path, tensor in batch:
             bad = nonfinite_samples(tensor)
-            if bad:
+            if bad and not (only_gradients and _may_be_mask(tensor)):
                 kind = "sample(s)" if tensor.dim() > 1 else "element(s)"
                 shape = tuple(tensor.shape)
                 found.append(f"input {path}: inf or NaN in {kind} {listed(bad)} of shape {shape}")
     if not found:
         return None
     where = f" of {skip.ranks}" if skip.ranks else ""
+    became = "and gradients became NaN" if only_gradients else "and the loss became so, too"
+    backed_off = "" if skip.fixed or not only_gradients else _BACKED_OFF
     reason = (
-        f"the input batch itself{where} held inf or NaN, and the loss became so, too: "
-        f"{'; '.join(found[:_SHOWN])}. {Cause.DATA.advice}"
+        f"the input batch itself{where} held inf or NaN, {became}: "
+        f"{'; '.join(found[:_SHOWN])}. {Cause.DATA.advice}{backed_off}"
     )
-    return Explanation(skip, Cause.DATA, reason)
+    return Explanation(skip, Cause.DATA, reason, parameters)
+
+
+def _may_be_mask(tensor: Tensor) -> bool:
+    """Return whether a tensor may be added to scores: -inf, and nothing above 0."""
+    return bool((tensor <= 0.0).all())
 
 
 def _buffers(parameters: Mapping[Tensor, str]) -> str:

@@ -32,6 +32,7 @@ class Growth(NamedTuple):
     after: int = 0  # the last step whose loss was usual
     losses: tuple[float | None, float] = (None, math.inf)  # in step ``after``; now. None: unknown
     largest: tuple[float, float] = (0.0, 0.0)  # the largest weight before it grew, and now
+    is_finite: bool = False  # whether the loss of the skipped step is finite
 
     @property
     def is_suspect(self) -> bool:
@@ -60,6 +61,8 @@ class Growth(NamedTuple):
         """
         if not self.is_suspect:
             return False
+        if self.is_finite and self.loss < _LOSS_GREW:
+            return False  # these weights still serve
         if in_fp32 is None:
             return self.is_explosion
         if in_fp32.finite and in_fp32.loss is not None and self.usual_loss:
@@ -67,7 +70,7 @@ class Growth(NamedTuple):
         return not in_fp32.finite or self.is_explosion
 
     def words(self, in_fp32: Fp32Run | None) -> str:
-        """Return the growth in words, with the fact that FP32 does not help."""
+        """Return the growth in words, and what is known of FP32."""
         before, now = self.losses
         if not math.isfinite(now) and in_fp32 is not None and in_fp32.loss is not None:
             now = in_fp32.loss
@@ -82,10 +85,12 @@ class Growth(NamedTuple):
 
 
 def _of_fp32(in_fp32: Fp32Run | None) -> str:
-    if in_fp32 is None or (in_fp32.finite and in_fp32.loss is None):
-        return "FP32 would diverge as well"
+    if in_fp32 is None:
+        return "FP32 was not tried"
+    if in_fp32.finite and in_fp32.loss is None:
+        return "run again in FP32, the output of the model is finite, and the loss is not known"
     found = f"the loss is {in_fp32.loss:.3g}" if in_fp32.loss is not None else "it is not finite"
-    return f"FP32 diverges as well: run again in it, {found}"
+    return f"FP32 diverges as well: run again in it, {found}. No precision helps"
 
 
 class WeightSizes:

@@ -4,10 +4,11 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from tritonamp.diagnosis.records import StepRecord
-from tritonamp.diagnosis.skips import Cause, Explanation
-from tritonamp.kernels._decision import CLEAN, NORM
+from tritonamp.diagnosis.skips import Cause, Explanation, Overflow
+from tritonamp.kernels._decision import CLEAN, NORM, OVERFLOW
 
 MOST = 1000  # steps
+_MOST_OVERFLOWS = 64  # that are kept of a row: from any scale to the lowest
 
 
 class History:
@@ -18,6 +19,7 @@ class History:
         self.causes: Counter[str] = Counter()  # number of skips by cause
         self.counts = [0.0] * NORM  # of decisions by outcome, at the last reading
         self.in_a_row = 0  # skips since the last step, as far as each was read
+        self.overflows: deque[Overflow] = deque(maxlen=_MOST_OVERFLOWS)  # the last of these
         # number of the first of the last steps that a lasting cause skipped; 0: the last was not
         self.since = 0
         # number of the step that wrote the parameters last; 0: not known, or no step
@@ -48,6 +50,7 @@ class History:
         """Continue from other counts."""
         self.counts = list(counts)
         self.in_a_row = 0
+        self.overflows.clear()
 
     def update_counts(self, counts: Sequence[float]) -> tuple[int, int]:
         """Store the counts of a reading. Return the numbers of new steps, taken and skipped."""
@@ -58,6 +61,7 @@ class History:
         self.counts = list(counts)
         if clean or sum(skips) > 1:  # decisions between were not read
             self.in_a_row = 0
+            self.overflows.clear()
         self.in_a_row += sum(skips) > 0
         return clean, sum(skips)
 
@@ -83,6 +87,10 @@ class History:
         # parameters stay inf or NaN, so their text names the step that saw it first
         self.since = (self.since or skip.step) if cause is Cause.PARAMETERS else 0
         self.causes[cause.value] += 1
+        if skip.outcome == OVERFLOW:
+            self.overflows.append(Overflow(skip.scale, skip.nan))
+        else:
+            self.overflows.clear()
         self.records.append(
             StepRecord(skip.step, cause.value, scale, None, found.parameters, found.text, skip.loss)
         )

@@ -15,7 +15,7 @@ from tritonamp.diagnosis.divergence import Fp32Run, Growth, WeightSizes, growth_
 from tritonamp.diagnosis.fault_counts import is_power_of_two
 from tritonamp.diagnosis.history import History
 from tritonamp.diagnosis.records import StepRecord
-from tritonamp.diagnosis.skips import Explanation, Skip, Steps, Writer
+from tritonamp.diagnosis.skips import Explanation, Overflow, Skip, Steps, Writer
 from tritonamp.kernels._decision import (
     AMAX,
     CLEAN,
@@ -59,6 +59,13 @@ class StepLog:
         names: names in the models.
         dtype: half dtype of the policy.
         log_skips: whether each skip becomes a line of the log once its numbers have arrived.
+
+    Attributes:
+        sizes: sizes of the weights in some steps.
+        history: outcomes of the last steps.
+        clips: function that tells whether the loop clips gradients.
+        last: explanation of the last skip; None: no step was skipped.
+        batches: forwards of the last skip.
     """
 
     def __init__(
@@ -70,8 +77,10 @@ class StepLog:
         self._log_skips = log_skips
         self.sizes = WeightSizes(names.tensors)
         self.history = History()
-        self.last: Explanation | None = None  # of the last skip
-        self.batches: Sequence[Snapshot] = ()  # its forwards
+        self.clips: Callable[[], bool] = bool
+        self.last: Explanation | None = None
+        self.batches: Sequence[Snapshot] = ()
+        self._said: tuple[Explanation | None, int] = None, 0  # the last long text, and its level
 
     def collect(self, wait: bool = False) -> None:
         """Process the numbers that have arrived. With ``wait``, wait for all that were started."""
@@ -100,7 +109,8 @@ class StepLog:
         if not skipped:  # a skip was taken back
             return
         self.history.begin_skip(self.history.step, outcome.untouched)
-        found = self._explain(values, outcome, _finite(values[LOSS]), exact=not taken)
+        row = tuple(self.history.overflows)
+        found = self._explain(values, outcome, _finite(values[LOSS]), exact=not taken, row=row)
         self.last = found
         self.batches = outcome.forwards
         self.history.add_skip(found, values[SCALE])
@@ -108,16 +118,29 @@ class StepLog:
             self._say(found)
 
     def _say(self, found: Explanation) -> None:
-        # skips 1, 2, 4, 8...: a run that skips all the time must not fill the log
-        is_news = is_power_of_two(found.skip.skipped)
+        # skips 1, 2, 4, 8... of a cause: a run that skips all the time must not fill the log
+        is_news = is_power_of_two(self.history.causes[found.cause.value])
         long_run = self.history.in_a_row == _LONG_RUN
-        log = logger.warning if (found.needs_help and is_news) or long_run else logger.info
+        is_loud = (found.needs_help and is_news) or long_run
+        level = logging.WARNING if is_loud else logging.INFO
         facts = [f"the last {_LONG_RUN} in a row"] if long_run else []
         facts += [f"rank {rank()}"] if is_distributed() else []
-        log(found.line(*facts) + found.hint)
+        earlier, its_level = self._said
+        repeats = self.history.in_a_row > 1 and earlier is not None and found.repeats(earlier)
+        if repeats and level <= its_level:
+            assert earlier is not None
+            logger.log(level, found.short_line(earlier, *facts))
+            return
+        self._said = found, level
+        logger.log(level, found.line(*facts) + found.hint)
 
     def _explain(
-        self, values: Sequence[float], outcome: Outcome, loss: float | None, exact: bool
+        self,
+        values: Sequence[float],
+        outcome: Outcome,
+        loss: float | None,
+        exact: bool,
+        row: Sequence[Overflow] = (),
     ) -> Explanation:
         """Explain a skip from the numbers of the device, without the loss. See ``Skip``."""
         rule, step = outcome.rule, int(sum(values[: len(COUNTS)]))
@@ -137,6 +160,7 @@ class StepLog:
             wrote=self.history.wrote,
             loss=loss,
             outlier=tuple(values[LIMITS:RECORD]),
+            row=row,
         )
         return self._find_cause(skip, outcome.forwards)
 
@@ -147,7 +171,7 @@ class StepLog:
         in_fp32: Callable[[], Fp32Run | None] | None = None,
     ) -> Explanation:
         growth = functools.partial(self._growth, skip.loss)
-        steps = Steps(self._model_names.writers(), growth, in_fp32)
+        steps = Steps(self._model_names.writers(), growth, in_fp32, self.clips())
         return find_cause(skip, data_in(batches), self._model_names.tensors(), steps)
 
     def _growth(self, loss: float | None) -> Growth:

@@ -114,6 +114,9 @@ class Response:
             if not hindrance:
                 explanation = self._explained(self._log.reconsidered(self._replays.run_in_fp32))
                 assert explanation is not None
+            if not explanation.needs_help:  # FP32 did not diverge
+                logger.info(explanation.text)
+                return
             replayable = explanation.cause.replayable
             counts = self.counts = self.counts.with_fault(replayable)
             text = explanation.text

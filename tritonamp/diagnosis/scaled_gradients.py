@@ -40,6 +40,9 @@ class ScaledGradients:
         left_out: function that returns parameters with gradients that no enabled optimizer holds,
             so that nothing unscales these gradients.
         halves: function that returns the models' half parameters.
+
+    Attributes:
+        has_clipped: whether gradients were clipped, by torch's functions or by ``Amp``.
     """
 
     def __init__(
@@ -51,11 +54,13 @@ class ScaledGradients:
         self._params = params
         self._left_out = left_out
         self._halves = halves
+        self.has_clipped = False
         self._has_warned = False
         self._has_warned_of_step = False
 
     def warn_if_clipped(self, given: set[int], function: Callable[..., Any]) -> None:
         """Warn, once, where ``function`` clips scaled gradients, given the ids of parameters."""
+        self.has_clipped = True
         if self._has_warned or not any(id(param) in given for param in self._params()):
             return
         self._has_warned = True

@@ -14,10 +14,13 @@ from tritonamp.kernels._squares import LARGEST_SQUARE
 from tritonamp.names import short
 
 _FP32_MAX = torch.finfo(torch.float32).max
-_REPLAY = (
-    " on_nonfinite='explain', or amp.explain(replay=True) with the batch at hand, names the "
+_HALF_MAX = torch.finfo(torch.float16).max
+MANY = 3  # overflows in a row that are more than a scale that finds its level
+_BY_FUNCTION = (
+    " amp.explain(replay=lambda: criterion(model(x), y)), with the batch at hand, names the "
     "operation."
 )
+_REPLAY = f" on_nonfinite='explain', or{_BY_FUNCTION}"
 
 
 class Cause(enum.Enum):
@@ -36,14 +39,30 @@ class Cause(enum.Enum):
 
     @property
     def advice(self) -> str:
-        """Advice. "{where}" stands for the suspects, "{rates}" for the learning rates."""
+        """Advice, as for float16. "{where}" stands for the suspects."""
         return _ADVICE[self]
+
+    def advice_of(self, skip: "Skip") -> str:
+        """Return ``advice`` for the format that the step was in."""
+        return self.advice if skip.in_float16 else _WITHOUT_HALF.get(self, self.advice)
 
     @property
     def replayable(self) -> bool:
         """Whether running the batch again may name the operation."""
         return self in (Cause.FORWARD, Cause.BACKWARD, Cause.EXHAUSTED)
 
+
+_WITHOUT_HALF = {
+    Cause.FORWARD: (
+        "Look in {where} for 0/0, logarithms and roots of 0 or less, and rows that are masked "
+        "completely."
+    ),
+    Cause.PARAMETERS: (
+        "Skipped steps leave parameters alone, so something else wrote them: a loaded checkpoint, "
+        "an initialisation, or an averaged copy. Load the last good checkpoint."
+    ),
+}
+"""Advice where nothing is in float16."""
 
 _ADVICE = {
     Cause.DATA: "Clean the data, or drop these samples.",
@@ -53,19 +72,15 @@ _ADVICE = {
     ),
     Cause.SCALE: "The scale was lowered; single skips of this kind are how it finds its level.",
     Cause.BACKWARD: (
-        "A lower scale does not help: look in the backward of the last module named for sqrt and "
-        "norms at 0, division by 0 behind a mask, and logarithms."
+        "Look in the loss, and in the backward of the last module named, for sqrt and norms at 0, "
+        "division by 0 behind a mask, and logarithms."
     ),
     Cause.PARAMETERS: (
         "Skipped steps leave parameters alone, so something else wrote them: a loaded checkpoint, "
         "an initialisation, an averaged copy, or a weight above 65504 that float16 cannot hold. "
         "Load the last good checkpoint."
     ),
-    Cause.DIVERGENCE: (
-        "No precision helps: lower the learning rate{rates}, warm it up over the first steps, clip "
-        "gradients (amp.clip_grad_norm_(1.0)), and look for outliers in data and targets. The "
-        "weights are spoilt: begin again, or from the last good checkpoint."
-    ),
+    Cause.DIVERGENCE: "The weights are spoilt: begin again, or from the last good checkpoint.",
     Cause.EXHAUSTED: (
         "The scale is at its minimum, so the gradients overflow by themselves: look for inf and "
         "NaN in the backward of the last module named, or train it in FP32 with fp32_modules."
@@ -83,29 +98,48 @@ _ADVICE = {
 }
 
 
+_EACH_HAS_NUMBERS = Cause.DATA, Cause.OUTLIER, Cause.HUGE
+"""Causes whose texts differ from skip to skip by facts that matter."""
+
+
 class Writer(NamedTuple):
     """The optimizer that steps on a parameter."""
 
     name: str  # name of the class
     lr: float | None  # for that parameter; None: the optimizer has none
-    dtype: torch.dtype  # dtype that the optimizer steps in
-    zero_eps: float | None = None  # eps of the optimizer, if its step rounds eps to zero
+    dtype: torch.dtype  # dtype of the values that the optimizer steps on
+    zero_eps: float | None = None  # eps of the optimizer, if its step divides by an eps of zero
+    least_eps: float = 1e-8  # an eps that its step can divide by
+    decay: float | None = None  # weight_decay, if each step takes lr * weight_decay of a weight
 
     def __str__(self) -> str:
         return self.name if self.lr is None else f"{self.name}, lr={self.lr:g}"
 
     @property
+    def decays_away(self) -> bool:
+        """Whether its weight decay alone makes weights grow at each step."""
+        return self.decay is not None and self.lr is not None and self.lr * self.decay > 2.0
+
+    @property
+    def can_be_clipped(self) -> bool:
+        """Whether smaller gradients make its steps smaller, and harmless at that rate."""
+        return self.name in ("SGD", "ASGD") and self.lr is not None and self.lr <= 1.0
+
+    @property
     def fault(self) -> str:
         """The mistake in its steps, if they have written inf or NaN, and advice."""
+        is_half = self.dtype.itemsize < 4
+        if self.zero_eps is None and self.lr is not None and not math.isfinite(self.lr):
+            return "The learning rate is not finite: look in its scheduler"
         if self.zero_eps is None:
-            return (
-                "Lower the learning rate, or take level='O2', which steps in FP32 and skips what "
-                "overflows"
-            )
-        fits = 10.0 ** math.ceil(math.log10(torch.finfo(self.dtype).smallest_normal))
+            in_fp32 = ", or take level='O2', which steps in FP32 and skips what overflows"
+            return f"Lower the learning rate{in_fp32 if is_half else ''}"
+        least = f"Give an eps of {self.least_eps:g} or more"
+        if self.zero_eps == 0.0:
+            return f"eps=0, so a gradient that is 0 is divided by 0. {least}"
         return (
             f"eps={self.zero_eps:g} is 0 in {short(self.dtype)}, so a small gradient is divided by "
-            f"0. Give an eps of {fits:g} or more, or level='O2', which steps in FP32"
+            f"0. {least}, or level='O2', which steps in FP32"
         )
 
 
@@ -115,9 +149,17 @@ class Steps(NamedTuple):
     writers: Mapping[str, Writer] = {}  # by name of a parameter
     growth: Callable[[], Growth] = Growth  # in these steps
     in_fp32: Callable[[], Fp32Run | None] | None = None  # runs the batch again; None: not allowed
+    clips: bool = False  # whether the loop clips gradients already
 
 
 NO_STEPS = Steps()
+
+
+class Overflow(NamedTuple):
+    """What later skips remember of an overflow."""
+
+    scale: float
+    nan: frozenset[str]  # names of the parameters with NaN; empty where inf was among gradients
 
 
 class Skip(NamedTuple):
@@ -143,6 +185,33 @@ class Skip(NamedTuple):
     # the loss, the usual one and its limit, the same of the norm, and how many standard deviations
     # the limits are away
     outlier: tuple[float, ...] = ()
+    row: Sequence[Overflow] = ()  # overflows directly before this one, the oldest first
+
+    @property
+    def in_float16(self) -> bool:
+        """Whether the policy computes in float16."""
+        return self.limit == _HALF_MAX
+
+    @property
+    def nan(self) -> frozenset[str]:
+        """Names of the parameters with NaN in the gradient; empty where inf was among gradients."""
+        bad = {name: amax for name, amax in self.amax.items() if not self.is_good(amax)}
+        return frozenset(bad) if all(map(math.isnan, bad.values())) else frozenset()
+
+    @property
+    def is_one_of_many(self) -> bool:
+        """Whether it is at least the third overflow in a row."""
+        return len(self.row) + 1 >= MANY
+
+    @property
+    def scales(self) -> str:
+        """The loss scales of the overflows in a row, this one included, in words."""
+        scales = *(overflow.scale for overflow in self.row), self.scale
+        tried = list(dict.fromkeys(f"{scale:g}" for scale in scales))
+        if len(tried) > MANY:
+            return f"loss scales from {tried[0]} to {tried[-1]}"
+        *others, last = tried
+        return f"loss scales {', '.join(others)} and {last}" if others else f"loss scale {last}"
 
     @property
     def at_fault(self) -> list[int]:
@@ -187,14 +256,35 @@ class Explanation(NamedTuple):
 
     def line(self, *facts: str) -> str:
         """Return ``text`` with more facts inside its parentheses."""
+        return f"{self._start(facts)}: {self.reason}"
+
+    def short_line(self, earlier: "Explanation", *facts: str) -> str:
+        """Return a line that refers to an earlier explanation, which this one ``repeats``."""
+        return (
+            f"{self._start(facts)}, as in step {earlier.skip.step} (loss scale {self.skip.scale:g})"
+        )
+
+    def _start(self, facts: Sequence[str]) -> str:
         step = self.skip.step
         number = f"{step}" if self.skip.exact else f"<= {step}"
         listed = ", ".join([f"{self.skip.skipped} of {step}", *facts])
-        return f"step {number} skipped ({listed}): {self.cause.value}: {self.reason}"
+        return f"step {number} skipped ({listed}): {self.cause.value}"
+
+    def repeats(self, earlier: "Explanation") -> bool:
+        """Return whether an earlier explanation says the same, but for steps and scales."""
+        if self.cause is not earlier.cause or self.skip.outcome != earlier.skip.outcome:
+            return False
+        if self.cause is Cause.SCALE:
+            return len(self.skip.row) + 1 != MANY
+        if self.cause in _EACH_HAS_NUMBERS:
+            return self.reason == earlier.reason
+        return self.parameters == earlier.parameters
 
     @property
     def hint(self) -> str:
         """Advice on how to find out more, to append to the text; "" where nothing would help."""
+        if self.cause is Cause.SCALE and self.skip.is_one_of_many:
+            return _BY_FUNCTION
         return _REPLAY if self.cause.replayable else ""
 
     @property

@@ -311,6 +311,7 @@ class Amp:
         """
         parts = self._ready_parts("clip_grad_norm_")
         check_max_norm(max_norm)
+        parts.scaled_gradients.has_clipped = True
         fed = self._fed_optimizers(parts, "clip_grad_norm_")
         return parts.stepper.early.clip_grad_norm_(fed, max_norm)
 

@@ -43,7 +43,7 @@ from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload, check_offload
 from tritonamp.step.packed_masters import check_masters, masters_form
 from tritonamp.step.pending import PendingDecisions
-from tritonamp.step.rules import check_differentiable, rule_of, zero_eps
+from tritonamp.step.rules import check_differentiable, decay_of, least_eps, rule_of, vanishing_eps
 from tritonamp.step.schedulers import SchedulerSteps
 from tritonamp.step.sleep import Sleep
 from tritonamp.step.small_state import check_state, state_format
@@ -162,7 +162,9 @@ class Parts:
         names, together = _Names(self.models, self.weights), ReplayRanks(self.ranks)
         self.decisions = DecisionLog(names.parameters)
         log_skips = policy.on_nonfinite == "skip"
-        self.log = StepLog(self.decisions, names, policy.dtype, log_skips)
+        computes_half = policy.op_policy or policy.cast_model or policy.half_parameters
+        dtype = policy.dtype if computes_half else torch.float32
+        self.log = StepLog(self.decisions, names, dtype, log_skips)
         forwards, healing = self.forwards, self.healing
         self.replays = Replays(self.models, policy, self.log, forwards, healing, together)
         self.response = Response(
@@ -187,6 +189,7 @@ class Parts:
             partial(_params_without_optimizer, policy, self.models, weights),
             partial(_half_params, self.models),
         )
+        self.log.clips = lambda: self.scaled_gradients.has_clipped
         names = _Names(self.models, weights).tensors
         clipped = ClippedGradients(names, self.scaled_gradients)
         self.decisions.observer = StepObserver(self.log, UnseenWrites(names), clipped)
@@ -281,7 +284,9 @@ class _Names(NamedTuple):
                 base_class(type(optimizer)).__name__,
                 float(group["lr"]) if "lr" in group else None,
                 master.dtype,
-                zero_eps(optimizer, group, master.dtype),
+                vanishing_eps(optimizer, group, master.dtype),
+                least_eps(optimizer, master.dtype),
+                decay_of(optimizer, group),
             )
             for optimizer, w in self.weights.items()
             for param, master, group in w.masters.with_groups()

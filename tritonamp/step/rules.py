@@ -1,6 +1,7 @@
 """The fused rule of an optimizer, if the optimizer has one."""
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from tritonamp.class_swap import base_class
 from tritonamp.step.fused_rule import FusedRule
 from tritonamp.step.muon import MUON
 from tritonamp.step.rule_table import RULES
+
+_USUAL_EPS = 1e-8
 
 
 def rule_of(optimizer: Optimizer) -> FusedRule | None:
@@ -85,6 +88,39 @@ def zero_eps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype)
         # to FP32 numbers there, and does not vanish.
         return None
     return eps if torch.tensor(eps, dtype=dtype) == 0 else None
+
+
+def vanishing_eps(
+    optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype
+) -> float | None:
+    """Return the eps of a parameter group if a step divides by a number plus 0, else None.
+
+    The eps is 0, or ``zero_eps`` has found that it becomes 0. For the arguments see there.
+    """
+    eps = group.get("eps")
+    if isinstance(eps, float | int) and eps == 0:
+        return 0.0
+    return zero_eps(optimizer, group, dtype)
+
+
+def least_eps(optimizer: Optimizer, dtype: torch.dtype) -> float:
+    """Return an eps, 1e-8 or larger, that is not 0 in a step of ``optimizer`` in ``dtype``."""
+    if rule_of(optimizer) is not None:
+        return _USUAL_EPS
+    normal = torch.finfo(dtype).smallest_normal
+    return max(_USUAL_EPS, 10.0 ** math.ceil(math.log10(normal)))
+
+
+def decay_of(optimizer: Optimizer, group: Mapping[str, Any]) -> float | None:
+    """Return the weight decay of a parameter group if a step takes lr * decay of each weight.
+
+    None: there is no decay, or it is added to gradients that the step then normalises or sums up.
+    """
+    decay = group.get("weight_decay")
+    is_plain = base_class(type(optimizer)) is torch.optim.SGD and not group.get("momentum")
+    if not decay or not (is_plain or group.get("decoupled_weight_decay")):
+        return None
+    return float(decay)
 
 
 def keeps_fp32_state(optimizer: Optimizer) -> bool:

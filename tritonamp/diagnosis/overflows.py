@@ -1,0 +1,94 @@
+"""Gradients that are not finite although the loss is: the scale is too high, or none helps."""
+
+import math
+from collections.abc import Sequence
+
+from tritonamp.diagnosis.replay.faults import listed
+from tritonamp.diagnosis.skips import MANY, Cause, Skip
+
+# factor over the last step's gradients that a scale looking for its level does not run into
+_SUDDEN = 256
+_NEAR = 16  # factor below the format's largest number, where gradients do not overflow next to it
+_FIXED = (
+    "The scale is fixed, so it cannot back off: give a lower loss_scale, or 'dynamic', which finds "
+    "its level by itself."
+)
+
+
+def cause_of_overflow(skip: Skip, names: Sequence[str]) -> Cause:
+    """Return the cause that the numbers of an overflow point to.
+
+    Args:
+        skip: skip as the device recorded it.
+        names: names of the parameters whose gradients were not finite.
+    """
+    if skip.scale <= skip.lowest and not (skip.fixed and skip.scale <= 1.0):
+        return Cause.EXHAUSTED
+    if skip.scale <= 1.0:
+        return Cause.BACKWARD  # nothing was scaled up
+    return Cause.BACKWARD if _is_sudden(skip, names) or _is_stuck(skip) else Cause.SCALE
+
+
+def _is_sudden(skip: Skip, names: Sequence[str]) -> bool:
+    """Return whether there is a NaN after gradients far below the format's largest number."""
+    far_below = 0.0 < skip.before * skip.scale * _SUDDEN < skip.limit
+    return far_below and any(math.isnan(skip.amax[name]) for name in names)
+
+
+def _is_stuck(skip: Skip) -> bool:
+    """Return whether lower scales left the same gradients NaN, and no number explains it.
+
+    A scale that is far too high gives NaN, too, as inf - inf. But inf comes with it, or a loss or
+    another gradient that is large at that scale.
+    """
+    earlier = skip.row[1 - MANY :]
+    if not skip.is_one_of_many or not skip.nan or any(o.nan != skip.nan for o in earlier):
+        return False
+    if not skip.scale < earlier[-1].scale < earlier[0].scale:
+        return False
+    if skip.loss is not None:
+        return skip.scale * max(1.0, abs(skip.loss)) <= skip.limit
+    largest = max(filter(math.isfinite, skip.amax.values()), default=0.0)
+    return 0.0 < largest * _NEAR <= skip.limit
+
+
+def why_overflow(skip: Skip, names: Sequence[str], cause: Cause) -> str:
+    """Return the reason in words, and advice. For the arguments see ``cause_of_overflow``."""
+    kinds = ["NaN" if math.isnan(skip.amax[name]) else "inf" for name in names]
+    count = f"{len(names)} parameter(s)"
+    if not names:
+        were = f"{skip.ranks or 'some parameters'} were not"
+    elif len(set(kinds)) == 1:
+        were = f"{count} were {kinds[0]}: {listed(names)}"
+    else:
+        pairs = zip(names, kinds, strict=True)
+        were = f"{count} were not: {listed([f'{name} ({kind})' for name, kind in pairs])}"
+    return (
+        f"the loss was finite, but at loss scale {skip.scale:g} the gradients of {were}. "
+        + _about_scale(skip, cause)
+    )
+
+
+def _about_scale(skip: Skip, cause: Cause) -> str:
+    """Return what the scale has to do with it, and advice."""
+    if cause is Cause.EXHAUSTED:
+        return _FIXED if skip.fixed else cause.advice
+    if cause is Cause.SCALE and skip.is_one_of_many:
+        return (
+            f"The scale was lowered. It was overflow {len(skip.row) + 1} in a row, at "
+            f"{skip.scales}."
+        )
+    if cause is Cause.SCALE:
+        return cause.advice
+    if _is_stuck(skip):
+        why = f"At {skip.scales} the same gradients were NaN, so a lower scale has not helped. "
+    elif skip.scale <= 1.0 and skip.row and skip.row[0].scale > skip.scale:
+        why = f"At {skip.scales} gradients were not finite, so a lower scale has not helped. "
+    elif skip.scale <= 1.0:
+        why = "Such a scale makes no gradient larger. "
+    else:
+        why = (
+            f"In the last good step no gradient was above {skip.before:.2g}, far below "
+            f"{skip.limit:g} at this scale, too. "
+        )
+    return why + cause.advice
