@@ -240,6 +240,10 @@ class EnabledModule(_WithForward):
 
         Trainable parameters, and tensors that came in FP32, are FP32, unless
         ``policy.state_dict_dtype`` is half. All other tensors have their stored dtype.
+
+        Raises:
+            RuntimeError: torch's exporter of traced models to ONNX asks, which looks for the very
+                parameters in the state.
         """
         result = super().state_dict(  # type: ignore[misc]
             destination=destination, prefix=prefix, keep_vars=keep_vars
@@ -248,7 +252,13 @@ class EnabledModule(_WithForward):
         if context.policy.state_dict_dtype in HALF_DTYPES:
             return result
         values = context.fp32_values
+        is_for_onnx = keep_vars and torch.onnx.is_in_onnx_export()
         for name, _, value in changed_values(self, self._tritonamp_saved, values):
+            if is_for_onnx:
+                raise RuntimeError(
+                    "torch.onnx.export(dynamo=False): expected a plain module, got an enabled "
+                    f"{type(self).__name__}: call amp.disable() before"
+                )
             if prefix + name in result:
                 result[prefix + name] = value if keep_vars else value.detach()
         return result
