@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ class Replays:
                 vanished = vanished or str(self._compared(fault, function))
             elif fault is not None:
                 remedy = self._remedy(fault, find_again)
-                if remedy is not None and not _runs_backward(facts):
+                if remedy is not None and not fault.has_backward:
                     remedy = remedy._replace(forward_only=True)
                 fault = dataclasses.replace(fault, remedy=remedy)
                 if fault.silent:
@@ -232,11 +232,6 @@ class Replays:
         if told is not None:
             raise RuntimeError(f"write_bundle: rank {writer} could not write: {told}")
         return Path(folder)
-
-
-def _runs_backward(facts: Mapping[str, Any]) -> bool:
-    """Return whether a run with these facts has a backward: a function's, or a known gradient's."""
-    return not facts or facts.get("grad_outputs") is not None
 
 
 def _facts_of(batch: Snapshot) -> dict[str, Any]:

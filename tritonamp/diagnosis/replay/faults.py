@@ -89,6 +89,7 @@ class FaultReport:
         scale: loss scale of the backward.
         fits: largest loss scale that works.
         names: names of the parameters, inputs or gradients that are not finite.
+        has_backward: whether the run goes on with a backward, if the forward has no fault.
         replayed: whether the forward gave the same bits as the first time.
         remedy: result of the tried remedies; None: none was tried.
         rank: rank whose batch it was; None: there are no other ranks.
@@ -103,6 +104,7 @@ class FaultReport:
     scale: float = 1.0
     fits: float | None = None
     names: tuple[str, ...] = ()
+    has_backward: bool = False
     replayed: str = "not checked"
     remedy: Remedy | None = None
     rank: int | None = None
@@ -234,7 +236,7 @@ class FaultReport:
         return self.difference is not None and self.difference[0] <= 0.01 * self.difference[1]
 
 
-NOT_REPRODUCED = "not reproduced: run again, forward and backward are finite"
+NOT_REPRODUCED = "not reproduced: run again, nothing is inf or NaN"
 NO_PRECISION_HELPS = "FP32 does not help, nor does bfloat16: both were tried on this batch."
 _UNTRIED = {
     "parameters": "no other weights are at hand",

@@ -66,9 +66,10 @@ def find_fault(
         replay = _Replay(models, scale, patch)
         with _untouched(models, replay.watch.writes):
             output = replay.forward(run, expected)
+            found = Backward(output, grad_outputs, scale, replay.params)
+            replay.has_backward = backward and found.is_possible
             fault = replay.fault_of_forward(output)
-            if fault is None and backward:
-                found = Backward(output, grad_outputs, scale, replay.params)
+            if fault is None and replay.has_backward:
                 fault = replay.fault_of_backward(found)
             if fault is None and harmless:
                 fault = replay.vanished()
@@ -143,6 +144,7 @@ class _Replay:
         self.watch = Watch(self.names, patch)
         self.scale = scale
         self.replayed = "not checked"
+        self.has_backward = False
         self.models = models
         self.params = {name: t for name, t in self.names.weights() if t.is_leaf and t.requires_grad}
 
@@ -191,7 +193,14 @@ class _Replay:
             if held and all(any(map(is_finite, found)) for found in masters):
                 kind = "weight_overflow"
         return FaultReport(
-            kind, event, names=names, scale=self.scale, fits=fits, replayed=self.replayed, **fields
+            kind,
+            event,
+            names=names,
+            scale=self.scale,
+            fits=fits,
+            replayed=self.replayed,
+            has_backward=self.has_backward,
+            **fields,
         )
 
     # backward
