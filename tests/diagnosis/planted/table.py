@@ -1,0 +1,10 @@
+"""All planted faults."""
+
+from diagnosis.planted.backwards import BACKWARDS
+from diagnosis.planted.data import DATA
+from diagnosis.planted.domains import DOMAINS
+from diagnosis.planted.losses import LOSSES
+from diagnosis.planted.optimizers import OPTIMIZERS
+from diagnosis.planted.overflows import OVERFLOWS
+
+PLANTED = [*OVERFLOWS, *DOMAINS, *BACKWARDS, *LOSSES, *DATA, *OPTIMIZERS]
