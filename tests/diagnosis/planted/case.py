@@ -49,8 +49,7 @@ class Planted:
         remedy: regular expression that the advice has to match.
         op: ops that may be named; empty: there is no report about an op, and the cause decides.
         line: part of the line of code that the report has to show.
-        kind: kinds of fault that may be named; empty: the batch does not run again, and the text
-            of the log has the advice.
+        kind: kinds of fault that may be named.
         cause: cause of the skip; "": no step is skipped.
         module: the module that the report has to name; None: it is outside of the model.
         says: regular expression that other parts of the text have to match.
@@ -65,6 +64,8 @@ class Planted:
             "nothing" says that there is nothing to do; a function of `Setup`
             and `Report` returns a `Setup`.
         steps: number of steps before the report.
+        replay: whether the report comes from ``amp.explain(replay=...)``. Otherwise it comes from
+            the log.
         trains: number of steps in which the repaired training has to reach FP32's loss; 0: the
             batch has to pass.
         net: maker of the model around the block.
@@ -88,5 +89,6 @@ class Planted:
     fields: Mapping[str, Any] = field(default_factory=dict)
     by: Any = ""
     steps: int = 1
+    replay: bool = True
     trains: int = 0
     net: Callable[[nn.Module], nn.Module] = Net

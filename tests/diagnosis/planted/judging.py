@@ -5,7 +5,8 @@ import re
 from diagnosis.planted.case import Planted
 from diagnosis.planted.following import Setup, followed
 from diagnosis.planted.report import Report
-from diagnosis.planted.running import failure_of, report_of
+from diagnosis.planted.running import failure_of, is_finite_in_fp32, report_of
+from tritonamp.diagnosis.replay.faults import NO_PRECISION_HELPS
 
 
 def mistakes(case: Planted) -> list[str]:
@@ -36,6 +37,8 @@ def wrong_words(case: Planted, report: Report) -> list[str]:
         wrong.append(f"line: {report.code!r} instead of {case.line!r}")
     if not re.search(case.says, report.text):
         wrong.append(f"text: {case.says!r} is missing")
+    if NO_PRECISION_HELPS[:19] in report.text and is_finite_in_fp32(case):
+        wrong.append("FP32 does help")
     return wrong
 
 

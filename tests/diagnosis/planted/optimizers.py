@@ -40,6 +40,7 @@ OPTIMIZERS = [
         optimizer=partial(Adam, lr=1e-3, eps=0.0),
         by=with_eps,
         steps=3,
+        replay=False,
         trains=20,
     ),
     Planted(
@@ -50,6 +51,7 @@ OPTIMIZERS = [
         optimizer=partial(RMSprop, lr=1e-3, eps=0.0),
         by=with_eps,
         steps=3,
+        replay=False,
         trains=20,
     ),
     Planted(
@@ -60,6 +62,7 @@ OPTIMIZERS = [
         optimizer=partial(torch.optim.Adagrad, lr=1e-3, eps=0.0),
         by=with_eps,
         steps=3,
+        replay=False,
         trains=20,
     ),
     Planted(
@@ -70,16 +73,18 @@ OPTIMIZERS = [
         optimizer=partial(SGD, lr=1e3),
         by=with_setting("lr", 1e-2),
         steps=8,
+        replay=False,
         trains=20,
     ),
     Planted(
-        "AdamW with a rate of 10",
+        "AdamW with a rate of 10000",
         Plain,
         LOWER,
         cause=DIVERGED,
         optimizer=partial(AdamW, lr=1e4),
         by=with_setting("lr", 1e-3),
         steps=8,
+        replay=False,
         trains=20,
     ),
     Planted(
@@ -90,6 +95,7 @@ OPTIMIZERS = [
         optimizer=partial(SGD, lr=0.1, momentum=3.0),
         by=with_setting("momentum", 0.9),
         steps=20,
+        replay=False,
         trains=20,
     ),
     Planted(
@@ -100,6 +106,7 @@ OPTIMIZERS = [
         optimizer=partial(AdamW, lr=1e-2, weight_decay=1000.0),
         by=with_setting("weight_decay", 1e-2),
         steps=20,
+        replay=False,
         trains=20,
     ),
     Planted(
@@ -110,6 +117,7 @@ OPTIMIZERS = [
         optimizer=partial(SGD, lr=math.inf),
         by=with_setting("lr", 1e-2),
         steps=3,
+        replay=False,
         trains=20,
     ),
     Planted(
@@ -120,6 +128,7 @@ OPTIMIZERS = [
         optimizer=partial(SGD, lr=math.nan),
         by=with_setting("lr", 1e-2),
         steps=3,
+        replay=False,
         trains=20,
     ),
 ]

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from diagnosis.planted.case import OUTPUTS, SAMPLES, WIDTH
+from diagnosis.planted.case import OUTPUTS, SAMPLES, WIDTH, Planted
 from diagnosis.planted.following import Setup
 from diagnosis.planted.report import Report
 from torch import Tensor
@@ -72,6 +72,14 @@ class Run:
         self.optimizer.step()
         return float(loss.detach())
 
+    def causes_until_a_step(self, most: int) -> list[str]:
+        """Return the causes of skips, and "" at the end if a step was taken."""
+        causes: list[str] = []
+        while len(causes) < most and (not causes or causes[-1]):
+            self.step()
+            causes.append(self.cause)
+        return causes
+
     @property
     def cause(self) -> str:
         """The cause for which the last step was skipped; "" if it was taken."""
@@ -88,7 +96,7 @@ def report_of(setup: Setup) -> Report:
     with Run(setup) as run:
         for _ in range(setup.case.steps):
             run.step()
-        return Report(run.amp.explain(replay=run.loss if setup.case.kind else False))
+        return Report(run.amp.explain(replay=run.loss if setup.case.replay else False))
 
 
 def failure_of(setup: Setup) -> str:
@@ -112,6 +120,14 @@ def passed(setup: Setup) -> str:
             if run.cause != "scale overflow" or not math.isfinite(loss):
                 return f"skipped: {run.cause}, loss {loss}"
         return f"no loss scale fits, {run.amp.stats()['scale']:g} is the last"
+
+
+def is_finite_in_fp32(case: Planted) -> bool:
+    """Return whether loss and gradients are finite without the library."""
+    run = Run(Setup(case), plain=True)
+    loss = run.step()
+    grads = [p.grad for p in run.model.parameters() if p.grad is not None]
+    return math.isfinite(loss) and all(bool(grad.isfinite().all()) for grad in grads)
 
 
 def trained(setup: Setup) -> str:
