@@ -78,7 +78,7 @@ def test_what_fp32_cures_is_healed(case: Planted) -> None:
         assert not healed
 
 
-OUTSIDE = [c for c in PLANTED if c.kind and (c.module is None or "backward" == c.phase)]
+OUTSIDE = [c for c in PLANTED if c.kind and (c.module is None or c.phase == "backward")]
 
 
 @pytest.mark.parametrize("on_nonfinite", ["skip", "explain"])

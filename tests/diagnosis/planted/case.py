@@ -51,7 +51,7 @@ class Planted:
         line: part of the line of code that the report has to show.
         kind: kinds of fault that may be named.
         cause: cause of the skip; "": no step is skipped.
-        module: the module that the report has to name; None: it is outside of the model.
+        module: modules that may be named; None: a place outside of the model.
         says: regular expression that other parts of the text have to match.
         phase: "forward" or "backward".
         loss: maker of the loss. Its method ``told`` is its call with the advice followed.
@@ -78,7 +78,7 @@ class Planted:
     line: str = ""
     kind: str | tuple[str, ...] = ()
     cause: str | tuple[str, ...] = "forward fault"
-    module: str | None = "block"
+    module: str | tuple[str | None, ...] | None = "block"
     says: str = ""
     phase: str = "forward"
     loss: Callable[[], Loss] = Loss

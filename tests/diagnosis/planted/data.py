@@ -79,7 +79,7 @@ def nan_buffer(model: nn.Module) -> None:
 CHECKPOINT = r"[Ll]oad the last (good )?checkpoint"
 
 
-DROP = r"drop"
+DROP = r"[Dd]rop"
 
 DATA = [
     Planted(

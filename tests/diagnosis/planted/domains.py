@@ -254,7 +254,7 @@ DOMAINS = [
     Planted(
         "eps in a division",
         EpsInDiv,
-        r"larger eps",
+        r"larger eps|[Tt]ake eps=",
         op="div",
         line="1e-8",
         kind="vanished_eps",
@@ -263,7 +263,7 @@ DOMAINS = [
     Planted(
         "eps in rsqrt",
         EpsInRsqrt,
-        r"larger eps",
+        r"larger eps|[Tt]ake eps=",
         op="rsqrt",
         line="1e-8",
         kind="vanished_eps",
@@ -272,7 +272,7 @@ DOMAINS = [
     Planted(
         "eps in a logarithm",
         EpsInLog,
-        r"larger eps",
+        r"larger eps|[Tt]ake eps=",
         op="log",
         line="1e-8",
         kind="vanished_eps",
@@ -290,7 +290,7 @@ DOMAINS = [
     Planted(
         "count of zero",
         CountOfZero,
-        r"[Cc]lamp",
+        r"[Cc]lamp|in place of the divisor",
         op="div",
         line="valid.sum",
         kind="zero_by_zero",
@@ -299,7 +299,7 @@ DOMAINS = [
     Planted(
         "1/0",
         Reciprocal,
-        r"[Cc]lamp",
+        r"[Cc]lamp|in place of the divisor",
         op="reciprocal",
         line="1 / distance",
         kind="division_by_zero",
@@ -320,7 +320,7 @@ DOMAINS = [
         r"log_softmax",
         op="log",
         line="torch.log(p)",
-        kind="domain_error",
+        kind="softmax_zero",
         by="told",
     ),
     Planted(
@@ -329,7 +329,7 @@ DOMAINS = [
         SOFTMAX,
         op="log",
         line="torch.log(p",
-        kind=("domain_error", "vanished_eps"),
+        kind="softmax_zero",
         by="told",
     ),
     Planted(
@@ -338,7 +338,7 @@ DOMAINS = [
         SOFTMAX,
         op="log2",
         line="torch.log2",
-        kind="domain_error",
+        kind="softmax_zero",
         by="told",
     ),
     Planted(
@@ -347,7 +347,7 @@ DOMAINS = [
         SOFTMAX,
         op="div",
         line="p / p.sum",
-        kind="zero_by_zero",
+        kind="softmax_zero",
         by="told",
     ),
     Planted(
@@ -356,7 +356,7 @@ DOMAINS = [
         SOFTMAX,
         op="log",
         line="p.log()",
-        kind="domain_error",
+        kind="softmax_zero",
         by="told",
     ),
     Planted(
@@ -365,7 +365,7 @@ DOMAINS = [
         SOFTMAX,
         op="div",
         line="p / q",
-        kind=("division_by_zero", "zero_by_zero", "overflow"),
+        kind="softmax_zero",
         by="told",
     ),
     Planted(
@@ -409,7 +409,7 @@ DOMAINS = [
     Planted(
         "mask times -inf",
         MaskTimesInf,
-        r"masked_fill",
+        r"masked_fill|torch\.where",
         op="mul",
         line="float(",
         kind="infinite_constant",

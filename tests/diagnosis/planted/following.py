@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from diagnosis.planted.case import Planted
+from diagnosis.planted.case import SAMPLES, Planted
 from diagnosis.planted.report import Report
 
 import tritonamp
@@ -24,8 +24,9 @@ class Setup:
         without: numbers of the samples to leave out.
         settings: settings of the optimizer, instead of the case's.
         repaired: whether the model is as it was before ``Planted.spoil``.
+        nan_to_num: whether zeros replace inf and NaN in the batch.
         batch: whether the batch is as it was before ``Planted.data``.
-        in_fp32: whether the loss is of the output's ``float()``, without casts.
+        edit: number of a line, and words that say how to edit it.
         skips: number of steps that may be skipped because the loss scale is too high.
         advice: the text that was followed.
     """
@@ -36,8 +37,9 @@ class Setup:
     without: tuple[int, ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
     repaired: bool = False
+    nan_to_num: bool = False
     batch: bool = False
-    in_fp32: bool = False
+    edit: tuple[int, str] | None = None
     skips: int = 30  # from 2^16 down to below 2^-13
     advice: str = "nothing"
 
@@ -68,16 +70,20 @@ def uncast(setup: Setup, found: re.Match[str]) -> Setup:
     return with_fields(setup, cast_inputs=False)
 
 
-def loss_in_fp32(setup: Setup, found: re.Match[str]) -> Setup:
-    return replace(setup, in_fp32=True)
+def in_fp32(setup: Setup, found: re.Match[str]) -> Setup:
+    return with_fields(setup, level="O0")
 
 
 # Functions of a setup and a report, for ``Planted.by``
 
 
 def without_samples(setup: Setup, report: Report) -> Setup:
+    """Follow "drop samples 1, 4"; where all are named, another batch takes their place."""
     named = re.search(r"samples? ([\d, ]+)", report.text)
-    return replace(setup, without=tuple(map(int, re.findall(r"\d+", named[1] if named else ""))))
+    numbers = tuple(map(int, re.findall(r"\d+", named[1] if named else "")))
+    return replace(
+        setup, without=numbers if len(numbers) < SAMPLES else (), batch=len(numbers) == SAMPLES
+    )
 
 
 def with_eps(setup: Setup, report: Report) -> Setup:
@@ -100,29 +106,44 @@ def checkpoint(setup: Setup, report: Report) -> Setup:
     return replace(setup, repaired=True)
 
 
-FOLLOWED = [
+ARGUMENTS = [
     (r"(?<!\w)fp32_modules=(\[[^\]]*\])", fp32_modules),
     (r"softmax_dtype=torch\.float32", softmax_dtype),
-    (r"(?<!softmax_)dtype=torch\.bfloat16", bfloat16),
+    (r"(?<!softmax_)dtype=torch\.bfloat16$", bfloat16),
+    (r"level=\"O0\"", in_fp32),
     (r"GradScaler\(init_scale=([\d.*e+-]+)\)", init_scale),
     (r"cast_inputs=False", uncast),
-    (r"x\.float\(\) under tritonamp\.disable_casts\(\)", loss_in_fp32),
 ]
-"""Pattern and function for advice about arguments."""
+"""Pattern and function for advice about arguments of ``enable``."""
 
 
 def followed(case: Planted, report: Report) -> Iterator[Setup]:
-    """Yield a setup for each piece of advice, which alone has to help.
+    """Yield a setup for each piece of advice that the report calls tried. Each alone has to help.
 
-    Arguments of ``enable`` in the advice are read from it. Where the advice is about code, and
-    names the remedy of the case, the code is changed as ``told`` has it.
+    If the report names the remedy of the case, and says that it was not tried, this is followed as
+    ``Planted.by`` has it.
     """
-    for pattern, follow in FOLLOWED:
-        found = re.search(pattern, report.advice)
-        if found:
-            yield replace(follow(Setup(case), found), advice=found[0])
+    for claim in report.claims:
+        yield following(Setup(case, advice=claim), report)
+        if "x.nan_to_num(0, 0, 0)" in claim:
+            yield Setup(case, nan_to_num=True, advice="x.nan_to_num(0, 0, 0)")
     found = re.search(case.remedy, report.advice)
     if found and case.by == "told":
         yield Setup(case, told=True, advice=found[0])
     elif found and callable(case.by):
         yield replace(case.by(Setup(case), report), advice=found[0])
+
+
+def following(setup: Setup, report: Report) -> Setup:
+    """Return a setup that does as its advice says."""
+    found = [(re.search(pattern, setup.advice), follow) for pattern, follow in ARGUMENTS]
+    matches = [(match, follow) for match, follow in found if match]
+    for match, follow in matches:
+        setup = follow(setup, match)
+    if matches:
+        return setup
+    if setup.advice.startswith("drop or repair"):
+        return without_samples(setup, report)
+    if "log_softmax" in setup.advice:
+        return replace(setup, told=True)
+    return replace(setup, edit=(report.line, setup.advice))

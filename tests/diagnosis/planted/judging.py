@@ -5,7 +5,9 @@ import re
 from diagnosis.planted.case import Planted
 from diagnosis.planted.following import Setup, followed
 from diagnosis.planted.report import Report
+from diagnosis.planted.rewriting import Unknown
 from diagnosis.planted.running import failure_of, is_finite_in_fp32, report_of
+
 from tritonamp.diagnosis.replay.faults import NO_PRECISION_HELPS
 
 
@@ -51,7 +53,10 @@ def useless_advice(case: Planted, report: Report) -> list[str]:
     if not setups and case.by != "nothing":
         wrong.append("remedy: there is no advice that can be followed")
     for setup in setups:
-        failure = failure_of(setup)
+        try:
+            failure = failure_of(setup)
+        except Unknown as error:
+            failure = str(error)
         if failure:
             wrong.append(f"{setup.advice!r} was followed: {failure}")
     return wrong

@@ -263,7 +263,7 @@ OVERFLOWS = [
     Planted(
         "attention scores",
         Scores,
-        r"scale q before|normalise q",
+        r"scale q|normalise q|first factor of matmul",
         op="matmul",
         line="scores = q @",
         kind="matmul_overflow",
@@ -302,7 +302,7 @@ OVERFLOWS = [
     Planted(
         "RMSNorm by hand",
         RmsNorm,
-        r"x\.float\(\)",
+        r"x\.float\(\)|fp32_modules",
         op="pow",
         line="x**2",
         kind="square_overflow",
@@ -335,7 +335,7 @@ OVERFLOWS = [
     Planted(
         "sum of many",
         SumOfMany,
-        r"sum\(dtype=torch\.float32\)",
+        r"dtype=torch\.float32|fp32_modules",
         op="sum",
         line=".sum(",
         kind="reduction_overflow",
@@ -346,7 +346,7 @@ OVERFLOWS = [
     Planted(
         "mean by a sum",
         MeanBySum,
-        r"sum\(dtype=torch\.float32\)",
+        r"dtype=torch\.float32|fp32_modules",
         op="sum",
         line=".sum(",
         kind="reduction_overflow",

@@ -63,6 +63,19 @@ class Report:
         return self._line("code")
 
     @property
+    def line(self) -> int:
+        """The number of the line to edit, where a value was made that did not survive a cast."""
+        maker = re.search(r"op \w+ at \S+:(\d+)\)? was cast", self._line("why"))
+        found = maker or re.search(r"op \w+ at \S+:(\d+)$", self.text, re.MULTILINE)
+        return int(found[1]) if found else 0
+
+    @property
+    def claims(self) -> list[str]:
+        """Advice of which the report says that it was tried, one at a time."""
+        said = re.split(r" \(tried: [^)]*\)(?:; or |\.|$)", self._line("to do"))[:-1]
+        return [claim[0].lower() + claim[1:] for claim in said]
+
+    @property
     def advice(self) -> str:
         """The advice of the report, or all of the text where no op is named."""
-        return self._line("to do") or self.text
+        return (self._line("to do") or self.text).partition("Tried in vain")[0]
