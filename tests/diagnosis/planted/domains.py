@@ -254,7 +254,7 @@ DOMAINS = [
     Planted(
         "eps in a division",
         EpsInDiv,
-        r"larger eps|[Tt]ake eps=",
+        r"larger eps",
         op="div",
         line="1e-8",
         kind="vanished_eps",
@@ -263,7 +263,7 @@ DOMAINS = [
     Planted(
         "eps in rsqrt",
         EpsInRsqrt,
-        r"larger eps|[Tt]ake eps=",
+        r"larger eps",
         op="rsqrt",
         line="1e-8",
         kind="vanished_eps",
@@ -272,7 +272,7 @@ DOMAINS = [
     Planted(
         "eps in a logarithm",
         EpsInLog,
-        r"larger eps|[Tt]ake eps=",
+        r"larger eps",
         op="log",
         line="1e-8",
         kind="vanished_eps",

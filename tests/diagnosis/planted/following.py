@@ -26,7 +26,7 @@ class Setup:
         repaired: whether the model is as it was before ``Planted.spoil``.
         nan_to_num: whether zeros replace inf and NaN in the batch.
         batch: whether the batch is as it was before ``Planted.data``.
-        edit: number of a line, and words that say how to edit it.
+        edit: number of a line, its op, and words that say how to edit it.
         skips: number of steps that may be skipped because the loss scale is too high.
         advice: the text that was followed.
     """
@@ -39,7 +39,7 @@ class Setup:
     repaired: bool = False
     nan_to_num: bool = False
     batch: bool = False
-    edit: tuple[int, str] | None = None
+    edit: tuple[int, str, str] | None = None
     skips: int = 30  # from 2^16 down to below 2^-13
     advice: str = "nothing"
 
@@ -146,4 +146,4 @@ def following(setup: Setup, report: Report) -> Setup:
         return without_samples(setup, report)
     if "log_softmax" in setup.advice:
         return replace(setup, told=True)
-    return replace(setup, edit=(report.line, setup.advice))
+    return replace(setup, edit=(report.line, report.op, setup.advice))

@@ -263,7 +263,7 @@ OVERFLOWS = [
     Planted(
         "attention scores",
         Scores,
-        r"scale q|normalise q|first factor of matmul",
+        r"[Ss]cale (q|the first factor) before",
         op="matmul",
         line="scores = q @",
         kind="matmul_overflow",

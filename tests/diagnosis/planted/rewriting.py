@@ -38,18 +38,20 @@ class Unknown(ValueError):
     """The advice cannot be followed."""
 
 
-def rewritten(function: FunctionType, line: int, words: str) -> FunctionType:
+def rewritten(function: FunctionType, line: int, op: str, words: str) -> FunctionType:
     """Return a function with one of its lines edited.
 
     Args:
         function: a method.
         line: number of the line in its file.
+        op: op that the report names.
         words: the advice.
 
     Raises:
         Unknown: the words are not understood, or fit nothing on the line.
     """
     source = textwrap.dedent(inspect.getsource(function))
+    words = words.replace("second argument x", f"second argument x of {op}")
     here = line - function.__code__.co_firstlineno + 1
     everywhere = words.startswith("take eps")  # the line that adds it is not reported
     editor = _Editor(_edit(words), None if everywhere else here)
@@ -187,6 +189,10 @@ def _divisor(template: str) -> Edit:
     return _operand("div", template, 1, "d")
 
 
+def _second(template: str, name: str) -> Edit:
+    return _operand(name, template, 1)
+
+
 def _scaled(name: str, exponent: str) -> Edit:
     return _operand(name, f"x * 2.0**{exponent}")
 
@@ -244,19 +250,19 @@ def _in_place_of(template: str, name: str) -> Edit:
 
 _NAME = r"([a-z_0-9]+)"
 FORMS: list[tuple[str, Callable[..., Edit]]] = [
-    (rf"write {_NAME}\((x(?:\.| - ).*)\)", _operand),
-    (rf"subtract the maximum before {_NAME}: \w+\((x - .*)\)", _operand),
     (r"write zeros over rows .*, before the (softmax): (torch\.where.*)", _operand),
     (r"write (.*) in place of the divisor d", _divisor),
-    (rf"write {_NAME}\(\.\.\., reduction='sum'\) divided by .*", _mean_over_targets),
-    (rf"write {_NAME}\((?:x|\.\.\.), (\w+)=([^,]+)\)", _keyword),
-    (rf"pass (\w+)=(\w+) to {_NAME}", _passed),
-    (r"take eps=(\S+) in place of (\S+)", _number),
-    (r"write (torch\.finfo\(x\.dtype\)\.m..) in place of (\S+)", _number),
-    (r"write torch\.where\(mask != 0, -inf, 0\) in place of mask \* -inf", _where_masked),
-    (rf"multiply the first factor of {_NAME} by 2\^(-?\d+)", _scaled),
+    (r"clamp the divisor d: (d\..*)", _divisor),
     (rf"write with tritonamp\.disable_casts\(\): {_NAME}\(x\.float\(\)\)", _uncast),
-    (rf"give {_NAME} x\.float\(\)", _uncast),
-    (r"write (\(x\..*\.sqrt\(\)) in place of (?:the )?(\w+)", _in_place_of),
+    (rf"(?:write |.*: ){_NAME}\((x(?:\.| - ).*)\)", _operand),
+    (rf"write {_NAME}\(\.\.\., reduction='sum'\) divided by .*", _mean_over_targets),
+    (rf"(?:write |.*: ){_NAME}\((?:x, |\.\.\., )?(\w+)=([^,]+)\)", _keyword),
+    (rf"pass (\w+)=(\w+) to {_NAME}", _passed),
+    (r"take a larger eps: (\S+) in place of (\S+)", _number),
+    (r"write (torch\.finfo\(x\.dtype\)\.m..) in place of (\S+)", _number),
+    (r"write torch\.where\(mask != 0, -inf, 0\).* mask \* -inf", _where_masked),
+    (r"write (torch\.where\(x.*\)) in place of the second argument x of (\w+)", _second),
+    (rf"scale the first factor before {_NAME}, by 2\^(-?\d+)", _scaled),
+    (r"write (\(?x\.\S* .*\)) in place of (?:the )?(\w+).*", _in_place_of),
 ]
 """Patterns of advice, and functions of their groups."""

@@ -55,13 +55,13 @@ class Run:
             if hasattr(part, "told"):
                 _put(part, method, type(part).told)
 
-    def _rewrite(self, line: int, words: str) -> None:
+    def _rewrite(self, line: int, op: str, words: str) -> None:
         """Edit a line of a method of the model or the loss."""
         for part, method in self._parts():
             function = getattr(type(part), method)
             lines, first = inspect.getsourcelines(function)
             if _is_here(function) and 0 <= line - first < len(lines):
-                _put(part, method, rewritten(function, line, words))
+                _put(part, method, rewritten(function, line, op, words))
                 return
         raise Unknown(f"line {line} is in no method of the model")
 
