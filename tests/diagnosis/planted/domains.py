@@ -81,14 +81,16 @@ class LogOfZero(nn.Module):
 
 class LogSoftmax(nn.Module):
     def forward(self, x):
-        p = torch.softmax(40 * x, -1)
-        return torch.log(p) / 40
+        p = torch.softmax(100 * x, -1)
+        return torch.log(p) / 100
 
     def told(self, x):
-        return torch.log_softmax(40 * x, -1) / 40
+        return torch.log_softmax(100 * x, -1) / 100
 
 
 class LogSoftmaxEps(nn.Module):
+    """At O3, where the softmax is half although a logarithm reads it."""
+
     def forward(self, x):
         p = torch.softmax(20 * x, -1)
         return torch.log(p + 1e-8) / 40
@@ -99,11 +101,11 @@ class LogSoftmaxEps(nn.Module):
 
 class LogNarrowSoftmax(nn.Module):
     def forward(self, x):
-        p = torch.softmax(15 * x, -1)
-        return torch.log2(p) / 20
+        p = torch.softmax(100 * x, -1)
+        return torch.log2(p) / 200
 
     def told(self, x):
-        return torch.log_softmax(15 * x, -1) / math.log(2) / 20
+        return torch.log_softmax(100 * x, -1) / math.log(2) / 200
 
 
 class Renormalised(nn.Module):
@@ -330,12 +332,13 @@ DOMAINS = [
         op="log",
         line="torch.log(p",
         kind="softmax_zero",
+        level="O3",
         by="told",
     ),
     Planted(
         "log2(softmax)",
         LogNarrowSoftmax,
-        SOFTMAX,
+        r"log_softmax",
         op="log2",
         line="torch.log2",
         kind="softmax_zero",
@@ -348,6 +351,7 @@ DOMAINS = [
         op="div",
         line="p / p.sum",
         kind="softmax_zero",
+        level="O3",
         by="told",
     ),
     Planted(
@@ -357,6 +361,7 @@ DOMAINS = [
         op="log",
         line="p.log()",
         kind="softmax_zero",
+        level="O3",
         by="told",
     ),
     Planted(
@@ -366,6 +371,7 @@ DOMAINS = [
         op="div",
         line="p / q",
         kind="softmax_zero",
+        level="O3",
         by="told",
     ),
     Planted(

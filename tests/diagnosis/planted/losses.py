@@ -33,10 +33,10 @@ class ProbabilityModel(nn.Module):
         self.stem, self.head, self.block = nn.Linear(16, 16), nn.Linear(16, OUTPUTS), block
 
     def forward(self, x):
-        return torch.softmax(40 * self.head(self.block(self.stem(x))), -1)
+        return torch.softmax(400 * self.head(self.block(self.stem(x))), -1)
 
     def told(self, x):
-        return torch.log_softmax(40 * self.head(self.block(self.stem(x))), -1)
+        return torch.log_softmax(400 * self.head(self.block(self.stem(x))), -1)
 
 
 class NllOfProbabilities(Loss):
@@ -275,7 +275,7 @@ LOSSES = [
     Planted(
         "log of a softmax model",
         Plain,
-        r"log_softmax|softmax_dtype=torch\.float32",
+        LOG_SOFTMAX,
         "log",
         "torch.log(output)",
         "softmax_zero",

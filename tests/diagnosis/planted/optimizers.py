@@ -112,7 +112,7 @@ OPTIMIZERS = [
     Planted(
         "learning rate of inf",
         Plain,
-        LOWER,
+        r"[Ll]earning rate",
         cause=(BAD, DIVERGED),
         optimizer=partial(SGD, lr=math.inf),
         by=with_setting("lr", 1e-2),

@@ -263,7 +263,7 @@ OVERFLOWS = [
     Planted(
         "attention scores",
         Scores,
-        r"[Ss]cale (q|the first factor) before",
+        r"[Ss]cale (q|the first factor)",
         op="matmul",
         line="scores = q @",
         kind="matmul_overflow",

@@ -262,7 +262,7 @@ FORMS: list[tuple[str, Callable[..., Edit]]] = [
     (r"write (torch\.finfo\(x\.dtype\)\.m..) in place of (\S+)", _number),
     (r"write torch\.where\(mask != 0, -inf, 0\).* mask \* -inf", _where_masked),
     (r"write (torch\.where\(x.*\)) in place of the second argument x of (\w+)", _second),
-    (rf"scale the first factor before {_NAME}, by 2\^(-?\d+)", _scaled),
+    (rf"scale the first factor (?:of|before) {_NAME},? by 2\^(-?\d+)", _scaled),
     (r"write (\(?x\.\S* .*\)) in place of (?:the )?(\w+).*", _in_place_of),
 ]
 """Patterns of advice, and functions of their groups."""

@@ -14,6 +14,10 @@ from torch import Tensor
 import tritonamp
 
 
+OF_THE_SCALE = ("scale overflow", "backward fault")
+"""Causes of skips that a lower loss scale may end: NaN of inf - inf counts as a backward fault."""
+
+
 class Run:
     """A model in training. ``with`` enables it, unless ``level`` is None."""
 
@@ -137,7 +141,7 @@ def passed(setup: Setup) -> str:
                 text = "" if setup.case.cause else run.amp.explain(replay=run.loss)
                 bad = "silent" in text
                 return f"loss {loss}: {text}" if bad or not math.isfinite(loss) else ""
-            if run.cause != "scale overflow" or not math.isfinite(loss):
+            if run.cause not in OF_THE_SCALE or not math.isfinite(loss):
                 return f"skipped: {run.cause}, loss {loss}"
         return f"no loss scale fits, {run.amp.stats()['scale']:g} is the last"
 
