@@ -16,6 +16,8 @@ from diagnosis.planted.judging import mistakes
 from diagnosis.planted.running import Run, is_finite_in_fp32, report_of
 from diagnosis.planted.table import PLANTED
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0:UserWarning")
+
 KNOWN: dict[str, str] = {}
 """Faults for which the report is wrong, and why."""
 BY_FUNCTION = "amp.explain(replay=lambda"

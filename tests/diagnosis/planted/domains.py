@@ -347,7 +347,7 @@ DOMAINS = [
     Planted(
         "p / p.sum()",
         Renormalised,
-        SOFTMAX,
+        SOFTMAX + "|" + FP32,
         op="div",
         line="p / p.sum",
         kind="softmax_zero",
@@ -367,7 +367,7 @@ DOMAINS = [
     Planted(
         "KL by hand",
         KlByHand,
-        SOFTMAX,
+        SOFTMAX + "|" + FP32,
         op="div",
         line="p / q",
         kind="softmax_zero",
