@@ -13,7 +13,6 @@ from torch import Tensor
 
 import tritonamp
 
-
 OF_THE_SCALE = ("scale overflow", "backward fault")
 """Causes of skips that a lower loss scale may end: NaN of inf - inf counts as a backward fault."""
 
