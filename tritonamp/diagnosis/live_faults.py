@@ -1,5 +1,6 @@
 """Watch a training step as it runs, to find a fault that is outside of the model."""
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from types import CodeType, FrameType
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from tritonamp.ambient import is_traced, preserve
 from tritonamp.diagnosis.replay import FaultReport
+from tritonamp.diagnosis.replay.faults import BY_FUNCTION
 from tritonamp.kernels._dynamo import never_alone
 from tritonamp.kernels.device import is_capturing
 from tritonamp.scaler import GradScaler
@@ -18,6 +20,7 @@ from tritonamp.watched.frames import Role, outwards, plays
 from tritonamp.watched.graph import nodes
 from tritonamp.watched.ops import is_finite
 
+_UNTRIED = f"{BY_FUNCTION} runs the loss again, and tries remedies"
 STEPS = 4  # that are watched after an unexplained fault, until one has a fault
 
 
@@ -123,7 +126,8 @@ class LiveFaults(Spectator):
         if self._end():
             try:
                 replay.scale = scaler.get_scale()
-                self._fault = _fault_in(replay, loss)
+                found = _fault_in(replay, loss)
+                self._fault = found and dataclasses.replace(found, untried=_UNTRIED)
             except Exception:  # too little memory, or a backward that runs only once
                 self._fault = None
         if self._watch is None:

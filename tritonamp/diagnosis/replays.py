@@ -17,7 +17,7 @@ from tritonamp.diagnosis.joint import Finding, finding_of_all
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.remedies import remedy_of
 from tritonamp.diagnosis.replay import FaultReport, Remedy
-from tritonamp.diagnosis.replay.faults import NOT_REPRODUCED
+from tritonamp.diagnosis.replay.faults import BY_FUNCTION, NOT_REPRODUCED
 from tritonamp.diagnosis.skips import Cause
 from tritonamp.distributed.replay_ranks import ReplayRanks
 from tritonamp.kernels.device import rank
@@ -31,7 +31,6 @@ from tritonamp.watched.ops import amax, is_finite
 Rerun = tuple[Callable[[], Any], dict[str, Any]]
 """A function to run, and known facts of its run as keywords of ``find_fault``."""
 
-BY_FUNCTION = "amp.explain(replay=lambda: criterion(model(x), y))"
 _NOT_ALONE = "Not replayed: a batch would run again on each rank by itself, which takes {why}."
 _NOTHING_TO_RUN = (
     "Not replayed: no forward led to it that could be run again (a compiled one leaves no trace)."

@@ -275,5 +275,5 @@ class Response:
                 return f"{explanation.text}\n{found.report}"
         if of is None or not fits:
             return explanation.text + explanation.hint
-        earlier = "" if of.skip.step == explanation.skip.step else "Of an earlier one: "
+        earlier = "" if of.skip.step == explanation.skip.step else f"Of step {of.skip.step}:\n"
         return f"{explanation.text}\n{earlier}{report}"

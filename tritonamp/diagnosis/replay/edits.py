@@ -48,7 +48,11 @@ def edits_for(fault: FaultReport) -> Iterator[Patch]:
         return
     if event.softmax is not None and "log" in family(place.op):
         yield LogSoftmax(Site.of(event.softmax), Site.of(place))
-    if event.eps is not None and event.eps.place is not None:
+    if (
+        event.eps is not None
+        and event.eps.place is not None
+        and name_of(place.function) not in _WITH_EPS
+    ):
         yield from _larger_eps(event.eps, event.eps.place)
     for words, change in _changes(fault, place):
         yield Patch(words, {Site.of(place): change}, _form(words))
@@ -61,7 +65,7 @@ def edits_for(fault: FaultReport) -> Iterator[Patch]:
 
 def _form(words: str) -> str:
     """Return the words without numbers, so that edits that differ in a number are known."""
-    return re.sub(r"\de-\d+|0\.\d+", "", words)
+    return re.sub(r"\d[\d.]*(e-\d+)?", "", words)
 
 
 def _larger_eps(eps: Eps, place: Place) -> Iterator[Patch]:
@@ -137,9 +141,12 @@ def _of_constants(fault: FaultReport, name: str) -> Edits:
 def _of_size(fault: FaultReport, name: str) -> Edits:
     """Yield changes of a call whose result is too large."""
     if name in _GROWING:
-        # below the logarithm of the end, 11 or 88
-        most = 10 if fault.event.dtype is torch.float16 else 80
-        yield f"write {name}(x.clamp(max={most}))", on_argument(0, lambda x: x.clamp(max=most))
+        # below the logarithm of the end, 11 or 88; a half gradient may follow
+        for most in (10,) if fault.event.dtype is torch.float16 else (80, 10):
+            yield (
+                f"clamp the argument: {name}(x.clamp(max={most}))",
+                on_argument(0, lambda x, most=most: x.clamp(max=most)),
+            )
         words = "if it is a softmax by hand, subtract the maximum: "
         yield (
             f"{words}{name}(x - x.amax(-1, keepdim=True))",

@@ -11,6 +11,8 @@ import torch
 from tritonamp.diagnosis.replay.verdicts import REASONS, VERDICTS, Event
 from tritonamp.names import short
 
+BY_FUNCTION = "amp.explain(replay=lambda: criterion(model(x), y))"
+"""The call that runs a loss again."""
 WHOLE, BFLOAT16 = 'level="O0"', "dtype=torch.bfloat16"
 """Advice: compute the whole model in FP32, or in bfloat16."""
 
@@ -92,6 +94,7 @@ class FaultReport:
         has_backward: whether the run goes on with a backward, if the forward has no fault.
         replayed: whether the forward gave the same bits as the first time.
         remedy: result of the tried remedies; None: none was tried.
+        untried: why no remedy was tried, if ``remedy`` is None.
         rank: rank whose batch it was; None: there are no other ranks.
     """
 
@@ -107,6 +110,7 @@ class FaultReport:
     has_backward: bool = False
     replayed: str = "not checked"
     remedy: Remedy | None = None
+    untried: str = "the batch could not run again"
     rank: int | None = None
 
     @property
@@ -145,9 +149,7 @@ class FaultReport:
         if self.kind == "scale_too_high":
             return hint
         if self.remedy is None:
-            return (
-                f"{hint} (Not tried: {_UNTRIED.get(self.kind, 'the batch could not run again')}.)"
-            )
+            return f"{hint} (Not tried: {_UNTRIED.get(self.kind, self.untried)}.)"
         return self.remedy.words or f"{hint} (Not tried.)"
 
     def _words(self) -> dict[str, str]:
@@ -240,7 +242,6 @@ NOT_REPRODUCED = "not reproduced: run again, nothing is inf or NaN"
 NO_PRECISION_HELPS = "FP32 does not help, nor does bfloat16: both were tried on this batch."
 _UNTRIED = {
     "parameters": "no other weights are at hand",
-    "weight_overflow": "the batch could not run again",
     "own_backward": "it is your own code",
     "propagated": "no op of torch made it",
 }

@@ -56,7 +56,7 @@ def with_keywords(**more: Any) -> Change:
 
 
 def on_numbers(change: Callable[[float, torch.dtype], float]) -> Change:
-    """Return the change of all numbers among the arguments, given the dtype of the tensor."""
+    """Return the change of the numbers among the arguments, given the dtype of the tensor."""
 
     def changed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = next((a.dtype for a in args if isinstance(a, Tensor)), torch.float32)
@@ -64,7 +64,13 @@ def on_numbers(change: Callable[[float, torch.dtype], float]) -> Change:
         def of(value: Any) -> Any:
             return change(value, dtype) if type(value) in (int, float) else value
 
-        return function(*map(of, args), **{key: of(value) for key, value in kwargs.items()})
+        new_args = tuple(map(of, args))
+        new_kwargs = {key: of(value) for key, value in kwargs.items()}
+        if all(new is old for new, old in zip(new_args, args, strict=True)) and all(
+            new_kwargs[key] is kwargs[key] for key in kwargs
+        ):
+            return NotImplemented
+        return function(*new_args, **new_kwargs)
 
     return changed
 
@@ -116,7 +122,9 @@ def finite_infinities(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
             return value.clamp(-limit, limit)
         return value
 
-    return on_numbers(within)(function, tuple(map(of, args)), kwargs)
+    finite = tuple(map(of, args))
+    result = on_numbers(within)(function, finite, kwargs)
+    return function(*finite, **kwargs) if result is NotImplemented else result
 
 
 def mean_or_zero(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

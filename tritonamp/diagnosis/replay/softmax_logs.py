@@ -45,7 +45,8 @@ class LogSoftmax(Patch):
         result = function(*args, **kwargs)
         if site == self._softmax and isinstance(result, Tensor):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-            self._logs[id(result)] = result, torch.log_softmax(args[0], dim, torch.float32)
+            dtype = kwargs.get("dtype")
+            self._logs[id(result)] = result, torch.log_softmax(args[0], dim, dtype=dtype)
         elif logs is not None and name in (*_CASTS, *_SHIFTS):
             self._logs[id(result)] = result, logs
         elif logs is not None and name in _PICKS:
