@@ -179,7 +179,7 @@ def test_an_overflow_is_explained_by_all_ranks_alike(pair: Pair, engine: str) ->
     line = line_of(Scores.forward, "softmax")
     (said,) = first["said"]
     assert f"matmul overflow, forward: scores, op matmul at {line}, on rank 1\n" in said
-    assert "keep it in FP32: fp32_modules=['scores'] (tried: the forward passes)" in said
+    assert "Keep it in FP32: fp32_modules=['scores'] (tried: the forward passes)" in said
 
 
 @pytest.fixture(scope="module")

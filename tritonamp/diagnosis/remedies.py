@@ -69,7 +69,8 @@ def remedy_of(
     if fault.kind == "cast_overflow" and not fault.event.place.file:
         tried.uncast(healing)
     found = tried.precision(fault, healing)
-    return found._replace(edits=tuple(tried.passed), vain=tuple(tried.vain))
+    too_large = fault.event.overflowed and fault.event.phase == "forward"
+    return found._replace(edits=tuple(tried.passed), vain=tuple(tried.vain), too_large=too_large)
 
 
 MOST_EDITS = 2  # that are advised

@@ -2,7 +2,7 @@
 
 import linecache
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ class Remedy(NamedTuple):
         fp32: whether the whole model passed in FP32, where no few modules were enough.
         edits: edits of the code and the policy that passed, as advice.
         vain: all remedies that did not pass.
+        too_large: whether a result is too large for its format, so that FP32 is the first advice.
         forward_only: whether these runs had no backward.
     """
 
@@ -34,6 +35,7 @@ class Remedy(NamedTuple):
     fp32: bool = False
     edits: tuple[str, ...] = ()
     vain: tuple[str, ...] = ()
+    too_large: bool = False
     forward_only: bool = False
 
     @property
@@ -47,19 +49,27 @@ class Remedy(NamedTuple):
         return self.helps or WHOLE in self.vain
 
     @property
+    def _passes(self) -> str:
+        return f"tried: the {'forward' if self.forward_only else 'batch'} passes"
+
+    def _in_fp32(self) -> Iterator[str]:
+        """Yield advice to compute in FP32 what passed so."""
+        if self.modules and "" not in self.modules:
+            alone = f"; {self.modules[0]} alone only moves the fault"
+            which, more = ("it", "") if len(self.modules) == 1 else ("them", alone)
+            names = list(self.modules)
+            yield f"keep {which} in FP32: fp32_modules={names} ({self._passes}{more})"
+        elif self.modules or self.fp32:
+            yield f"compute the whole model in FP32: {WHOLE} ({self._passes})"
+
+    @property
     def words(self) -> str:
         """Advice: all remedies that passed; "" if none did."""
-        passes = f"(tried: the {'forward' if self.forward_only else 'batch'} passes)"
-        found = [f"{edit} {passes}" for edit in self.edits]
-        if self.modules and "" not in self.modules:
-            which = "it" if len(self.modules) == 1 else "them"
-            alone = f"; {self.modules[0]} alone only moves the fault)"
-            tried = passes if which == "it" else passes[:-1] + alone
-            found.append(f"keep {which} in FP32: fp32_modules={list(self.modules)} {tried}")
-        elif self.modules or self.fp32:
-            found.append(f"compute the whole model in FP32: {WHOLE} {passes}")
+        edits = [f"{edit} ({self._passes})" for edit in self.edits]
+        in_fp32 = list(self._in_fp32())
+        found = [*in_fp32, *edits] if self.too_large else [*edits, *in_fp32]
         if self.bfloat16:
-            found.append(f"train in bfloat16: {BFLOAT16} {passes}")
+            found.append(f"train in bfloat16: {BFLOAT16} ({self._passes})")
         text = "; or ".join(found)
         return f"{text[:1].upper()}{text[1:]}." if found else ""
 
