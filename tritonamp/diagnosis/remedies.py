@@ -69,7 +69,8 @@ def remedy_of(
     if fault.kind == "cast_overflow" and not fault.event.place.file:
         tried.uncast(healing)
     found = tried.precision(fault, healing)
-    too_large = fault.event.overflowed and fault.event.phase == "forward"
+    is_overflow = fault.event.overflowed and fault.event.phase == "forward"
+    too_large = is_overflow and bool(found.modules)
     return found._replace(edits=tuple(tried.passed), vain=tuple(tried.vain), too_large=too_large)
 
 

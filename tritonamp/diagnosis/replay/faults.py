@@ -26,7 +26,8 @@ class Remedy(NamedTuple):
         fp32: whether the whole model passed in FP32, where no few modules were enough.
         edits: edits of the code and the policy that passed, as advice.
         vain: all remedies that did not pass.
-        too_large: whether a result is too large for its format, so that FP32 is the first advice.
+        too_large: whether a result is too large for its format, so that ``modules`` are the first
+            advice.
         forward_only: whether these runs had no backward.
     """
 
