@@ -70,7 +70,7 @@ def remedy_of(
         tried.uncast(healing)
     found = tried.precision(fault, healing)
     is_overflow = fault.event.overflowed and fault.event.phase == "forward"
-    too_large = is_overflow and bool(found.modules)
+    too_large = is_overflow and any(found.modules)
     return found._replace(edits=tuple(tried.passed), vain=tuple(tried.vain), too_large=too_large)
 
 
