@@ -270,3 +270,53 @@ def test_what_only_bfloat16_cures_is_said(caplog: Any, monkeypatch: pytest.Monke
         "Not healed: inner in FP32 does not help, but bfloat16 does: dtype=torch.bfloat16 (tried: "
         "the batch passes)."
     ]
+
+
+class Branches(nn.Module):
+    """Modules inside of others are given views of an input that half cannot hold."""
+
+    def __init__(self, branches: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        parts = [nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8)) for _ in range(branches)]
+        self.parts, self.last = nn.ModuleList(parts), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(1, (4, 4)).flatten(1)
+        return self.last(sum(part(x) for part in self.parts)).float().square().mean()
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_the_modules_that_read_an_input_that_was_cast_are_healed(branches: int) -> None:
+    model = Branches(branches)
+    large = 1e5 * X
+    expected = float(model(large).detach())
+    run = OwnLoss(model, "SGD", lr=1e-9, on_nonfinite="heal", cast_inputs=True)
+    with run:
+        for _ in range(3):
+            loss = float(run.step(large))
+        assert run.amp.stats()["healed"] == [f"parts.{i}.0" for i in range(branches)]
+    eps = torch.finfo(FP16).eps  # of the norm's input and the last layer, before a square
+    assert loss == pytest.approx(expected, rel=16 * eps)
+
+
+def test_at_o3_a_norm_that_reads_a_large_input_is_healed() -> None:
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 1))
+    with Training(model, level="O3", on_nonfinite="heal") as run:
+        for _ in range(3):
+            run.step(1e5 * X)
+        assert run.amp.stats()["healed"] == ["0"] and run.amp.stats()["steps"] == 1
+
+
+def test_a_square_in_a_small_module_heals_that_module(caplog: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.square = nn.Linear(16, 16), Inner(lambda x: x * x)
+            self.norm, self.last = nn.LayerNorm(16), nn.Linear(16, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.norm(self.square(1000 * self.first(x)))).float().square().mean()
+
+    _, amp = heal_in_training(Model(), caplog, level="O2")
+    assert amp.stats()["healed"] == ["square"]

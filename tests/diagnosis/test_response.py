@@ -480,9 +480,34 @@ def test_no_precision_is_advised_where_none_helps(device: torch.device) -> None:
     )
 
 
-def test_what_is_advised_for_an_input_that_enable_casts_lets_the_batch_pass() -> None:
+class Scaled(nn.Sequential):
+    """Reads its input before any of its modules does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "advised", "cures"),
+    [
+        (
+            nn.Sequential,
+            "Set cast_inputs=False and fp32_modules=['0', '1'] (tried: the forward passes); or "
+            "keep them in FP32: fp32_modules=['0', '1'] (tried: the forward passes; 0 alone only "
+            "moves the fault).",
+            [
+                {"cast_inputs": False, "fp32_modules": ["0", "1"]},
+                {"cast_inputs": True, "fp32_modules": ["0", "1"]},
+            ],
+        ),
+        (Scaled, "Set cast_inputs=False (tried: the forward passes)", [{"cast_inputs": False}]),
+    ],
+)
+def test_what_is_advised_for_an_input_that_enable_casts_lets_the_batch_pass(
+    kind: type[nn.Sequential], advised: str, cures: list[dict[str, Any]]
+) -> None:
     def explained(**fields: Any) -> tuple[int, str]:
-        model, x = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 2)), torch.full((4, 8), 1e6)
+        model, x = kind(nn.Linear(8, 16), nn.Linear(16, 2)), torch.full((4, 8), 1e6)
         optimizer = torch.optim.AdamW(model.parameters())
         with tritonamp.enable(
             model, optimizer, level="O2", on_nonfinite="explain", **fields
@@ -492,9 +517,8 @@ def test_what_is_advised_for_an_input_that_enable_casts_lets_the_batch_pass() ->
             return amp.stats()["forward_faults"], amp.explain()
 
     faults, words = explained(cast_inputs=True)
-    assert faults == 1
-    assert "Set cast_inputs=False and fp32_modules=['0', '1'] (tried: the forward passes)" in words
-    assert explained(cast_inputs=False, fp32_modules=["0", "1"])[0] == 0
+    assert faults == 1 and advised in words
+    assert [explained(**cure)[0] for cure in cures] == [0] * len(cures)
 
 
 def test_a_remedy_is_tried_once_for_each_module(

@@ -19,6 +19,7 @@ from tritonamp.casts.pickled import with_values
 from tritonamp.casts.replaced import wide_weights
 from tritonamp.casts.saved import SavedDtypes, changed_values, named_tensors, pretrained_members
 from tritonamp.casts.tree import cast_tree, from_half, to_half
+from tritonamp.casts.uncast import remember, uncast
 from tritonamp.class_swap import Swapped
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.watched.frames import Role, plays
@@ -172,7 +173,10 @@ def _cast_inputs(module: Any, args: Any, kwargs: Any, method: Method | None) -> 
         if not isinstance(wanted, bool):  # positions are the forward's
             wanted = wanted_names(wanted, signature)
         signature = method.signature
-    return cast_arguments(args, kwargs, wanted, signature, context.input_cast)
+    new_args, new_kwargs = cast_arguments(args, kwargs, wanted, signature, context.input_cast)
+    if not torch.compiler.is_compiling():
+        remember((*args, *kwargs.values()), (*new_args, *new_kwargs.values()))
+    return new_args, new_kwargs
 
 
 def _cast_outputs(context: EnabledContext, output: Any, method: Method | None) -> Any:
@@ -189,6 +193,7 @@ def _fp32_forward(
     module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run the forward of a module that stays FP32. Arguments are those of ``enabled_forward``."""
+    args, kwargs = tuple(map(uncast, args)), {n: uncast(value) for n, value in kwargs.items()}
     output = _in_fp32(module, forward, *bound, *args, **kwargs)
     policy = module._tritonamp.policy
     if policy.op_policy:

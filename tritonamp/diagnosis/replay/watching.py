@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tritonamp.casts.enabled_module import Fp32Module
+from tritonamp.casts.uncast import uncast
 from tritonamp.diagnosis.replay import known_ops
 from tritonamp.diagnosis.replay.memories import Memories
 from tritonamp.diagnosis.replay.model_names import ModelNames
@@ -78,6 +80,20 @@ class Watch(PlacedOps):
             for i, value in enumerate(args):
                 if is_watched(value):
                     self.memories.of(value).label = f"input {i}"
+            return
+        for value in filter(is_watched, args):
+            event = self.memories.of(value).origin
+            if event is not None and module in self.names and uncast(value) is not value:
+                self._blame_reader(event, module)
+
+    def _blame_reader(self, event: Event, module: nn.Module) -> None:
+        """Move the place of a cast at the model's edge to the innermost module that reads it."""
+        name, blamed, root = self.names[module], event.place.module, self.modules[0]
+        if blamed == self.names[root] or f"{name}.".startswith(f"{blamed}."):
+            # a module in FP32 reads the value from before the cast
+            reader = root if isinstance(module, Fp32Module) else module
+            kind = type(reader).__name__
+            event.place = dataclasses.replace(event.place, module=self.names[reader], kind=kind)
 
     def _ran(self, call: OpCall) -> _Ran:
         """Return the call with the op that the user called. A rule may run other ops for it."""
