@@ -1,4 +1,4 @@
-"""Softmaxes and sigmoids that code reads, or a model returns: which are FP32, and their gradients."""
+"""Softmaxes and sigmoids that code reads, or a model returns: which are FP32, and gradients."""
 
 import copy
 import dataclasses
@@ -235,8 +235,8 @@ class Named(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         read = self.critic(x)
-        self.half = self.inner(x)
-        self.seen = direct, twice = self.last(x), self.last(self.half)
+        self.inside = self.inner(x)
+        self.seen = direct, _ = self.last(x), self.last(self.inside)
         return self.actor(x), torch.log(read + 1e-9), direct
 
 
@@ -266,7 +266,7 @@ def test_modules_that_code_names(handles: Any, name: str) -> None:
     handles(model, level="O1", dtype=FP16)
     actor, _, direct = model(x)
     assert not is_rounded(actor) and not is_rounded(direct)
-    assert model.half.dtype is FP16
+    assert model.inside.dtype is FP16
     # each call of a module has the same dtype
     assert {y.dtype for y in model.seen} == {FP32}
 
@@ -335,7 +335,8 @@ def test_copies_pickles_and_checkpoints(handles: Any) -> None:
     again = checkpoint(model, x, use_reentrant=False)
     assert all(map(torch.equal, again, expected))
     sum(y.sum() for y in again).backward()
-    assert model.layer.weight.grad.isfinite().all()
+    grad = model.layer.weight.grad
+    assert grad is not None and grad.isfinite().all()
     loaded = pickle.loads(pickle.dumps(model.last))
     assert type(loaded[1]) is nn.Softmax
     amp.disable()
@@ -426,7 +427,7 @@ def test_training_skips_as_few_steps_as_with_log_softmax(
     model, x, y = LOOPS[name](), torch.randn(64, 16), torch.randint(32, (64,))
     if name == "outside":
         with torch.no_grad():
-            model[0].weight.mul_(16)
+            next(model.parameters()).mul_(16)
 
     def loss_of(model: nn.Module) -> Tensor:
         if name != "outside":

@@ -15,7 +15,7 @@ from torch.distributions import Categorical
 FOUND: dict[str, Callable[..., Any]] = {}
 SIGMOIDS: dict[str, Callable[..., Any]] = {}
 RETURNED: dict[str, Callable[..., Any]] = {}
-LEFT: dict[str, Callable[..., Any]] = {}
+LEFT: dict[str, Any] = {}
 
 
 def reads(function: Any) -> Any:
@@ -230,10 +230,10 @@ def of_two_names(x):
 @reads
 def in_a_branch(x):
     p = F.softmax(x, dim=-1)
-    if x.dim() == 2:
-        p = p + 1e-9
-    else:
+    if x.dim() == 3:
         p = x
+    elif x.dim() == 2:
+        p = p + 1e-9
     return p.log()
 
 

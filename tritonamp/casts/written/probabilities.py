@@ -153,7 +153,7 @@ class _Calls:
 
 
 def _fits(node: ast.Call, named: list[str | None]) -> bool:
-    """Return whether a function has its tensor by position, and at most a dimension besides."""
+    """Return whether a function has its tensor by position, and no argument except a dimension."""
     return bool(node.args) and set(named) <= {"dim"}
 
 
