@@ -324,7 +324,9 @@ def test_explain_on_nonfinite(caplog: pytest.LogCaptureFixture) -> None:
             model[0].weight.grad.fill_(float("nan"))
         optimizer.step()
         optimizer.zero_grad()
-    assert ["0.weight (NaN)" in record.message for record in caplog.records] == [True]
+    assert ["parameter(s) were NaN: 0.weight" in record.message for record in caplog.records] == [
+        True
+    ]
     amp.disable()
 
 

@@ -289,3 +289,58 @@ def test_limits_of_float16_are_named_only_there(fields: Any) -> None:
 
     for text in (text_of(lambda model: None), text_of(lambda m: m[0].bias.data.fill_(INF))):
         assert "65504" not in text and "float16" not in text and "lower scale" not in text
+
+
+# gradients that are 0
+
+
+def in_half(output: Tensor, y: Tensor) -> Tensor:
+    return (output.half() - 20.0).exp().float().mean()
+
+
+def in_fp32(output: Tensor, y: Tensor) -> Tensor:
+    return (output - 20.0).exp().mean()
+
+
+def tiny(output: Tensor, y: Tensor) -> Tensor:
+    return (output.half() * 1e-6).square().float().mean()
+
+
+def multiplied(output: Tensor, y: Tensor) -> Tensor:
+    return (output * 1e-6).square().mean() * 1e6
+
+
+@pytest.mark.parametrize(("loss", "cure"), [(in_half, in_fp32), (tiny, multiplied)])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("steps", "words"), [(1, "step"), (4, "4 steps")])
+def test_gradients_that_are_all_zero(
+    level: str, loss: Any, cure: Any, steps: int, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = partial(torch.optim.AdamW, lr=1e-3)
+    with (
+        caplog.at_level(logging.WARNING, "tritonamp"),
+        train(mlp(), make, batches(steps), loss, level=level) as amp,
+    ):
+        text = amp.explain()
+    assert text.startswith(
+        f"No step was skipped.\nall gradients of the last {words} were 0, which trained nothing. "
+    )
+    assert "look for a loss that is computed in half" in text
+    assert len(caplog.messages) == (steps > 2)
+    assert all("3 times in a row, so that it trained nothing. Call" in m for m in caplog.messages)
+    with train(mlp(), make, batches(steps), cure, level=level) as amp:
+        assert amp.explain() == "No step was skipped." and amp.history[-1].grad_norm > 0.0
+
+
+def test_ranges_show_where_gradients_become_zero() -> None:
+    model = mlp()
+    nn.init.constant_(model[2].bias, -50.0)  # its ReLU is dead
+    optimizer = torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()], lr=1e-3)
+    with tritonamp.enable(model, optimizer, level="O2", backend="eager") as amp:
+        (x, y), *_ = batches(1)
+        take_step(amp, optimizer, functional.cross_entropy(model(x), y))
+        assert "ReLUs of negative values alone: amp.watch(), and amp.ranges() aft" in amp.explain()
+        amp.watch()
+        take_step(amp, optimizer, functional.cross_entropy(model(x), y))
+        found = {r.module: r.absmax for r in amp.ranges() if r.direction == "backward"}
+    assert found["3"] > 0.0 and found["2"] == found["0"] == 0.0

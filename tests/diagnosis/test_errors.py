@@ -429,6 +429,24 @@ def step_without_gradients(amp: tritonamp.Amp, model: nn.Module, optimizer: Any)
         optimizer.step()
 
 
+def clip_late(amp: tritonamp.Amp, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    amp.backward(model(torch.randn(8, 8)).square().mean())
+    optimizer.step()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clip_late_by_amp(amp: tritonamp.Amp, model: nn.Module, optimizer: Any) -> None:
+    amp.backward(model(torch.randn(8, 8)).square().mean())
+    optimizer.step()
+    amp.clip_grad_norm_(1.0)
+
+
+def train_nothing(amp: tritonamp.Amp, model: nn.Module, optimizer: Any) -> None:
+    for _ in range(3):
+        amp.backward(0.0 * model(torch.randn(8, 8)).square().mean())
+        optimizer.step()
+
+
 def write_data(amp: tritonamp.Amp, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for param in model.parameters():
         param.data.clamp_(-0.01, 0.01)
@@ -452,6 +470,9 @@ def cast(amp: tritonamp.Amp, model: nn.Module, optimizer: torch.optim.Optimizer)
         (clamp, "gradients while they still carry the loss scale"),
         (step_on_halves, "steps on bare half weights"),
         (step_without_gradients, "found no gradient 3 times"),
+        (clip_late, "found no gradient 3 times"),
+        (clip_late_by_amp, "found no gradient 3 times"),
+        (train_nothing, "found no gradient 3 times"),
         (write_data, "half values are not those"),
         (mix_backwards, "a plain loss.backward() has added"),
         (cast, "expected a call that keeps the dtypes"),

@@ -110,11 +110,82 @@ def compiled(run: Summed) -> None:
 HARMLESS = (
     after_unscale,
     after_unscale_by_hand,
-    after_a_step,
     of_another_model,
     after_a_plain_backward,
     compiled,
 )
+
+
+def by_torch(run: Summed) -> None:
+    imported_before(run.model.parameters(), 1.0)
+
+
+def by_value(run: Summed) -> None:
+    torch.nn.utils.clip_grad_value_(run.model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("clip", [by_torch, by_value])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_clip_after_the_step_is_told_once(
+    level: str, clip: Callable[[Summed], None], start: Any, warned: Callable[[], list[str]]
+) -> None:
+    run = start(level=level)
+    for _ in range(2):
+        after_a_step(run)
+        clip(run)
+        run.optimizer.zero_grad()
+    (text,) = warned()
+    assert f"{os.path.basename(__file__)}:" in text
+    assert text.endswith(
+        "is given gradients that no amp.backward(loss) has made since the last step, so it changes "
+        "no step: call amp.clip_grad_norm_(max_norm) in its place, between amp.backward(loss) and "
+        "optimizer.step()"
+    )
+
+
+def test_the_advice_about_a_clip_after_the_step(
+    start: Any, warned: Callable[[], list[str]]
+) -> None:
+    run = start(level="O2")
+    for _ in range(2):
+        run.backward()
+        run.amp.clip_grad_norm_(1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        by_torch(run)  # there are no gradients
+    assert warned() == []
+    after_a_step(run)
+    imported_before(run.model.parameters(), float("inf"))  # a norm for a log
+    assert warned() == []
+    with pytest.raises(RuntimeError, match="got one after the step, which has used these grad"):
+        run.amp.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match=r"amp.unscale_\(\): expected a call between amp.back"):
+        run.amp.unscale_()
+
+
+def test_without_a_scale_a_clip_may_follow_a_plain_backward(
+    start: Any, warned: Callable[[], list[str]]
+) -> None:
+    run = start(level="O2", dtype=torch.bfloat16)
+    for _ in range(2):
+        run.model(X).sum().backward()
+        by_torch(run)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert warned() == []
+
+
+def test_optimizers_in_turn_clip_their_own(warned: Callable[[], list[str]]) -> None:
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with tritonamp.enable(models, optimizers, level="O2") as amp:
+        for _ in range(2):
+            for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                amp.backward(model(X).sum(), loss_id=i)
+                amp.unscale_(optimizer)
+                imported_before(model.parameters(), 1.0)
+                optimizer.step()
+        assert warned() == []
 
 
 @pytest.mark.parametrize("prepare", HARMLESS, ids=lambda f: f.__name__)

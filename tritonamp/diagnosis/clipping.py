@@ -30,10 +30,16 @@ _SHARE = 0.05  # of the elements that are not zero
 _FAR_BELOW = 2.0**-10  # as a share of the loss scale
 _TINY = 2.0**-10  # smaller half gradients are multiples of the smallest number, and often equal
 _IN_A_ROW = 3  # looks
+WHY_ZERO = (
+    "Call zero_grad() after the step or before amp.backward(loss), not between the two. If they "
+    "are 0 without it, look for a loss that is computed in half, where small gradients become 0 "
+    "(compute it in FP32, and multiply it by a constant if it is tiny), for detached tensors, and "
+    "for ReLUs of negative values alone: amp.watch(), and amp.ranges() after the next step, show "
+    "where"
+)
+"""Advice where all gradients are 0."""
 _ALL_ZERO = (
-    "all gradients of a step were 0, %d times in a row, so that it trained nothing: call "
-    "zero_grad() after the step or before amp.backward(loss), not between the two. If they are 0 "
-    "without it, they may be too small for the format: amp.watch() and amp.ranges() show where"
+    f"all gradients of a step were 0, %d times in a row, so that it trained nothing. {WHY_ZERO}"
 )
 _ROUND = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 7.5, 8, 9, 10)  # digits that people choose
 

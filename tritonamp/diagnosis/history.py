@@ -1,5 +1,6 @@
 """The outcomes of the steps whose numbers were read, one by one."""
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -45,6 +46,12 @@ class History:
         """Number of the last recorded step, if it was taken; else -1."""
         taken = self.records and self.records[-1].cause is None
         return self.records[-1].step if taken else -1
+
+    @property
+    def zeros(self) -> int:
+        """Number of the last steps whose gradients were all 0."""
+        latest = itertools.takewhile(lambda record: record.grad_norm == 0.0, reversed(self.records))
+        return sum(1 for _ in latest)
 
     def load(self, counts: Sequence[float]) -> None:
         """Continue from other counts."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tritonamp.diagnosis.batches import data_in
 from tritonamp.diagnosis.causes import find_cause
+from tritonamp.diagnosis.clipping import WHY_ZERO
 from tritonamp.diagnosis.divergence import Fp32Run, Growth, WeightSizes, growth_of
 from tritonamp.diagnosis.fault_counts import is_power_of_two
 from tritonamp.diagnosis.history import History
@@ -220,13 +221,16 @@ class StepLog:
         return self.history.records[-1].scale if self.history.records else 1.0
 
     def drift(self) -> str:
-        """Return a text if training has diverged while steps are taken; else "".
+        """Return a text if the last steps trained nothing, or training has diverged; else "".
 
         Reads the device.
         """
         self.collect(wait=True)
         if self.history.last_taken < 0:
             return ""
+        if self.history.zeros:
+            steps = f"{self.history.zeros} steps" if self.history.zeros > 1 else "step"
+            return f"all gradients of the last {steps} were 0, which trained nothing. {WHY_ZERO}."
         growth = self._growth(self.history.records[-1].loss)
         return growth.words(None) if growth.has_run_away else ""
 

@@ -1,4 +1,4 @@
-"""Warn once where torch clips scaled gradients, or where another optimizer steps on them.
+"""Warn once of clipping at the wrong time, and of an optimizer that steps on scaled gradients.
 
 With gradients that are 65536 times too large, a clip to norm 1 leaves a 65536th of the intended
 step, and training stands still without an error. An optimizer that ``enable`` did not get steps
@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -40,6 +41,8 @@ class ScaledGradients:
         left_out: function that returns parameters with gradients that no enabled optimizer holds,
             so that nothing unscales these gradients.
         halves: function that returns the models' half parameters.
+        used: function that returns the tensors with gradients that no loss has fed since the last
+            step.
 
     Attributes:
         has_clipped: whether gradients were clipped, by torch's functions or by ``Amp``.
@@ -50,27 +53,37 @@ class ScaledGradients:
         params: Callable[[], Iterable[Tensor]],
         left_out: Callable[[], Iterable[Tensor]],
         halves: Callable[[], Iterable[Tensor]],
+        used: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self._params = params
         self._left_out = left_out
         self._halves = halves
+        self._used = used
         self.has_clipped = False
         self._has_warned = False
         self._has_warned_of_step = False
 
-    def warn_if_clipped(self, given: set[int], function: Callable[..., Any]) -> None:
-        """Warn, once, where ``function`` clips scaled gradients, given the ids of parameters."""
+    def warn_if_clipped(
+        self, given: set[int], function: Callable[..., Any], measures: bool = False
+    ) -> None:
+        """Warn, once, where ``function`` clips scaled gradients, or those of a step before.
+
+        Args:
+            given: ids of the parameters whose gradients are clipped.
+            function: function of torch that clips.
+            measures: whether it only returns a norm.
+        """
         self.has_clipped = True
-        if self._has_warned or not any(id(param) in given for param in self._params()):
+        if self._has_warned:
+            return
+        if any(id(param) in given for param in self._params()):
+            text = _CLIPPED
+        elif not measures and any(id(param) in given for param in self._used()):
+            text = _CLIPPED_LATE
+        else:
             return
         self._has_warned = True
-        logger.warning(
-            "torch.nn.utils.%s%s is given gradients that still carry the loss scale, so it leaves "
-            "next to nothing of them: call amp.clip_grad_norm_(max_norm) in its place, or "
-            "amp.unscale_() before it",
-            function.__name__,
-            user_line(),
-        )
+        logger.warning(text, function.__name__, user_line())
 
     def is_news(self) -> bool:
         """Return whether there was no warning of clipping yet. From now on there was one."""
@@ -96,6 +109,15 @@ class ScaledGradients:
         logger.warning(text, type(optimizer).__name__, user_line())
 
 
+_CLIPPED = (
+    "torch.nn.utils.%s%s is given gradients that still carry the loss scale, so it leaves next to "
+    "nothing of them: call amp.clip_grad_norm_(max_norm) in its place, or amp.unscale_() before it"
+)
+_CLIPPED_LATE = (
+    "torch.nn.utils.%s%s is given gradients that no amp.backward(loss) has made since the last "
+    "step, so it changes no step: call amp.clip_grad_norm_(max_norm) in its place, between "
+    "amp.backward(loss) and optimizer.step()"
+)
 _SCALED = (
     "%s.step()%s is given gradients that carry the loss scale, but the optimizer is not one of "
     "those given to tritonamp.enable: nothing unscales them, nor skips. Call amp.disable(), and "
@@ -159,8 +181,10 @@ def _warning_first(
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             if isinstance(parameters, GeneratorType):  # used up; torch warns of an empty one
                 parameters = (param for param in given)
+            limit = kwargs.get("max_norm", args[0] if args else None)
+            measures = isinstance(limit, float) and math.isinf(limit)
             for one in list(gradients):
-                one.warn_if_clipped(set(map(id, given)), function)
+                one.warn_if_clipped(set(map(id, given)), function, measures)
         return function(parameters, *args, **kwargs)
 
     return clip

@@ -346,7 +346,12 @@ class Amp:
     def _fed_optimizers(self, parts: Parts, caller: str) -> list[Optimizer]:
         pending = parts.pending.fed_optimizers()
         if not pending and self.policy.scales_loss:
-            raise RuntimeError(f"{caller}() before any backward: call amp.backward(loss) first")
+            if parts.decisions.rule is None:  # no step yet
+                raise RuntimeError(f"{caller}() before any backward: call amp.backward(loss) first")
+            raise RuntimeError(
+                f"amp.{caller}(): expected a call between amp.backward(loss) and optimizer.step(), "
+                "got one after the step, which has used these gradients"
+            )
         return pending or parts.optimizers
 
     @between_graphs

@@ -188,6 +188,7 @@ class Parts:
             partial(_scaled_params, policy, self.pending, weights),
             partial(_params_without_optimizer, policy, self.models, weights),
             partial(_half_params, self.models),
+            partial(_used_params, policy, self.decisions, self.pending, weights),
         )
         self.log.clips = lambda: self.scaled_gradients.has_clipped
         names = _Names(self.models, weights).tensors
@@ -292,6 +293,22 @@ class _Names(NamedTuple):
             for param, master, group in w.masters.with_groups()
             if param in names
         }
+
+
+def _used_params(
+    policy: Policy, decisions: DecisionLog, pending: PendingDecisions, weights: Weights
+) -> Iterator[Tensor]:
+    """Yield parameters, and masters, with gradients that no loss has fed since the last step."""
+    # a plain backward is right without a scale, and is not noticed
+    if not policy.scales_loss or decisions.rule is None:
+        return
+    fed = pending.fed_optimizers()
+    for optimizer, w in weights.items():
+        if optimizer in fed:
+            continue
+        for param, master, _ in w.masters.with_groups():
+            if param.grad is not None:
+                yield from (param, master)
 
 
 def _scaled_params(policy: Policy, pending: PendingDecisions, weights: Weights) -> Iterator[Tensor]:
