@@ -65,6 +65,7 @@ class StepLog:
         sizes: sizes of the weights in some steps.
         history: outcomes of the last steps.
         clips: function that tells whether the loop clips gradients.
+        handle: expression for the handle in texts, where a program has no ``amp`` of ours.
         last: explanation of the last skip; None: no step was skipped.
         batches: forwards of the last skip.
     """
@@ -79,6 +80,7 @@ class StepLog:
         self.sizes = WeightSizes(names.tensors)
         self.history = History()
         self.clips: Callable[[], bool] = bool
+        self.handle = "amp"
         self.last: Explanation | None = None
         self.batches: Sequence[Snapshot] = ()
         self._said: tuple[Explanation | None, int] = None, 0  # the last long text, and its level
@@ -173,7 +175,8 @@ class StepLog:
     ) -> Explanation:
         growth = functools.partial(self._growth, skip.loss)
         steps = Steps(self._model_names.writers(), growth, in_fp32, self.clips())
-        return find_cause(skip, data_in(batches), self._model_names.tensors(), steps)
+        found = find_cause(skip, data_in(batches), self._model_names.tensors(), steps)
+        return found._replace(handle=self.handle)
 
     def _growth(self, loss: float | None) -> Growth:
         good = [(r.step, r.loss, r.grad_norm) for r in self.history.records if r.cause is None]

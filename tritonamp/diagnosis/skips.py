@@ -2,6 +2,7 @@
 
 import enum
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -248,6 +249,7 @@ class Explanation(NamedTuple):
     cause: Cause
     reason: str  # the reason in words, and advice
     parameters: tuple[str, ...] = ()  # whose gradients, or values, were not finite
+    handle: str = "amp"  # expression for the handle, in texts
 
     @property
     def text(self) -> str:
@@ -256,7 +258,7 @@ class Explanation(NamedTuple):
 
     def line(self, *facts: str) -> str:
         """Return ``text`` with more facts inside its parentheses."""
-        return f"{self._start(facts)}: {self.reason}"
+        return f"{self._start(facts)}: {self._to_call(self.reason)}"
 
     def short_line(self, earlier: "Explanation", *facts: str) -> str:
         """Return a line that refers to an earlier explanation, which this one ``repeats``."""
@@ -284,8 +286,13 @@ class Explanation(NamedTuple):
     def hint(self) -> str:
         """Advice on how to find out more, to append to the text; "" where nothing would help."""
         if self.cause is Cause.SCALE and self.skip.is_one_of_many:
-            return _BY_FUNCTION
-        return _REPLAY if self.cause.replayable else ""
+            return self._to_call(_BY_FUNCTION)
+        if not self.cause.replayable:
+            return ""
+        return _REPLAY if self.handle == "amp" else self._to_call(_BY_FUNCTION)
+
+    def _to_call(self, text: str) -> str:
+        return re.sub(r"\bamp\.(?=\w+\()", f"{self.handle}.", text)
 
     @property
     def needs_help(self) -> bool:

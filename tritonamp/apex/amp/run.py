@@ -47,6 +47,7 @@ class AmpRun:
             scaler=self.scalers[0].scaler if policy.loss_scale == "dynamic" else None,
             around_step=self._around_step,
         )
+        self._amp._parts.log.handle = "tritonamp.handle(model)"  # ``amp`` is apex's module
         self._skips = Skips(self._amp)
         self._fed = set[Optimizer]()
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []

@@ -1,0 +1,40 @@
+"""The lines of the log name a handle that exists where scripts have apex's ``amp``."""
+
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy as criterion
+
+import tritonamp
+from tritonamp.apex import amp
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("factor", "cause"), [(float("nan"), "forward fault"), (1e6, "scale")])
+def test_the_call_that_the_log_names(
+    level: str, factor: float, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x, y = torch.randn(8, 8), torch.zeros(8, dtype=torch.long)
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        for _ in range(4):
+            with amp.scale_loss(factor * criterion(model(x), y), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    handle = tritonamp.handle(model)
+    texts = [*caplog.messages, handle.explain()]
+    assert any(cause in text for text in texts)
+    assert not any(re.search(r"(?<!\w)amp\.\w+\(", text) for text in texts)
+    (call,) = {m[1] for text in texts if (m := re.search(r" (tritonamp\S+\(.*\)), with the", text))}
+    assert call == "tritonamp.handle(model).explain(replay=lambda: criterion(model(x), y))"
+    report = eval(
+        call, {"tritonamp": tritonamp, "criterion": criterion, "model": model, "x": x, "y": y}
+    )
+    assert "skipped" in report
+    handle.disable()
