@@ -102,6 +102,21 @@ def test_single_skips_are_not_spoken_of_from_the_third_on() -> None:
     )
 
 
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_a_scale_that_waits_is_not_called_lowered(hysteresis: int) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = tritonamp.GradScaler("cpu", hysteresis=hysteresis)
+    with tritonamp.enable(model, optimizer, level="O2", scaler=scaler) as amp:
+        for i in range(1, 4):
+            take_step(amp, optimizer, 1e8 * model(torch.ones(1, 4)).sum())
+            text, scale = amp.explain(), amp.stats()["scale"]
+            assert ("The scale was lowered" in text) is (i >= hysteresis)
+            assert (scale < amp.history[-1].scale) is (i >= hysteresis)
+            if i < hysteresis:
+                assert f"is lowered at overflow {hysteresis} without a step between" in text
+
+
 def test_kinds_are_said_once_where_all_are_alike() -> None:
     def reason(**amax: float) -> str:
         return find_cause(USUAL._replace(amax=amax, row=()), [], {}).reason

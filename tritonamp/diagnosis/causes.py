@@ -126,10 +126,11 @@ def _in_growth(skip: Skip, steps: Steps) -> Explanation | None:
     growth = steps.growth()
     writers = {str(w): w for w in steps.writers.values() if w.lr is not None}
     away = [w for w in writers.values() if w.decays_away]
-    if skip.outcome == OVERFLOW and skip.scale > 1.0 and skip.before:
+    if skip.outcome == OVERFLOW and skip.before:
         # gradients that fitted at the last good step are beyond this now
         beyond = skip.limit / (skip.scale * skip.before)
-        growth = growth._replace(norm=max(growth.norm, beyond), is_finite=True)
+        is_finite = skip.scale > 1.0  # else no scale explains it
+        growth = growth._replace(norm=max(growth.norm, beyond), is_finite=is_finite)
     has_decayed = bool(away) and growth.largest[1] > growth.largest[0] > 0.0
     if not (growth.is_suspect or has_decayed):
         return None
@@ -206,7 +207,8 @@ def _in_data(
         return None
     where = f" of {skip.ranks}" if skip.ranks else ""
     became = "and gradients became NaN" if only_gradients else "and the loss became so, too"
-    backed_off = "" if skip.fixed or not only_gradients else _BACKED_OFF
+    moved = only_gradients and not skip.fixed and skip.hysteresis == 1
+    backed_off = _BACKED_OFF if moved else ""
     reason = (
         f"the input batch itself{where} held inf or NaN, {became}: "
         f"{'; '.join(found[:_SHOWN])}. {Cause.DATA.advice}{backed_off}"

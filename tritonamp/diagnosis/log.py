@@ -164,6 +164,7 @@ class StepLog:
             loss=loss,
             outlier=tuple(values[LIMITS:RECORD]),
             row=row,
+            hysteresis=rule.hysteresis,
         )
         return self._find_cause(skip, outcome.forwards)
 

@@ -69,17 +69,20 @@ def why_overflow(skip: Skip, names: Sequence[str], cause: Cause) -> str:
     )
 
 
+def _lowered(skip: Skip) -> str:
+    if skip.hysteresis > len(skip.row) + 1:
+        return f"The scale is lowered at overflow {skip.hysteresis} without a step between"
+    return "The scale was lowered"
+
+
 def _about_scale(skip: Skip, cause: Cause) -> str:
     """Return what the scale has to do with it, and advice."""
     if cause is Cause.EXHAUSTED:
         return _FIXED if skip.fixed else cause.advice
     if cause is Cause.SCALE and skip.is_one_of_many:
-        return (
-            f"The scale was lowered. It was overflow {len(skip.row) + 1} in a row, at "
-            f"{skip.scales}."
-        )
+        return f"{_lowered(skip)}. It was overflow {len(skip.row) + 1} in a row, at {skip.scales}."
     if cause is Cause.SCALE:
-        return cause.advice
+        return f"{_lowered(skip)}; {cause.advice}"
     if _is_stuck(skip):
         why = f"At {skip.scales} the same gradients were NaN, so a lower scale has not helped. "
     elif skip.scale <= 1.0 and skip.row and skip.row[0].scale > skip.scale:

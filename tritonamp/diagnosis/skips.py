@@ -71,7 +71,7 @@ _ADVICE = {
         "A lower scale cannot help. Look in {where} for values above 65504, constants such as -1e9 "
         "or eps=1e-8 that float16 cannot hold, 0/0 and rows that are masked completely."
     ),
-    Cause.SCALE: "The scale was lowered; single skips of this kind are how it finds its level.",
+    Cause.SCALE: "single skips of this kind are how it finds its level.",
     Cause.BACKWARD: (
         "Look in the loss, and in the backward of the last module named, for sqrt and norms at 0, "
         "division by 0 behind a mask, and logarithms."
@@ -129,12 +129,11 @@ class Writer(NamedTuple):
     @property
     def fault(self) -> str:
         """The mistake in its steps, if they have written inf or NaN, and advice."""
-        is_half = self.dtype.itemsize < 4
         if self.zero_eps is None and self.lr is not None and not math.isfinite(self.lr):
             return "The learning rate is not finite: look in its scheduler"
         if self.zero_eps is None:
             in_fp32 = ", or take level='O2', which steps in FP32 and skips what overflows"
-            return f"Lower the learning rate{in_fp32 if is_half else ''}"
+            return f"Lower the learning rate{in_fp32 if self.dtype.itemsize < 4 else ''}"
         least = f"Give an eps of {self.least_eps:g} or more"
         if self.zero_eps == 0.0:
             return f"eps=0, so a gradient that is 0 is divided by 0. {least}"
@@ -187,6 +186,7 @@ class Skip(NamedTuple):
     # the limits are away
     outlier: tuple[float, ...] = ()
     row: Sequence[Overflow] = ()  # overflows directly before this one, the oldest first
+    hysteresis: int = 1  # of so many overflows without a step between, the last lowers the scale
 
     @property
     def in_float16(self) -> bool:
