@@ -12,16 +12,10 @@ class RootOfZero(nn.Module):
     def forward(self, x):
         return x + torch.sqrt(x * (x > 0))
 
-    def told(self, x):
-        return x + torch.sqrt(torch.where(x > 0, x, 1.0)) * (x > 0)
-
 
 class RootBehindWhere(nn.Module):
     def forward(self, x):
         return torch.where(x > 0, x.sqrt(), 0.1 * x)
-
-    def told(self, x):
-        return torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.1 * x)
 
 
 class RootBehindClamp(nn.Module):
@@ -32,33 +26,17 @@ class RootBehindClamp(nn.Module):
         r = (h * h).mean(-1, keepdim=True).sqrt()
         return x + h / r.clamp(min=1e-3)
 
-    def told(self, x):
-        h = x - x
-        v = (h * h).mean(-1, keepdim=True)
-        r = torch.where(v > 0, v, 1.0).sqrt() * (v > 0)
-        return x + h / r.clamp(min=1e-3)
-
 
 class NormOfZero(nn.Module):
     def forward(self, x):
         d = x[:, :8] - x[:, :8].detach()
         return x + (d * d).sum(-1, keepdim=True).sqrt()
 
-    def told(self, x):
-        d = x[:, :8] - x[:, :8].detach()
-        s = (d * d).sum(-1, keepdim=True)
-        return x + torch.where(s > 0, s, 1.0).sqrt() * (s > 0)
-
 
 class ConstantRows(nn.Module):
     def forward(self, x):
         rows = x.mean(-1, keepdim=True).expand(-1, WIDTH)
         return x / (rows.var(-1, keepdim=True).sqrt() + 1)
-
-    def told(self, x):
-        rows = x.mean(-1, keepdim=True).expand(-1, WIDTH)
-        v = rows.var(-1, keepdim=True)
-        return x / (torch.where(v > 1e-6, v, 1.0).sqrt() * (v > 1e-6) + 1)
 
 
 class EpsInSqrt(nn.Module):
@@ -67,10 +45,6 @@ class EpsInSqrt(nn.Module):
     def forward(self, x):
         h = x * (x > 100)
         return x + torch.sqrt((h * h).mean(-1, keepdim=True) + 1e-8)
-
-    def told(self, x):
-        h = x * (x > 100)
-        return x + torch.sqrt((h * h).mean(-1, keepdim=True) + 1e-4)
 
 
 class Zeros(nn.Module):
@@ -95,18 +69,11 @@ class CosineOfZeros(Zeros):
     def forward(self, x):
         return x + F.cosine_similarity(self.out(x), x, dim=-1)[:, None]
 
-    def told(self, x):
-        return x + F.cosine_similarity(self.out(x), x, dim=-1, eps=1e-2)[:, None]
-
 
 class Hypotenuse(nn.Module):
     def forward(self, x):
         a, b = (x * (x > 100)).chunk(2, -1)
         return x + torch.hypot(a, b).repeat(1, 2)
-
-    def told(self, x):
-        a, b = (x * (x > 100)).chunk(2, -1)
-        return x + torch.hypot(a, torch.where((a == 0) & (b == 0), 1.0, b)).repeat(1, 2)
 
 
 class ArcCosine(nn.Module):
@@ -114,17 +81,10 @@ class ArcCosine(nn.Module):
         cosine = x / x.abs().amax(-1, keepdim=True)
         return x + torch.acos(cosine)
 
-    def told(self, x):
-        cosine = x / x.abs().amax(-1, keepdim=True)
-        return x + torch.acos(cosine.clamp(-0.99, 0.99))
-
 
 class PowerOfZero(nn.Module):
     def forward(self, x):
         return x + (x * (x > 0)) ** 0.5
-
-    def told(self, x):
-        return x + (x * (x > 0)).clamp(min=1e-3) ** 0.5
 
 
 class LogBehindWhere(nn.Module):
@@ -132,19 +92,11 @@ class LogBehindWhere(nn.Module):
         share = x * (x > 0)
         return torch.where(x > 0, share.log(), x)
 
-    def told(self, x):
-        share = torch.where(x > 0, x, 1.0)
-        return torch.where(x > 0, share.log(), x)
-
 
 class DivisionBehindMask(nn.Module):
     def forward(self, x):
         h = x * (x > 0)
         return torch.where(h > 0, x / h, 0)
-
-    def told(self, x):
-        h = torch.where(x > 0, x, 1.0)
-        return torch.where(x > 0, x / h, 0)
 
 
 class Divided(torch.autograd.Function):
@@ -218,10 +170,6 @@ class RootOfSums(nn.Module):
         d = (x - x.detach()).unflatten(-1, (4, 4))
         return x + d.abs().pow(0.5).sum(-1).repeat(1, 4)
 
-    def told(self, x):
-        d = (x - x.detach()).unflatten(-1, (4, 4))
-        return x + d.abs().clamp(min=1e-2).pow(0.5).sum(-1).repeat(1, 4)
-
 
 HARMLESS = r"harmless value in before|[Cc]lamp"
 
@@ -235,7 +183,6 @@ BACKWARDS = [
         "backward_nan",
         ANY,
         phase="backward",
-        by="told",
     ),
     Planted(
         "root behind where",
@@ -246,7 +193,6 @@ BACKWARDS = [
         "backward_nan",
         ANY,
         phase="backward",
-        by="told",
     ),
     Planted(
         "root behind a clamp",
@@ -257,7 +203,6 @@ BACKWARDS = [
         "backward_nan",
         ANY,
         phase="backward",
-        by="told",
     ),
     Planted(
         "norm of 0 by hand",
@@ -268,7 +213,6 @@ BACKWARDS = [
         "backward_nan",
         ANY,
         phase="backward",
-        by="told",
     ),
     Planted(
         "root of a variance of 0",
@@ -279,7 +223,6 @@ BACKWARDS = [
         "backward_nan",
         ANY,
         phase="backward",
-        by="told",
     ),
     Planted(
         "eps in sqrt",
@@ -290,7 +233,6 @@ BACKWARDS = [
         ("vanished_eps", "backward_nan"),
         ANY,
         phase="backward",
-        by="told",
     ),
     Planted(
         "normalize of zeros",
@@ -312,7 +254,6 @@ BACKWARDS = [
         ("small_divisor", "gradient_overflow"),
         ANY,
         phase="backward",
-        by="told",
     ),
     Planted(
         "hypot of (0, 0)",
@@ -323,7 +264,6 @@ BACKWARDS = [
         "backward_nan",
         ANY,
         phase="backward",
-        by="told",
     ),
     Planted(
         "acos at 1",
@@ -334,7 +274,6 @@ BACKWARDS = [
         "backward_nan",
         ANY,
         phase="backward",
-        by="told",
     ),
     Planted(
         "power of 0",
@@ -345,7 +284,6 @@ BACKWARDS = [
         "backward_nan",
         ANY,
         phase="backward",
-        by="told",
     ),
     Planted(
         "logarithm behind where",
@@ -356,7 +294,6 @@ BACKWARDS = [
         "backward_nan",
         ANY,
         phase="backward",
-        by="told",
     ),
     Planted(
         "division behind where",
@@ -367,7 +304,6 @@ BACKWARDS = [
         "backward_nan",
         ANY,
         phase="backward",
-        by="told",
     ),
     Planted(
         "root of a distance of 0",
@@ -378,7 +314,6 @@ BACKWARDS = [
         "backward_nan",
         ANY,
         phase="backward",
-        by="told",
     ),
     Planted(
         "0/0 in an own backward",

@@ -15,20 +15,11 @@ class EpsInDiv(nn.Module):
         x = torch.relu(x - 100)
         return x / (x.abs().amax(-1, keepdim=True) + 1e-8)
 
-    def told(self, x):
-        x = torch.relu(x - 100)
-        return x / (x.abs().amax(-1, keepdim=True) + 1e-4)
-
 
 class EpsInRsqrt(nn.Module):
     def forward(self, x):
         x = x * 0
         scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-8)
-        return x * scale
-
-    def told(self, x):
-        x = x * 0
-        scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-4)
         return x * scale
 
 
@@ -37,28 +28,16 @@ class EpsInLog(nn.Module):
         share = torch.relu(x)
         return torch.log(share + 1e-8)
 
-    def told(self, x):
-        share = torch.relu(x)
-        return torch.log(share + 1e-4)
-
 
 class EmptyMean(nn.Module):
     def forward(self, x):
         return x - x[x > 100].mean()
-
-    def told(self, x):
-        high = x > 100
-        return x - x[high].sum() / high.sum().clamp(min=1)
 
 
 class CountOfZero(nn.Module):
     def forward(self, x):
         valid = (x > 100).to(x.dtype)
         return x - (x * valid).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True)
-
-    def told(self, x):
-        valid = (x > 100).to(x.dtype)
-        return x - (x * valid).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
 
 
 class Reciprocal(nn.Module):
@@ -74,9 +53,6 @@ class Reciprocal(nn.Module):
 class LogOfZero(nn.Module):
     def forward(self, x):
         return torch.log(torch.relu(x))
-
-    def told(self, x):
-        return torch.log(torch.relu(x).clamp(min=1e-3))
 
 
 class LogSoftmax(nn.Module):
@@ -113,10 +89,6 @@ class Renormalised(nn.Module):
         p = torch.softmax(torch.cat([30 + 0 * x[:, :1], x], -1), -1)[:, 1:]
         return p / p.sum(-1, keepdim=True)
 
-    def told(self, x):
-        logp = torch.log_softmax(torch.cat([30 + 0 * x[:, :1], x], -1), -1)[:, 1:]
-        return torch.exp(logp - logp.logsumexp(-1, keepdim=True))
-
 
 class Entropy(nn.Module):
     def forward(self, x):
@@ -135,10 +107,6 @@ class KlByHand(nn.Module):
         p, q = torch.softmax(x, -1), torch.softmax(-15 * x, -1)
         return x * (p * torch.log(p / q)).sum(-1, keepdim=True)
 
-    def told(self, x):
-        logp, logq = torch.log_softmax(x, -1), torch.log_softmax(-15 * x, -1)
-        return x * (logp.exp() * (logp - logq)).sum(-1, keepdim=True)
-
 
 class RoundedVariance(nn.Module):
     def forward(self, x):
@@ -154,26 +122,15 @@ class Angle(nn.Module):
         cosine = (a * a).sum(-1, keepdim=True).to(x.dtype) + 1e-3
         return x * torch.acos(cosine)
 
-    def told(self, x):
-        a = x / x.norm(dim=-1, keepdim=True).to(x.dtype)
-        cosine = (a * a).sum(-1, keepdim=True).to(x.dtype) + 1e-3
-        return x * torch.acos(cosine.clamp(-0.99, 0.99))
-
 
 class Power(nn.Module):
     def forward(self, x):
         return x**0.7
 
-    def told(self, x):
-        return x.clamp(min=1e-3) ** 0.7
-
 
 class Logit(nn.Module):
     def forward(self, x):
         return torch.log(1 - torch.sigmoid(12 * (x + 1)))
-
-    def told(self, x):
-        return torch.log((1 - torch.sigmoid(12 * (x + 1))).clamp(min=1e-3))
 
 
 class MaskTimesInf(nn.Module):
@@ -182,24 +139,12 @@ class MaskTimesInf(nn.Module):
         scores = x @ x.T + (1 - mask) * float("-inf")
         return scores.softmax(-1) @ x
 
-    def told(self, x):
-        mask = torch.eye(len(x), dtype=x.dtype)
-        scores = (x @ x.T).masked_fill(mask == 0, float("-inf"))
-        return scores.softmax(-1) @ x
-
 
 class MaskedRow(nn.Module):
     def forward(self, x):
         mask = torch.zeros(len(x), len(x), dtype=torch.bool)
         mask[2] = True
         scores = (x @ x.T).masked_fill(mask, float("-inf"))
-        return scores.softmax(-1) @ x
-
-    def told(self, x):
-        mask = torch.zeros(len(x), len(x), dtype=torch.bool)
-        mask[2] = True
-        scores = (x @ x.T).masked_fill(mask, float("-inf"))
-        scores = torch.where(mask.all(-1, keepdim=True), 0, scores)
         return scores.softmax(-1) @ x
 
 
@@ -223,10 +168,6 @@ class StdOfOne(nn.Module):
         groups = x.unflatten(-1, (WIDTH, 1))
         return x / (groups.std(-1) + 1)
 
-    def told(self, x):
-        groups = x.unflatten(-1, (WIDTH, 1))
-        return x / (groups.var(-1, correction=0) + 1)
-
 
 class GumbelSoftmax(nn.Module):
     def forward(self, x):
@@ -234,20 +175,11 @@ class GumbelSoftmax(nn.Module):
         gumbel = -torch.log(-torch.log(noise))
         return x + F.softmax(gumbel, -1)[:, :1]
 
-    def told(self, x):
-        noise = torch.rand(len(x), 4096).to(x.dtype)
-        gumbel = -torch.log(-torch.log(noise.clamp(1e-3, 0.999)))
-        return x + F.softmax(gumbel, -1)[:, :1]
-
 
 class FisherZ(nn.Module):
     def forward(self, x):
         correlation = x / x.abs().amax(-1, keepdim=True)
         return torch.atanh(correlation)
-
-    def told(self, x):
-        correlation = x / x.abs().amax(-1, keepdim=True)
-        return torch.atanh(correlation.clamp(-0.99, 0.99))
 
 
 SOFTMAX = r"log_softmax|softmax_dtype=torch\.float32"
@@ -260,7 +192,6 @@ DOMAINS = [
         op="div",
         line="1e-8",
         kind="vanished_eps",
-        by="told",
     ),
     Planted(
         "eps in rsqrt",
@@ -269,7 +200,6 @@ DOMAINS = [
         op="rsqrt",
         line="1e-8",
         kind="vanished_eps",
-        by="told",
     ),
     Planted(
         "eps in a logarithm",
@@ -278,7 +208,6 @@ DOMAINS = [
         op="log",
         line="1e-8",
         kind="vanished_eps",
-        by="told",
     ),
     Planted(
         "mean of nothing",
@@ -287,7 +216,6 @@ DOMAINS = [
         op="mean",
         line=".mean()",
         kind="zero_by_zero",
-        by="told",
     ),
     Planted(
         "count of zero",
@@ -296,7 +224,6 @@ DOMAINS = [
         op="div",
         line="valid.sum",
         kind="zero_by_zero",
-        by="told",
     ),
     Planted(
         "1/0",
@@ -314,7 +241,6 @@ DOMAINS = [
         op="log",
         line="torch.log",
         kind="domain_error",
-        by="told",
     ),
     Planted(
         "log(softmax)",
@@ -352,7 +278,6 @@ DOMAINS = [
         line="p / p.sum",
         kind="softmax_zero",
         level="O3",
-        by="told",
     ),
     Planted(
         "entropy by hand",
@@ -372,7 +297,6 @@ DOMAINS = [
         line="p / q",
         kind="softmax_zero",
         level="O3",
-        by="told",
     ),
     Planted(
         "variance rounded below 0",
@@ -389,10 +313,14 @@ DOMAINS = [
         op="acos",
         line="acos",
         kind="domain_error",
-        by="told",
     ),
     Planted(
-        "atanh of 1", FisherZ, r"[Cc]lamp", op="atanh", line="atanh", kind="domain_error", by="told"
+        "atanh of 1",
+        FisherZ,
+        r"[Cc]lamp",
+        op="atanh",
+        line="atanh",
+        kind="domain_error",
     ),
     Planted(
         "power of a negative",
@@ -401,7 +329,6 @@ DOMAINS = [
         op="pow",
         line="x**0.7",
         kind="domain_error",
-        by="told",
     ),
     Planted(
         "log(1 - sigmoid)",
@@ -410,7 +337,6 @@ DOMAINS = [
         op="log",
         line="torch.log(1",
         kind="domain_error",
-        by="told",
     ),
     Planted(
         "mask times -inf",
@@ -419,7 +345,6 @@ DOMAINS = [
         op="mul",
         line="float(",
         kind="infinite_constant",
-        by="told",
     ),
     Planted(
         "masked row",
@@ -428,7 +353,6 @@ DOMAINS = [
         op="softmax",
         line="softmax",
         kind="masked_row",
-        by="told",
     ),
     Planted(
         "everything is padding",
@@ -447,7 +371,6 @@ DOMAINS = [
         op="std",
         line=".std(",
         kind="zero_by_zero",
-        by="told",
     ),
     Planted(
         "Gumbel noise by hand",
@@ -456,6 +379,5 @@ DOMAINS = [
         op="log",
         line="torch.log(noise)",
         kind="domain_error",
-        by="told",
     ),
 ]

@@ -74,17 +74,10 @@ class Focal(Loss):
         p = torch.sigmoid(output)
         return -(p**2 * torch.log(1 - p)).mean()
 
-    def told(self, output, y):
-        p = torch.sigmoid(output)
-        return -(p**2 * torch.log((1 - p).clamp(min=1e-6))).mean()
-
 
 class Gan(Loss):
     def __call__(self, output, y):
         return torch.log(1 - torch.sigmoid(output)).mean()
-
-    def told(self, output, y):
-        return torch.log((1 - torch.sigmoid(output)).clamp(min=1e-6)).mean()
 
 
 class Bce(Loss):
@@ -93,16 +86,10 @@ class Bce(Loss):
     def __call__(self, output, y):
         return F.binary_cross_entropy(output, (y > 0).float())
 
-    def told(self, output, y):
-        return F.binary_cross_entropy_with_logits(output, (y > 0).float())
-
 
 class Sigmoid(nn.Module):
     def forward(self, x):
         return torch.sigmoid(40 * x)
-
-    def told(self, x):
-        return 40 * x
 
 
 class SigmoidModel(ProbabilityModel):
@@ -119,21 +106,11 @@ class CrossEntropyIgnored(Loss):
         labels = torch.full((len(output),), -100)
         return F.cross_entropy(output, labels)
 
-    def told(self, output, y):
-        labels = torch.full((len(output),), -100)
-        if bool((labels == -100).all()):
-            return output.sum() * 0
-        return F.cross_entropy(output, labels)
-
 
 class MaskedMean(Loss):
     def __call__(self, output, y):
         valid = (y > 100).float()
         return ((output - y).square() * valid).sum() / valid.sum()
-
-    def told(self, output, y):
-        valid = (y > 100).float()
-        return ((output - y).square() * valid).sum() / valid.sum().clamp(min=1)
 
 
 class EmptySelection(Loss):
@@ -153,11 +130,6 @@ class Ctc(Loss):
         frames = output.log_softmax(-1)[:, None]
         return F.ctc_loss(frames, torch.ones(1, 9, dtype=torch.long), [len(frames)], [9])
 
-    def told(self, output, y):
-        frames = output.log_softmax(-1)[:, None]
-        targets = torch.ones(1, 9, dtype=torch.long)
-        return F.ctc_loss(frames, targets, [len(frames)], [9], zero_infinity=True)
-
 
 class HugeTargets(Loss):
     def __call__(self, output, y):
@@ -174,19 +146,11 @@ class HalfTargets(Loss):
         error = output - 400 * y.to(output.dtype)
         return (error * error).mean()
 
-    def told(self, output, y):
-        error = (output - 400 * y.to(output.dtype)).float()
-        return (error * error).mean()
-
 
 class SumOfHalf(Loss):
     def __call__(self, output, y):
         errors = (output - 120 * y.to(output.dtype)).abs() * 50
         return errors.sum(dtype=output.dtype) / errors.numel()
-
-    def told(self, output, y):
-        errors = (output - 120 * y.to(output.dtype)).abs() * 50
-        return errors.sum(dtype=torch.float32) / errors.numel()
 
 
 class Contrastive(Loss):
@@ -195,18 +159,10 @@ class Contrastive(Loss):
         scores = torch.exp(similar / 0.01)
         return -torch.log(scores.diagonal() / scores.sum(-1)).mean()
 
-    def told(self, output, y):
-        similar = F.normalize(output, dim=-1) @ F.normalize(output, dim=-1).T
-        scores = torch.exp((similar - similar.amax(-1, keepdim=True)) / 0.01)
-        return -torch.log(scores.diagonal() / scores.sum(-1)).mean()
-
 
 class Perplexity(Loss):
     def __call__(self, output, y):
         return torch.exp(F.mse_loss(output, 20 * y))
-
-    def told(self, output, y):
-        return torch.exp(F.mse_loss(output, 20 * y).clamp(max=20))
 
 
 class Weighted(Loss):
@@ -231,19 +187,10 @@ class Distance(Loss):
         same = output - output.detach()
         return (same * same).sum(-1).sqrt().mean() + output.mean()
 
-    def told(self, output, y):
-        same = output - output.detach()
-        square = (same * same).sum(-1)
-        return (torch.where(square > 0, square, 1.0).sqrt() * (square > 0)).mean() + output.mean()
-
 
 class GaussianNll(Loss):
     def __call__(self, output, y):
         variance = torch.relu(output)
-        return (torch.log(variance) + (y - output) ** 2 / (variance + 1e-3)).mean()
-
-    def told(self, output, y):
-        variance = torch.relu(output).clamp(min=1e-3)
         return (torch.log(variance) + (y - output) ** 2 / (variance + 1e-3)).mean()
 
 
@@ -251,10 +198,6 @@ class Dice(Loss):
     def __call__(self, output, y):
         p, wanted = torch.relu(output - 100), (y > 100).float()
         return 1 - (2 * (p * wanted).sum() / (p.sum() + wanted.sum()))
-
-    def told(self, output, y):
-        p, wanted = torch.relu(output - 100), (y > 100).float()
-        return 1 - (2 * (p * wanted).sum() / (p.sum() + wanted.sum()).clamp(min=1e-3))
 
 
 HALF = {"cast_outputs": None}
@@ -314,7 +257,6 @@ LOSSES = [
         "torch.log(1",
         "domain_error",
         loss=Focal,
-        by="told",
         **OUT,
     ),
     Planted(
@@ -325,7 +267,6 @@ LOSSES = [
         "torch.log(1",
         "domain_error",
         loss=Gan,
-        by="told",
         **OUT,
     ),
     Planted(
@@ -340,7 +281,6 @@ LOSSES = [
         phase="backward",
         net=SigmoidModel,
         loss=Bce,
-        by="told",
     ),
     Planted(
         "every label ignored",
@@ -350,7 +290,6 @@ LOSSES = [
         "F.cross_entropy",
         "zero_by_zero",
         loss=CrossEntropyIgnored,
-        by="told",
         **OUT,
     ),
     Planted(
@@ -361,7 +300,6 @@ LOSSES = [
         "valid.sum()",
         "zero_by_zero",
         loss=MaskedMean,
-        by="told",
         **OUT,
     ),
     Planted(
@@ -383,7 +321,6 @@ LOSSES = [
         "F.ctc_loss",
         "ctc_length",
         loss=Ctc,
-        by="told",
         **OUT,
     ),
     Planted(
@@ -406,7 +343,6 @@ LOSSES = [
         "square_overflow",
         loss=HalfTargets,
         fields=HALF,
-        by="told",
         **OUT,
     ),
     Planted(
@@ -418,7 +354,6 @@ LOSSES = [
         "reduction_overflow",
         loss=SumOfHalf,
         fields=HALF,
-        by="told",
         **OUT,
     ),
     Planted(
@@ -429,7 +364,6 @@ LOSSES = [
         "torch.exp",
         "exp_overflow",
         loss=Contrastive,
-        by="told",
         **OUT,
     ),
     Planted(
@@ -440,7 +374,6 @@ LOSSES = [
         "torch.exp",
         "exp_overflow",
         loss=Perplexity,
-        by="told",
         **OUT,
     ),
     Planted(
@@ -464,7 +397,6 @@ LOSSES = [
         ANY,
         phase="backward",
         loss=Distance,
-        by="told",
         **OUT,
     ),
     Planted(
@@ -475,7 +407,6 @@ LOSSES = [
         "torch.log(variance)",
         "domain_error",
         loss=GaussianNll,
-        by="told",
         **OUT,
     ),
     Planted(
@@ -486,7 +417,6 @@ LOSSES = [
         "p.sum()",
         "zero_by_zero",
         loss=Dice,
-        by="told",
         **OUT,
     ),
     Planted(

@@ -14,12 +14,6 @@ class Scores(nn.Module):
         scores = q @ k.transpose(-1, -2)
         return scores.softmax(-1) @ x
 
-    def told(self, x):
-        q = k = 200 * x
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        scores = q @ k.transpose(-1, -2)
-        return scores.softmax(-1) @ x
-
 
 class Bmm(nn.Module):
     def forward(self, x):
@@ -60,11 +54,6 @@ class Square(nn.Module):
         energy = (x * x).mean(-1, keepdim=True)
         return x / energy.sqrt()
 
-    def told(self, x):
-        x = (1000 * x).float()
-        energy = (x * x).mean(-1, keepdim=True)
-        return x / energy.sqrt()
-
 
 class RmsNorm(nn.Module):
     """At O3, where no table keeps pow in FP32."""
@@ -74,21 +63,10 @@ class RmsNorm(nn.Module):
         norm = torch.rsqrt((x**2).mean(-1, keepdim=True) + 1e-3)
         return x * norm if len(x) else x
 
-    def told(self, x):
-        x = (1000 * x).float()
-        norm = torch.rsqrt((x**2).mean(-1, keepdim=True) + 1e-3)
-        return (x * norm).half()
-
 
 class Variance(nn.Module):
     def forward(self, x):
         x = 1000 * x
-        centred = x - x.mean(-1, keepdim=True)
-        variance = (centred * centred).mean(-1, keepdim=True)
-        return centred / torch.sqrt(variance + 1e-3)
-
-    def told(self, x):
-        x = (1000 * x).float()
         centred = x - x.mean(-1, keepdim=True)
         variance = (centred * centred).mean(-1, keepdim=True)
         return centred / torch.sqrt(variance + 1e-3)
@@ -116,19 +94,11 @@ class SumOfMany(nn.Module):
         total = (8e3 * x.abs() + 1e3).sum(-1, keepdim=True)
         return 1e3 * x / total
 
-    def told(self, x):
-        total = (8e3 * x.abs() + 1e3).sum(-1, keepdim=True, dtype=torch.float32)
-        return (1e3 * x / total).half()
-
 
 class MeanBySum(nn.Module):
     def forward(self, x):
         mean = (1.5e4 + x).sum(-1, keepdim=True) / x.shape[-1]
         return x - mean / 1e4
-
-    def told(self, x):
-        mean = (1.5e4 + x).sum(-1, keepdim=True, dtype=torch.float32) / x.shape[-1]
-        return (x - mean / 1e4).half()
 
 
 class Cumsum(nn.Module):
@@ -148,26 +118,15 @@ class Softmax(nn.Module):
         weights = torch.exp(300 * x)
         return weights / weights.sum(-1, keepdim=True)
 
-    def told(self, x):
-        weights = torch.exp(300 * x - (300 * x).amax(-1, keepdim=True))
-        return weights / weights.sum(-1, keepdim=True)
-
 
 class LogSumExp(nn.Module):
     def forward(self, x):
         return x - torch.log(torch.sum(torch.exp(200 * x), -1, keepdim=True)) / 200
 
-    def told(self, x):
-        m = 200 * x.amax(-1, keepdim=True)
-        return x - (m + torch.log(torch.sum(torch.exp(200 * x - m), -1, keepdim=True))) / 200
-
 
 class Softplus(nn.Module):
     def forward(self, x):
         return torch.log(1 + torch.exp(300 * x)) / 300
-
-    def told(self, x):
-        return torch.log(1 + torch.exp((300 * x).clamp(max=80))) / 300
 
 
 class Sinh(nn.Module):
@@ -185,10 +144,6 @@ class LogScale(nn.Module):
         scale = torch.exp(12 + x)
         return x * scale.log()
 
-    def told(self, x):
-        scale = torch.exp((12 + x).clamp(max=11))
-        return x * scale.log()
-
 
 class MaskOf1e9(nn.Module):
     """FP32 adds -1e9 to all entries of a row that is padding, and softmax takes it away."""
@@ -197,12 +152,6 @@ class MaskOf1e9(nn.Module):
         keep = torch.ones(len(x), len(x), dtype=x.dtype)
         keep[2] = 0
         scores = x @ x.T + (1 - keep) * -1e9
-        return scores.softmax(-1) @ x
-
-    def told(self, x):
-        keep = torch.ones(len(x), len(x), dtype=x.dtype)
-        keep[2] = 0
-        scores = x @ x.T + (1 - keep) * torch.finfo(x.dtype).min
         return scores.softmax(-1) @ x
 
 
@@ -267,7 +216,6 @@ OVERFLOWS = [
         op="matmul",
         line="scores = q @",
         kind="matmul_overflow",
-        by="told",
     ),
     Planted("bmm", Bmm, FP32, op="bmm", line="torch.bmm", kind="matmul_overflow"),
     Planted(
@@ -297,7 +245,6 @@ OVERFLOWS = [
         line="x * x",
         kind="square_overflow",
         cause="",
-        by="told",
     ),
     Planted(
         "RMSNorm by hand",
@@ -308,7 +255,6 @@ OVERFLOWS = [
         kind="square_overflow",
         cause="",
         level="O3",
-        by="told",
     ),
     Planted(
         "variance by hand",
@@ -318,7 +264,6 @@ OVERFLOWS = [
         line="centred * centred",
         kind="square_overflow",
         cause="",
-        by="told",
     ),
     Planted(
         "norm by hand", TwoNorm, FP32, op="mul", line="x * x", kind="square_overflow", cause=""
@@ -341,7 +286,6 @@ OVERFLOWS = [
         kind="reduction_overflow",
         cause="",
         level="O3",
-        by="told",
     ),
     Planted(
         "mean by a sum",
@@ -351,7 +295,6 @@ OVERFLOWS = [
         line=".sum(",
         kind="reduction_overflow",
         level="O3",
-        by="told",
     ),
     Planted(
         "cumsum",
@@ -370,7 +313,6 @@ OVERFLOWS = [
         op="exp",
         line="torch.exp",
         kind="exp_overflow",
-        by="told",
     ),
     Planted(
         "logsumexp by hand",
@@ -379,7 +321,6 @@ OVERFLOWS = [
         op="exp",
         line="torch.exp",
         kind="exp_overflow",
-        by="told",
     ),
     Planted(
         "softplus by hand",
@@ -388,7 +329,6 @@ OVERFLOWS = [
         op="exp",
         line="torch.exp",
         kind="exp_overflow",
-        by="told",
     ),
     Planted("sinh", Sinh, r"clamp", op="sinh", line="sinh", kind="exp_overflow", by="told"),
     Planted(
@@ -399,7 +339,6 @@ OVERFLOWS = [
         line="torch.exp",
         kind="exp_overflow",
         level="O3",
-        by="told",
     ),
     Planted(
         "mask of -1e9",
@@ -408,7 +347,6 @@ OVERFLOWS = [
         op="mul",
         line="-1e9",
         kind="constant_overflow",
-        by="told",
     ),
     Planted(
         "factor of 3e5",
