@@ -6,5 +6,6 @@ from diagnosis.planted.domains import DOMAINS
 from diagnosis.planted.losses import LOSSES
 from diagnosis.planted.optimizers import OPTIMIZERS
 from diagnosis.planted.overflows import OVERFLOWS
+from diagnosis.planted.recipes import RECIPES
 
-PLANTED = [*OVERFLOWS, *DOMAINS, *BACKWARDS, *LOSSES, *DATA, *OPTIMIZERS]
+PLANTED = [*OVERFLOWS, *DOMAINS, *BACKWARDS, *LOSSES, *DATA, *OPTIMIZERS, *RECIPES]
