@@ -490,9 +490,9 @@ class Scaled(nn.Sequential):
     [
         (
             nn.Sequential,
-            "Set cast_inputs=False and fp32_modules=['0', '1'] (tried: the forward passes); or "
-            "keep them in FP32: fp32_modules=['0', '1'] (tried: the forward passes; 0 alone only "
-            "moves the fault).",
+            "Keep them in FP32: fp32_modules=['0', '1'] (tried: the forward passes; 0 alone only "
+            "moves the fault); or set cast_inputs=False and fp32_modules=['0', '1'] (tried: the "
+            "forward passes).",
             [
                 {"cast_inputs": False, "fp32_modules": ["0", "1"]},
                 {"cast_inputs": True, "fp32_modules": ["0", "1"]},

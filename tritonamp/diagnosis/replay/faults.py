@@ -75,6 +75,12 @@ class Remedy(NamedTuple):
         return f"{text[:1].upper()}{text[1:]}." if found else ""
 
     @property
+    def tried_edits(self) -> bool:
+        """Whether edits were tried in vain that do more than compute in FP32."""
+        precision = (WHOLE, BFLOAT16, "fp32_modules", "set ")
+        return any(not v.startswith(precision) and "float()" not in v for v in self.vain)
+
+    @property
     def in_vain(self) -> str:
         """The remedies that did not pass, in words; "" if all did, or none was tried."""
         precision = WHOLE in self.vain and (BFLOAT16 in self.vain or not self.bfloat16)
@@ -161,7 +167,9 @@ class FaultReport:
             return hint
         if self.remedy is None:
             return f"{hint} (Not tried: {_UNTRIED.get(self.kind, self.untried)}.)"
-        return self.remedy.words or f"{hint} (Not tried.)"
+        if self.remedy.words:
+            return self.remedy.words
+        return _NONE_HELPS if self.remedy.tried_edits else f"{hint} (Not tried.)"
 
     def _words(self) -> dict[str, str]:
         event = self.event
@@ -251,6 +259,7 @@ class FaultReport:
 
 NOT_REPRODUCED = "not reproduced: run again, nothing is inf or NaN"
 NO_PRECISION_HELPS = "FP32 does not help, nor does bfloat16: both were tried on this batch."
+_NONE_HELPS = "No remedy that was tried helps: look where its inputs come from."
 _UNTRIED = {
     "parameters": "no other weights are at hand",
     "own_backward": "it is your own code",
