@@ -159,7 +159,9 @@ class _Trials:
                 return []
             if "" not in tried.modules:  # else it is the whole model, which follows
                 self.vain.append(f"fp32_modules={list(tried.modules)}")
-            return [left.module]
+            # a gradient is cast for the module that made the input
+            maker = left.event.maker and left.event.maker.module
+            return [left.module, *([] if maker is None else [maker])]
 
         return run
 

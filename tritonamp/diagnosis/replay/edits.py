@@ -43,7 +43,7 @@ def edits_for(fault: FaultReport) -> Iterator[Patch]:
     Where a value did not survive its cast, the call that made the value is edited.
     """
     event = fault.event
-    place = event.maker or event.place
+    place = event.place if event.maker is None or event.phase == "backward" else event.maker
     if event.own or place.function is None:
         return
     if event.softmax is not None and "log" in family(place.op):

@@ -64,6 +64,7 @@ class Watch(PlacedOps):
         self.writes: dict[str, tuple[Tensor, Tensor]] = {}
         self.memories = Memories()
         self._small = SmallNumbers(self.memories)
+        self._casts: dict[Place, Place | None] = {}  # where the values of a cast were computed
 
     def __enter__(self) -> "Watch":
         super().__enter__()
@@ -157,6 +158,9 @@ class Watch(PlacedOps):
             self.memories.of(t).maker = ran.place
         if self.phase == "forward":
             self._small.note(call, ran.place, results)
+            if "cast" in known_ops.family(call.schema.name):
+                makers = [self.memories.of(t).maker for t in call.inputs()]
+                self._casts[ran.place] = next(iter(makers), None)
 
     # inf and NaN
 
@@ -197,12 +201,17 @@ class Watch(PlacedOps):
         given = asked.inputs()
         divisor = self._small.divisor(call)
         eps, softmax, smallest = self._small.eps(call), self._small.softmax(call), None
+        maker = None
         if self.phase == "backward":
             eps, softmax, smallest = self._small.read_at(place)
+            if "cast" in known_ops.family(place.op):
+                maker = self._casts.get(place)
         rounded = False
         if "cast" in known_ops.family(name):
             rounded = asked is call or storage_id(inputs[0]) in {storage_id(t) for t in given}
         named = [self.model_names.weight(t) for t in inputs] if rounded else []
+        if rounded and self.phase == "forward":
+            maker = self.memories.of(inputs[0]).maker
         return Event(
             place,
             self.phase,
@@ -223,7 +232,7 @@ class Watch(PlacedOps):
             own=own,
             softmax=softmax,
             divisor=smallest,
-            maker=self.memories.of(inputs[0]).maker if rounded and inputs else None,
+            maker=maker,
         )
 
     def origin(self, tensor: Tensor, place: Place) -> Event:
