@@ -160,8 +160,9 @@ class _Trials:
             if "" not in tried.modules:  # else it is the whole model, which follows
                 self.vain.append(f"fp32_modules={list(tried.modules)}")
             # a gradient is cast for the module that made the input
-            maker = left.event.maker and left.event.maker.module
-            return [left.module, *([] if maker is None else [maker])]
+            maker = left.event.maker
+            made_in = [] if maker is None or maker.module is None else [maker.module]
+            return [left.module, *made_in]
 
         return run
 
