@@ -197,7 +197,7 @@ RECIPES = [
     Planted(
         "two masks",
         TwoMasks,
-        FP32 + "|" + CLAMP,
+        FP32 + "|disable_casts",
         ("add", "softmax"),
         "mask",
         ("overflow", "masked_row"),
@@ -216,8 +216,9 @@ RECIPES = [
         CLAMP,
         "div",
         "x / self.temperature",
-        ("division_by_zero", "zero_by_zero"),
-        ("", *ANY, "forward fault"),
+        "backward_nan",
+        ANY,
+        phase="backward",
     ),
     Planted("unit vector of zeros", UnitVector, CLAMP, "div", "h / h.norm", "zero_by_zero"),
     Planted(
@@ -276,6 +277,7 @@ RECIPES = [
         ("infinite_constant", "backward_nan"),
         (*ANY, "forward fault"),
         phase="backward",
+        by="told",
     ),
     Planted(
         "masked logarithm",
@@ -315,6 +317,7 @@ RECIPES = [
         "F.poisson_nll_loss",
         "exp_overflow",
         loss=PoissonNll,
+        by="told",
         **OUT,
     ),
     Planted(
