@@ -152,8 +152,9 @@ def _against_growth(away: Sequence[Writer], writers: Sequence[Writer], clips: bo
     if away:
         w = away[0]
         assert w.lr is not None and w.decay is not None
+        lower = "weight_decay" if w.decay > w.lr else "the learning rate"
         return (
-            f"Lower weight_decay ({w}, weight_decay={w.decay:g}): lr * weight_decay is "
+            f"Lower {lower} ({w}, weight_decay={w.decay:g}): lr * weight_decay is "
             f"{w.lr * w.decay:g}, so each step multiplies the weights by {1 - w.lr * w.decay:g}. "
             f"Below 1 it makes them smaller. {Cause.DIVERGENCE.advice}"
         )
