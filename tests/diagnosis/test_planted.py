@@ -49,11 +49,12 @@ def test_score() -> None:
     assert 1 - len(KNOWN) / len(PLANTED) >= 0.95
 
 
-FP32_PARAMETERS = {
+NOT_AT_O1 = {
     "bilinear": "its arithmetic is FP32 at O1",
     "weight beyond 65504": "it overflows where autocast rounds it, so it is another kind of fault",
+    "gradient explodes in a loop": "it takes seconds",
 }
-O1 = [c for c in PLANTED if c.level == "O2" and c.replay and c.name not in FP32_PARAMETERS]
+O1 = [c for c in PLANTED if c.level == "O2" and c.replay and c.name not in NOT_AT_O1]
 
 
 @pytest.mark.parametrize("case", params(O1, KNOWN, one_in=12))
@@ -68,11 +69,12 @@ FORWARD = [c for c in PLANTED if c.cause == "forward fault" and c.module is not 
 def test_what_fp32_cures_is_healed(case: Planted) -> None:
     """A module is healed at its second fault, if and only if the batch is finite in FP32."""
     healing = replace(case, fields={**case.fields, "on_nonfinite": "heal"})
+    is_cured = is_finite_in_fp32(case)
     with Run(Setup(healing)) as run:
-        causes = run.causes_until_a_step(30)
+        causes = run.causes_until_a_step(30 if is_cured else 4)
         healed = run.amp.stats()["healed"]
     assert causes[:2] == ["forward fault"] * 2
-    if is_finite_in_fp32(case):
+    if is_cured:
         assert healed
         assert set(causes[2:-1]) <= set(OF_THE_SCALE)
         assert causes[-1] == ""

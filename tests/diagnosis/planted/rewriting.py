@@ -105,7 +105,7 @@ class _Call:
     def of(cls, node: ast.expr) -> "_Call | None":
         if isinstance(node, ast.BinOp):
             name, symbol = OPERATORS.get(type(node.op), ("", ""))
-            function = _parsed(f"lambda a, b: a {symbol} b") if name else node
+            function = _parsed(f"lambda x, y: x {symbol} y") if name else node
             return cls(name, [node.left, node.right], function, [])
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             return None
