@@ -43,11 +43,7 @@ class CountOfZero(nn.Module):
 class Reciprocal(nn.Module):
     def forward(self, x):
         distance = torch.relu(x)
-        return x * (1 / distance)
-
-    def told(self, x):
-        distance = torch.relu(x)
-        return x * (1 / distance.clamp(min=1e-2))
+        return x * (0.01 / distance)
 
 
 class LogOfZero(nn.Module):
@@ -229,10 +225,9 @@ DOMAINS = [
         "1/0",
         Reciprocal,
         r"[Cc]lamp|in place of the divisor",
-        op="reciprocal",
-        line="1 / distance",
+        op=("reciprocal", "div", "mul"),
+        line="0.01 / distance",
         kind="division_by_zero",
-        by="told",
     ),
     Planted(
         "logarithm of 0",

@@ -139,7 +139,9 @@ LAYERS = [
         ("zero_by_zero", "division_by_zero", "domain_error"),
         module="block.norm",
     ),
-    Planted("gate of large values", Gated, FP32, "mul", "* value", "overflow"),
+    Planted(
+        "gate of large values", Gated, FP32, "mul", "* value", ("overflow", "cast_overflow"), ""
+    ),
     Planted("squared ReLU", SquaredRelu, FP32, "pow", "** 2", "square_overflow", level="O3"),
     Planted(
         "log(sigmoid)",

@@ -133,9 +133,6 @@ class Sinh(nn.Module):
     def forward(self, x):
         return torch.asinh(torch.sinh(200 * x))
 
-    def told(self, x):
-        return torch.asinh(torch.sinh((200 * x).clamp(-80, 80)))
-
 
 class LogScale(nn.Module):
     """At O3: the exponential of a log-variance."""
@@ -330,7 +327,7 @@ OVERFLOWS = [
         line="torch.exp",
         kind="exp_overflow",
     ),
-    Planted("sinh", Sinh, r"clamp", op="sinh", line="sinh", kind="exp_overflow", by="told"),
+    Planted("sinh", Sinh, r"clamp", op="sinh", line="sinh", kind="exp_overflow"),
     Planted(
         "exp of a log-scale",
         LogScale,

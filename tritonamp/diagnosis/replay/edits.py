@@ -26,7 +26,8 @@ _COMPUTED_IN_FP32 = frozenset(
     zero_by_zero division_by_zero domain_error unknown""".split()
 )
 _PRODUCTS = "matmul mm bmm mv linear conv1d conv2d conv3d".split()
-_WITH_EPS = "normalize cosine_similarity layer_norm rms_norm pairwise_distance".split()
+_WITH_EPS = """normalize cosine_similarity pairwise_distance layer_norm rms_norm group_norm
+    instance_norm batch_norm""".split()
 _GROWING = "exp exp2 expm1 sinh cosh".split()
 _INSIDE = "acos asin arccos arcsin atanh arctanh erfinv".split()  # have a value from -1 to 1
 _ABOVE = {
@@ -143,9 +144,11 @@ def _of_size(fault: FaultReport, name: str) -> Edits:
     if name in _GROWING:
         # below the logarithm of the end, 11 or 88; a half gradient may follow
         for most in (10,) if fault.event.dtype is torch.float16 else (80, 10):
+            least = -most if name in ("sinh", "cosh") else None
+            limits = f"max={most}" if least is None else f"{least}, {most}"
             yield (
-                f"clamp the argument: {name}(x.clamp(max={most}))",
-                on_argument(0, lambda x, most=most: x.clamp(max=most)),
+                f"clamp the argument: {name}(x.clamp({limits}))",
+                on_argument(0, lambda x, least=least, most=most: x.clamp(least, most)),
             )
         words = "if it is a softmax by hand, subtract the maximum: "
         yield (

@@ -210,7 +210,7 @@ class Watch(PlacedOps):
         if "cast" in known_ops.family(name):
             rounded = asked is call or storage_id(inputs[0]) in {storage_id(t) for t in given}
         named = [self.model_names.weight(t) for t in inputs] if rounded else []
-        if rounded and self.phase == "forward":
+        if rounded and inputs and self.phase == "forward":  # integers are not among the inputs
             maker = self.memories.of(inputs[0]).maker
         return Event(
             place,
