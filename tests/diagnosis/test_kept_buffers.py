@@ -12,6 +12,7 @@ from runs import Training, batch
 from torch import Tensor, nn
 
 import tritonamp
+from tritonamp.diagnosis import kept_buffers
 from tritonamp.diagnosis.kept_buffers import KeptBuffers
 
 
@@ -131,6 +132,65 @@ def test_of_several_forwards_in_a_step_the_values_before_the_first_count(
             run.backward(run.loss(large(run) if i == 0 else run.x))
         run.finish()
         assert_same(buffers(run), before)
+
+
+def test_micro_batches_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    look = kept_buffers._nonfinite
+    monkeypatch.setattr(
+        kept_buffers, "_nonfinite", lambda tensors: looks.append(1) or look(tensors)
+    )
+    with Training(net, on_nonfinite="explain", loss_scale=1.0) as run:
+        for step in range(2):
+            for _ in range(3):
+                run.backward()
+            run.finish()
+            assert len(looks) == step + 1
+
+
+class Assigning(nn.Module):
+    """Assigns a new tensor to its buffer."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = 0.9 * self.average + 0.1 * x.detach().float().mean(0)
+        return x + self.average.to(x.dtype)
+
+
+def test_a_buffer_that_the_forward_replaces_is_restored() -> None:
+    with Training(lambda: net(Assigning), on_nonfinite="explain") as run:
+        run.train(range(2))
+        before = buffers(run)
+        run.step(large(run))
+        assert_same(buffers(run), before)
+
+
+def test_a_buffer_of_another_shape_is_left_alone() -> None:
+    with Training(net, on_nonfinite="explain") as run:
+        run.step()
+        loss = run.loss(large(run))
+        run.model[2].running_mean = torch.full((3,), math.nan)
+        run.backward(loss)
+        run.finish()
+        assert run.model[2].running_mean.shape == (3,)
+        assert bool(torch.isfinite(run.model[2].running_var).all())
+
+
+def test_values_that_stayed_unnoticed_in_a_good_step_are_not_kept() -> None:
+    with Training(net, on_nonfinite="explain") as run:
+        run.step()
+        before = run.model[2].running_var.clone()
+        run.model(run.x)  # copies what the step left
+        run.model[2].running_var.data.fill_(math.nan)
+        run.step()  # training does not read them
+        run.step(large(run))
+        assert run.amp.stats()["skipped"] == 1
+        assert torch.equal(run.model[2].running_var, before)
 
 
 def test_values_that_were_loaded_since_the_last_step_are_the_ones_to_restore() -> None:

@@ -163,6 +163,13 @@ def test_forwards_without_gradients_do_not_matter(run: OwnLoss, caplog: Any) -> 
     assert "outside the model, op log" in faults_told(caplog)[0]
 
 
+def test_a_forward_that_runs_again_begins_no_watch(run: OwnLoss) -> None:
+    """Nor is it taken for one of the next step."""
+    run.amp._parts.replays.run_in_fp32()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not run.amp._parts.forwards._snapshots
+
+
 # A mode must leave no trace where the user's code does not go the usual way
 
 
@@ -297,6 +304,16 @@ def test_a_backward_that_may_run_only_once_does(
     run.amp.backward(through(run.model, run.x.clone()).float().square().mean())
     assert all(map(torch.equal, grads, [p.grad for p in run.model.parameters()]))
     run.zero_grad()
+
+
+def test_a_reentrant_checkpoint_adds_to_gradients_once(run: OwnLoss) -> None:
+    """Its backward cannot leave ``.grad`` alone, and DDP waits for each addition."""
+    added = []
+    for p in run.model.parameters():
+        p.register_post_accumulate_grad_hook(added.append)
+    run.backward(checkpoint(fine, run.model(run.x), use_reentrant=True))
+    assert len(added) == len(list(run.model.parameters()))
+    run.finish()
 
 
 def test_two_optimizers_that_take_turns(caplog: Any) -> None:

@@ -127,11 +127,15 @@ def _has_running(buffers: Mapping[str, Tensor]) -> bool:
 
 
 def _still_there(module: nn.Module, kept: _Kept) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the kept buffers that the module still has, on the same device and in one dtype."""
+    """Return the present buffers of the module that can take a kept value, each with the value.
+
+    A forward may have put other tensors into the place of those that were copied.
+    """
+    own = _plain(module)
     return {
-        name: (t, copy)
-        for name, (t, copy) in kept.buffers.items()
-        if module._buffers.get(name) is t and _is_like(t, copy)
+        name: (own[name], copy)
+        for name, (_, copy) in kept.buffers.items()
+        if name in own and _is_like(own[name], copy)
     }
 
 

@@ -112,6 +112,7 @@ def _untouched(
             preserve_versions((*params, *written)),
             torch.compiler.set_stance("force_eager"),
             silenced(modules),
+            _unheard(models),
             # others run other batches, or none: to wait for them may be to wait for ever
             NoCollectives() if world_size() > 1 else contextlib.nullcontext(),
         ):
@@ -126,6 +127,20 @@ def _untouched(
             module.training = flag
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad
+
+
+@contextlib.contextmanager
+def _unheard(models: list[nn.Module]) -> Iterator[None]:
+    """Keep forwards of enabled models inside the block from spectators, who follow training."""
+    enabled: list[Any] = [m for m in models if hasattr(m, "_tritonamp")]
+    heard = {m._tritonamp: m._tritonamp.spectators for m in enabled}
+    for context in heard:
+        context.spectators = ()
+    try:
+        yield
+    finally:
+        for context, spectators in heard.items():
+            context.spectators = spectators
 
 
 @torch.no_grad()
