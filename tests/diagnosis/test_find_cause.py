@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp.diagnosis.causes import Cause, Explanation, Skip, find_cause
+from tritonamp.diagnosis.divergence import Growth
 from tritonamp.diagnosis.skips import NO_STEPS, Steps, Writer
 from tritonamp.kernels._decision import FAULT, HUGE, OVERFLOW
 
@@ -237,3 +238,21 @@ def test_running_statistics_are_told_with_every_fault() -> None:
         reason = explained(*batches, known=known, outcome=FAULT).reason
         assert reason.endswith("reset_running_stats(): norm.running_var. Evaluation uses them.")
     assert "Running statistics" not in explained(known=known).reason
+
+
+@pytest.mark.parametrize(
+    ("growth", "fields", "cause"),
+    [
+        (Growth(weights=20.0, loss=9.9), {}, Cause.SCALE),  # these weights still serve
+        (Growth(weights=20.0, loss=10.0), {}, Cause.DIVERGENCE),
+        (Growth(weights=20.0, loss=1.0), {"scale": 1.0}, Cause.DIVERGENCE),
+        # gradients have grown by 65504 / 1024 at least, or by less than 10 times
+        (Growth(weights=2.0, loss=100.0), {}, Cause.DIVERGENCE),
+        (Growth(weights=2.0, loss=100.0), {"before": 6.5}, Cause.SCALE),
+        (Growth(weights=1.9, loss=100.0), {}, Cause.SCALE),
+        (Growth(weights=20.0, loss=100.0), {"before": 0.0}, Cause.SCALE),  # no step was taken
+    ],
+    ids=str,
+)
+def test_growth_before_gradients_overflowed(growth: Growth, fields: Any, cause: Cause) -> None:
+    assert explained(steps=Steps(growth=lambda: growth), **fields).cause is cause
