@@ -337,7 +337,7 @@ def test_parameters_that_came_later_are_named(handles: Any, device: torch.device
     amp.backward(model.extra(model(x)).square().mean() * 1e-2)
     model.extra.weight.grad.fill_(float("inf"))
     optimizer.step()
-    assert "1 parameter(s) were not: extra.weight (inf)" in amp.explain()
+    assert "1 parameter(s) were inf: extra.weight" in amp.explain()
 
 
 def test_moving_an_enabled_model_moves_its_op_policy(handles: Any, device: torch.device) -> None:

@@ -377,7 +377,7 @@ def test_an_inf_written_inside_the_block_skips_the_step(
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 1}}
     line, cause = capsys.readouterr().out.splitlines()
     assert line == "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
-    assert f"{where} (inf)" in cause
+    assert f"parameter(s) were inf: {where}" in cause
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 128.0])

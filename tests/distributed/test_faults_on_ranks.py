@@ -201,7 +201,7 @@ def test_a_gradient_is_explained_by_all_ranks_alike(pair: Pair, engine: str) -> 
     first = alike(explained(pair, engine=engine, kind="root", level="O1", loss_scale=1.0))
     (said,) = first["said"]
     assert "backward fault: the loss was finite, but at loss scale 1 the gradients of" in said
-    assert "were NaN: before.weight" in said
+    assert "parameter(s) were NaN: before.weight" in said
     line = line_of(Root.forward, "sqrt()")
     assert f"backward nan, backward: before, op sqrt at {line}, on rank 1\n" in said
     assert first["skipped"] == 1
