@@ -66,7 +66,8 @@ class Policy:
         fuse_norms: hand-written RMSNorms with the arithmetic of ``rms_norm`` run as ``rms_norm``
             (only with ``op_policy``).
         fuse_ops: activations that code writes out, such as the tanh form of GELU or ``silu(a) *
-            b``, run as one op on half tensors (only with ``op_policy``).
+            b``, run as one op on half tensors, and half softmaxes and sigmoids whose logarithm code
+            takes, or that the model returns, are FP32 (only with ``op_policy``).
         fuse_loss: a loss of half logits never copies them to FP32, neither the model's own
             (``labels=`` of transformers) nor ``torch.nn.functional.cross_entropy`` of its outputs.
             While gradients are recorded, the model returns half outputs as tensors that are widened

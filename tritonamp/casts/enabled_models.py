@@ -34,7 +34,7 @@ class EnabledModels:
     Attributes:
         dtypes: dtypes of the models' tensors.
         fused: names of the user-written norms, and functions and lines of the written-out
-            activations, that run as one op.
+            activations, that run as one op, and of probabilities that are FP32.
     """
 
     def __init__(

@@ -458,7 +458,8 @@ class Amp:
             - grad_norm: the norm of the last step that was not skipped.
             - healed: names of modules that compute in FP32 since a fault.
             - fused: hand-written RMSNorms that run as ``rms_norm``, by name, and activations that
-              run as one op, by function and line ("model.MLP.forward:12").
+              run as one op, or probabilities that are FP32, by function and line
+              ("model.MLP.forward:12").
             - backend: "triton" or "eager".
             - backend_reason: the reason for that backend.
             - kernel_failures: operation to the reason why its Triton kernel could not be compiled;
