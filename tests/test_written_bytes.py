@@ -1,4 +1,4 @@
-"""The table of formulas in casts/README.md: bytes as steps and as one op."""
+"""The table of formulas in casts/README.md: bytes as steps and as one op, and of probabilities."""
 
 import contextlib
 import math
@@ -161,3 +161,57 @@ def test_bytes_of_scores(
 def test_the_row_of_scores() -> None:
     (line,) = [x for x in README.read_text().splitlines() if x.startswith("| scores that are")]
     assert line.endswith("| 41 to 45 | 10, 14 with a boolean mask, and the mask |")
+
+
+def log_of_softmax(x):
+    return torch.log(F.softmax(x, dim=-1))
+
+
+def log_of_a_name(x):
+    p = F.softmax(x, dim=-1)
+    return p.log()
+
+
+def attention(x):
+    return F.softmax(x, dim=-1) @ x
+
+
+class Plain(Calls):
+    """Its results stay FP32."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
+
+
+class ReturnsSoftmax(Plain):
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return F.softmax(inputs[0], dim=-1)
+
+
+class ReturnsSigmoid(Plain):
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return torch.sigmoid(inputs[0])
+
+
+PROBABILITIES = {  # bytes with ``fuse_ops=False``, and without
+    "log of softmax": (Plain(log_of_softmax), 18 + 28, 6 + 14),
+    "log of a name": (Plain(log_of_a_name), 18 + 28, 14 + 26),
+    "softmax": (ReturnsSoftmax(attention), 10 + 16, 6 + 14),
+    "sigmoid": (ReturnsSigmoid(attention), 10 + 16, 14 + 22),
+    "attention": (Plain(attention), 16 + 34, 16 + 34),
+}
+
+
+@pytest.mark.parametrize("name", PROBABILITIES)
+def test_bytes_of_probabilities(fake_cuda: FakeCuda, name: str) -> None:
+    model, plain, fused = PROBABILITIES[name]
+    x, found = torch.randn(SIZE).half().cuda().requires_grad_(), []
+    model.cuda()
+    for fuse in (False, True):
+        fields = {"level": "O1", "dtype": FP16, "fuse_ops": fuse}
+        with model_counts.as_if_large(), tritonamp.enable(model, **fields):
+            fake_cuda.observer = counted = traffic.Traffic([])
+            result = model(x)
+            torch.autograd.grad(result, x, torch.ones_like(result))
+            found.append(sum(counted.total().values()) / x.numel())
+    assert found == [plain, fused]

@@ -207,8 +207,9 @@ def test_probabilities_inside_of_a_model_stay_half(handles: Any, name: str) -> N
     assert all(map(is_rounded, found))
     amp.disable()
     # also where the class is known as that of a model
-    handles(forward_of(RETURNED[name]), level="O1", dtype=FP16)
-    handles(model, level="O1", dtype=FP16)
+    root = handles(copy.deepcopy(inner), level="O1", dtype=FP16)
+    assert len(root.stats()["fused"]) == 1
+    assert handles(model, level="O1", dtype=FP16).stats()["fused"] == []
     assert all(map(is_rounded, tensors(model(torch.randn(6, 8).half()))))
 
 

@@ -82,7 +82,7 @@ def log2_of_a_name(x):
 @reads
 def log10_of_a_cast(x):
     p = F.softmax(x, dim=-1, dtype=None)
-    return torch.log10(p.float())
+    return torch.log10(p.float().double())
 
 
 @reads
