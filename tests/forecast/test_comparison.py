@@ -60,7 +60,10 @@ def test_what_half_holds_at_its_end_stands_for_larger_values():
         ([0.0, 0.0], [0.0, 0.0], 0.0),
         ([math.inf, 1.0], [7e4, 1.0], math.inf),
         ([math.nan, 1.0], [1.0, 1.0], math.inf),
-        ([math.inf, 1.0], [math.inf, 1.0], 0.0),  # the reference is inf itself: a mask
+        ([math.inf, 1.0], [math.inf, 1.0], 0.0),  # both are inf: a mask
+        ([7e4, 1.0], [math.inf, 1.0], math.inf),
+        ([1.0, 1.0], [1.0, math.nan], math.inf),
+        ([math.nan, 1.0], [math.inf, 1.0], 0.0),
         ([0.0, 3e38], [3e38, 0.0], pytest.approx(math.sqrt(2) * 2**10)),  # squares leave FP32
         ([2.0**-24], [0.0], pytest.approx(1.0)),  # the smallest subnormal
         ([0.0], [1e-12], pytest.approx(2**10)),  # all of it was lost
@@ -103,6 +106,30 @@ def test_a_module_in_fp32_is_tried(level):
     assert found.tried.first is None
     assert math.isfinite(found.tried.losses[0])
     assert "to do: fp32_modules=['1'] (tried: they part nowhere)" in str(found)
+
+
+@pytest.mark.parametrize("levels", [("O2", "O0"), ("O0", "O2"), ("O1", "O0"), ("O0", "O1")])
+def test_an_inf_at_either_level_is_where_they_part(levels):
+    """Not the softmax on the line after it, which makes NaN of the inf."""
+
+    class Attention(nn.Module):
+        def forward(self, x):
+            scores = x @ x.mT
+            return scores.softmax(-1) @ x
+
+    found = compare(around(Attention()), 1e3 * batch(0, 4, 16)[None], None, *levels)
+    first = found.first
+    assert (first.place.module, first.op, first.ulps) == ("1", "bmm", math.inf)
+    assert "code: scores = x @ x.mT" in str(found)
+
+
+def test_a_mask_of_minus_inf_is_no_parting():
+    hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    scores = Apply(lambda x: ((x @ x.mT).masked_fill(hidden, -math.inf) + 1).softmax(-1) @ x)
+    found = compare(around(scores), batch(0, 5, 16)[None])
+    assert found.first is None
+    # the sum with -inf is compared as well: it is no rounding noise
+    assert "add" in {each.op for each in found.differences}
 
 
 @both_formats

@@ -1,6 +1,7 @@
 """The results of two runs: the first run keeps them, the second compares its own with them."""
 
 import functools
+import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -49,10 +50,19 @@ class Key(NamedTuple):
     parameter: str = ""  # the full name, for a parameter and its gradient
 
 
-class Carried(NamedTuple):
-    """Facts about a tensor of the compared run, for the operations that read the tensor."""
+class Kept:
+    """A result of the reference, and the same in half if the operation rounds it there."""
 
-    reference: Tensor | None = None  # the counterpart, if there is one; not of views
+    def __init__(self, result: Tensor) -> None:
+        self.result, self.rounded = result, result
+
+
+class Carried(NamedTuple):
+    """Facts about a tensor, for the operations that read the tensor."""
+
+    key: Key | None = None  # of the result that it holds
+    kept: Kept | None = None  # of the result that it holds, in the run of the reference
+    reference: Tensor | None = None  # the counterpart, if there is one
     ulps: float = 0.0  # from the counterpart; without one, those of its sources
     largest: float = 0.0  # magnitude of the counterpart, or of its sources
     noise: bool = False  # it is zero, but for rounding in FP32
@@ -68,11 +78,10 @@ class Carried(NamedTuple):
         """Return the facts about several operands together."""
         each = [cls.of(tensor) for tensor in tensors] or [cls()]
         return cls(
-            None,
-            max(known.ulps for known in each),
-            max(known.largest for known in each),
-            all(known.noise for known in each),
-            any(known.scaled for known in each),
+            ulps=max(known.ulps for known in each),
+            largest=max(known.largest for known in each),
+            noise=all(known.noise for known in each),
+            scaled=any(known.scaled for known in each),
         )
 
     def put_on(self, tensor: Tensor) -> None:
@@ -125,8 +134,12 @@ class Results(WatchedCopy):
         inputs, outputs = floating((args, kwargs)), floating(result)
         moves = bool(inputs) and call.moves
         for output in outputs[:1] if name in NORMS else outputs:
-            if place.module in self.wholes or (moves and output.dtype == inputs[0].dtype):
-                self.moved(output, inputs)
+            if moves and output.dtype == inputs[0].dtype:
+                same = all(t.is_contiguous() and t.numel() == output.numel() for t in inputs)
+                known = Carried.of(inputs[0]) if same else Carried.of_all(inputs)
+                known.put_on(output)
+            elif place.module in self.wholes:
+                Carried.of_all(inputs).put_on(output)
             else:
                 op = f"to {short(output.dtype)}" if moves else name
                 self.seen(Key(place, op, output.numel(), self.in_backward()), output, inputs)
@@ -136,19 +149,21 @@ class Results(WatchedCopy):
         """Record a result, and its operands."""
         raise NotImplementedError
 
-    def moved(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
-        """Pass facts on to a result that is not compared: a view, or one inside ``wholes``."""
-
 
 class Reference(Results):
     """Keeps a copy of every result by its key, in the order of computation."""
 
     def __init__(self, side: Side, wholes: Collection[str]) -> None:
         super().__init__(side, wholes)
-        self.kept: dict[Key, deque[Tensor]] = defaultdict(deque)
+        self.kept: dict[Key, deque[Kept]] = defaultdict(deque)
 
     def seen(self, key: Key, output: Tensor, inputs: Sequence[Tensor] = ()) -> None:
-        self.kept[key].append(output.detach().clone())
+        kept = Kept(output.detach().clone())
+        self.kept[key].append(kept)
+        before = Carried.of(inputs[0]) if key.op in CASTS else Carried()
+        if before.kept is not None and _is_of(key, before.key):
+            before.kept.rounded = kept.result
+        Carried(key, kept).put_on(output)
 
     def left(self) -> int:
         """Return the number of results without a counterpart, not counting casts."""
@@ -169,7 +184,7 @@ class Compared(Results):
     def seen(self, key: Key, output: Tensor, inputs: Sequence[Tensor] = ()) -> None:
         known = Carried.of_all(inputs)
         kept = self._kept.get(key)
-        reference = kept.popleft() if kept else None
+        reference = _kept_for(self._side, kept.popleft()) if kept else None
         if reference is not None and known.scaled:
             reference = reference * self._rescale
         if key.op.startswith("to ") and reference is None:
@@ -181,22 +196,34 @@ class Compared(Results):
             known = self._compared(key, output, inputs, reference.reshape(output.shape), known)
         known.put_on(output)
 
-    def moved(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
-        Carried.of_all(inputs).put_on(output)
-
     def _compared(
         self, key: Key, output: Tensor, inputs: Sequence[Tensor], reference: Tensor, known: Carried
     ) -> Carried:
         """Add the difference from ``reference``, and return the facts about ``output``."""
-        largest = float(reference.abs().max())
-        noise = known.noise or largest <= _noise(key.op, output, inputs) * known.largest
+        sizes = reference.abs()[reference.isfinite()]
+        largest = float(sizes.max()) if sizes.numel() else math.inf
+        noise = known.noise or largest <= _noise(key.op, output, inputs) * min(
+            known.largest, torch.finfo(torch.float32).max
+        )
         known = known._replace(reference=reference, largest=largest, noise=noise)
         if noise:
             return known
         ulps, worst = ulps_between(output.detach(), reference, self._dtype)
-        where = key.place, key.op, tuple(output.shape), key.backward, key.parameter
+        cast_of = Carried.of(inputs[0]).key if key.op in CASTS else None
+        op = cast_of.op if cast_of and math.isinf(ulps) and _is_of(key, cast_of) else key.op
+        where = key.place, op, tuple(output.shape), key.backward, key.parameter
         self.differences.append(Difference(*where, ulps, worst, known.ulps))
-        return known._replace(ulps=ulps)
+        return known._replace(ulps=ulps, key=key)
+
+
+def _is_of(cast: Key, made: Key | None) -> bool:
+    """Return whether a cast is of the same line and direction as the result that it casts."""
+    return made is not None and (made.place, made.backward) == (cast.place, cast.backward)
+
+
+def _kept_for(side: Side, kept: Kept) -> Tensor:
+    """Return the counterpart for a side: half results are those of an operation for FP32."""
+    return kept.result if side.is_half else kept.rounded
 
 
 def _noise(op: str, output: Tensor, inputs: Sequence[Tensor]) -> float:

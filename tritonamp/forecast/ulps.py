@@ -26,7 +26,7 @@ class Difference:
         backward: whether a backward computed the result.
         parameter: full name of the parameter, for a parameter or its gradient.
         ulps: root mean square of the error, in ulps of the half dtype at the root mean square of
-            the reference; inf if the result has inf or NaN and the reference has none.
+            the reference; inf if an element is inf or NaN at one of the two levels.
         worst: largest error of one element, in the same unit.
         before: largest ``ulps`` among the operation's inputs.
     """
@@ -55,20 +55,21 @@ def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple
     """Return root mean square and maximum of ``result - reference``, in ulps of a half format.
 
     An ulp is eps of ``dtype`` times the root mean square of the reference, or the smallest
-    subnormal if that is zero. Elements whose reference is inf or NaN are left out. A reference
-    that exceeds the range of a half result is clamped to it, because masks hold such values.
+    subnormal if that is zero. Elements that are inf or NaN in both are left out; one that is so
+    in only one of them makes both numbers inf. A reference that exceeds the range of a half result
+    is clamped to it, because masks hold such values.
     """
     info = torch.finfo(dtype)
     if reference.is_complex():
         result, reference = map(torch.view_as_real, (result, reference))
     known = reference.isfinite()
+    if bool((known != result.isfinite()).any()):
+        return math.inf, math.inf
     got, expected = result[known].double(), reference[known].double()
     if result.dtype in HALF_DTYPES:
         expected = expected.clamp(torch.finfo(result.dtype).min, torch.finfo(result.dtype).max)
     if not expected.numel():
         return 0.0, 0.0
-    if not bool(got.isfinite().all()):
-        return math.inf, math.inf
     ulp = info.eps * (_rms(expected) or info.smallest_normal)
     off = (got - expected).abs()
     return _rms(off) / ulp, float(off.max()) / ulp
