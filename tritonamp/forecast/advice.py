@@ -53,7 +53,8 @@ def _refused(
     except ValueError as error:
         argument, _, text = str(error).partition(": ")
         why, _, advice = text.rpartition(": ")
-        yield Finding("refused by enable", argument, why, advice, weight=1e12)
+        reason = "it changes the arguments of enable"
+        yield Finding("refused by enable", argument, why, advice, weight=1e12, untried=reason)
 
 
 def _optimizers(
@@ -80,7 +81,8 @@ def _optimizers(
             "...): small updates round away"
         )
         advice = 'use level "O2", or tritonamp.optim.AdamW'
-        yield Finding("no masters", name, why, advice, weight=1e10)
+        reason = "what rounds away is seen after many steps"
+        yield Finding("no masters", name, why, advice, weight=1e10, untried=reason)
         dtype = first.dtype if first.dtype in HALF_DTYPES else policy.dtype
         found = (zero_eps(optimizer, group, dtype) for _, group in half)
         eps = next((eps for eps in found if eps is not None), None)
@@ -90,7 +92,8 @@ def _optimizers(
                 "step divides by zero"
             )
             advice = 'use level "O2" (FP32 masters), or eps=1e-4'
-            yield Finding("adam eps", name, why, advice, weight=1e11)
+            reason = "it changes the optimizer"
+            yield Finding("adam eps", name, why, advice, weight=1e11, untried=reason)
 
 
 def _early_gradients(losses: list[tuple[str, Any]], policy: Policy) -> Iterator[Finding]:

@@ -1,6 +1,8 @@
 """One forward and backward of a copy of a model, under a policy but with FP32 values."""
 
+import functools
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from tritonamp.casts.tree import cast_tree, from_half
 from tritonamp.casts.user_functions import disable_casts
 from tritonamp.forecast.recording import Recorder, TensorRecord, record_of
 from tritonamp.forecast.running import Batch, LossFn, run_copy
+from tritonamp.forecast.trials import Patch
 from tritonamp.forecast.twin import widen
 from tritonamp.forecast.unrounded import values_of
 from tritonamp.policy import Policy
@@ -26,14 +29,19 @@ class DryRun(Recorder):
     """A run of a copy of the model (``run_copy``), with its records, hazards and loss."""
 
     def __init__(
-        self, model: nn.Module, batch: Batch, loss_fn: LossFn | None, policy: Policy
+        self,
+        model: nn.Module,
+        batch: Batch,
+        loss_fn: LossFn | None,
+        policy: Policy,
+        patch: Patch | None = None,
     ) -> None:
         super().__init__(policy.dtype)
-        self._model = model
+        self._model, self._patch = model, patch
         # the floating inputs, and the arguments that they came in, see ``input_tensors``
         self.inputs: list[tuple[TensorRecord, str | int]] = []
         loss = run_copy(model, batch, loss_fn, policy, self)
-        self.loss = float(values_of(loss.detach()))
+        self.loss, self.end = float(values_of(loss.detach())), record_of(loss)
         for path in self.threads:
             self.note("thread", "", Place(path))
         self._note_functions(loss)
@@ -53,7 +61,7 @@ class DryRun(Recorder):
 
     def __enter__(self) -> "DryRun":
         super().__enter__()
-        self._hooks.enter_context(_BceInFp32(self))
+        self._hooks.enter_context(_Calls(self, self._patch))
         return self
 
     def _note_functions(self, loss: Tensor) -> None:
@@ -69,18 +77,21 @@ class DryRun(Recorder):
                 self.note("function", function.__qualname__, self.place_of_node(node) or Place())
 
 
-class _BceInFp32(TorchFunctionMode):
-    """Notes calls of binary_cross_entropy, and runs them in FP32 because autocast refuses them."""
+class _Calls(TorchFunctionMode):
+    """Carries out a patch, and runs binary_cross_entropy in FP32 because autocast refuses it."""
 
-    def __init__(self, run: Recorder) -> None:
+    def __init__(self, run: Recorder, patch: Patch | None) -> None:
         super().__init__()
-        self._run = run
+        self._run, self._patch = run, patch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _BCE:
-            return func(*args, **(kwargs or {}))
-        place = self._run.place_now("binary_cross_entropy", Way.out_of(sys._getframe(1)))
-        self._run.note("bce", "binary_cross_entropy", place)
-        args, kwargs = cast_tree((args, kwargs or {}), from_half(torch.float32))
-        with disable_casts():
-            return func(*args, **kwargs)
+        kwargs, here = kwargs or {}, functools.partial(self._place, sys._getframe(1))
+        if func in _BCE:
+            self._run.note("bce", "binary_cross_entropy", here())
+            args, kwargs = cast_tree((args, kwargs), from_half(torch.float32))
+            with disable_casts():
+                return func(*args, **kwargs)
+        return self._patch.run(func, args, kwargs, here) if self._patch else func(*args, **kwargs)
+
+    def _place(self, frame: FrameType) -> Place:
+        return self._run.place_now("binary_cross_entropy", Way.out_of(frame))

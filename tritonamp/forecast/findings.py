@@ -1,6 +1,11 @@
 """A finding of a forecast: place, reason and remedy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from tritonamp.forecast.trials import Patch
+
+BATCH, LOSS = "the batch", "the loss"  # where a finding is that no module has
+CODE = "it changes the code"  # why most advice is not tried
 
 
 @dataclass(frozen=True)
@@ -12,11 +17,14 @@ class Finding:
         where: path of a module, full name of a parameter, or another place; "" is the model's own
             forward.
         why: effect of the problem.
-        advice: remedy.
+        advice: remedy; of ``Forecast.findings`` with the result of trying it, or the reason why it
+            was not tried.
         problem: whether training would fail or lose accuracy.
         weight: sort key, largest first.
         modules: paths of the modules that cure the problem by computing in FP32.
         line: line of the user's code that causes the problem, "file:number", or "".
+        untried: reason why ``advice`` cannot be tried; "" if it was.
+        patches: changes of ``line`` that may cure the problem, the best first.
     """
 
     kind: str
@@ -27,6 +35,8 @@ class Finding:
     weight: float = 1.0
     modules: tuple[str, ...] = ()
     line: str = ""
+    untried: str = CODE
+    patches: tuple[Patch, ...] = field(default=(), repr=False)
 
 
 def bce(where: str, line: str = "") -> Finding:
@@ -50,13 +60,3 @@ def early_gradients(where: str, name: str, ours: str, line: str = "") -> Finding
     )
     advice = f"use tritonamp.functional.{ours}, which rounds them after it"
     return Finding("early gradients", where, why, advice, weight=1e5, line=line)
-
-
-def keep(module: str) -> str:
-    """Return the advice for a module that has to compute in FP32."""
-    if module:
-        return f'keep it in FP32: fp32_modules=["{module}"]'
-    return (
-        "make this part a module of its own and keep it in FP32, or compute it on x.float() in "
-        "disable_casts()"
-    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tritonamp.forecast.findings import Finding
+from tritonamp.forecast.findings import CODE, LOSS, Finding
 from tritonamp.forecast.recording import TensorRecord
 from tritonamp.forecast.unrounded import rounds_to_inf, subnormal, vanishing
 from tritonamp.names import short
@@ -19,7 +19,6 @@ LOW_SCALE = 2.0**8  # below, it takes more than a few skipped steps to come down
 NOISE = 2.0**-16  # a sum this much smaller than its terms is what FP32 leaves of a zero
 # share of a tensor that becomes zero: less is how a peaked softmax, or a closed gate, looks
 GONE = 0.99
-LOSS = "the loss"  # where a finding is that no module has
 
 
 @dataclass(frozen=True)
@@ -142,10 +141,11 @@ def _low_scale(seen: Outlook, policy: Policy) -> Finding:
         f"the largest loss scale that fits{first}"
     )
     advice = (
-        f"forecast.policy and forecast.scaler() start at {power(seen.scale)}; a mean in place of a "
-        "sum, and normalised inputs and targets, leave room; bfloat16 needs none"
+        f"forecast.policy and forecast.scaler() start at {power(seen.scale)} (tried: every "
+        "gradient of this batch fits); a mean in place of a sum, and normalised inputs and "
+        f"targets, leave room (not tried: {CODE})"
     )
-    return Finding("loss scale", LOSS, why, advice, True, 0.7)
+    return Finding("loss scale", LOSS, why, advice, True, 0.7, untried="")
 
 
 def power(scale: float) -> str:
@@ -166,14 +166,13 @@ def loss_scale(records: Sequence[TensorRecord], policy: Policy) -> Iterator[Find
         cures = tuple(
             sorted({r.module for r in records if r.half and r.scaled and r.sizes.amax >= limit})
         )
-        advice = f"keep {seen.limited_by!r} in FP32, or use bfloat16"
-        yield Finding("loss scale", seen.limited_by, seen.which_scale, advice, True, 1.2, cures)
+        yield Finding("loss scale", seen.limited_by, seen.which_scale, "", True, 1.2, cures)
         return
-    fixed = float(policy.loss_scale)
+    fixed, advice = float(policy.loss_scale), f'loss_scale="dynamic" (tried: {seen.which_scale})'
     lost = _lost(records, policy.dtype, fixed)
     if fixed > seen.max_scale:
         why = f"at loss scale {fixed:g} the gradient of {seen.limited_by} overflows {half}"
-        yield Finding("loss scale", seen.limited_by, why, 'loss_scale="dynamic"', weight=1e4)
+        yield Finding("loss scale", seen.limited_by, why, advice, weight=1e4, untried="")
     if lost:
         why = f"at loss scale {fixed:g} the gradient of {len(lost)} parameters is zero in {half}"
-        yield Finding("loss scale", lost[0], why, 'loss_scale="dynamic"', weight=1e4)
+        yield Finding("loss scale", lost[0], why, advice, weight=1e4, untried="")

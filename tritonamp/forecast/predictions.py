@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from tritonamp.forecast.dry_run import DryRun
-from tritonamp.forecast.findings import Finding, bce, early_gradients, keep
+from tritonamp.forecast.findings import BATCH, LOSS, Finding, bce, early_gradients
 from tritonamp.forecast.loss_scale import GONE, loss_scale
-from tritonamp.forecast.recording import Hazard, TensorRecord
+from tritonamp.forecast.non_finite import non_finite, root_of
+from tritonamp.forecast.recording import IN_BACKWARD, Hazard, TensorRecord
+from tritonamp.forecast.trials import Patch, in_fp32, patches_for
 from tritonamp.forecast.unrounded import vanishing
 from tritonamp.names import short
 from tritonamp.policy import Policy
@@ -16,14 +18,6 @@ from tritonamp.policy import Policy
 GATES = "sigmoid softmax exp softplus silu gelu elu erfc dropout threshold relu".split()
 """Ops whose results are often zero or nearly so. Their underflow is not reported."""
 
-BATCH = "the batch"  # where a finding is that no module has
-NAMES = {
-    "addmm": "linear",
-    "mm": "matmul",
-    "bmm": "matmul",
-    "baddbmm": "matmul",
-    "to": "the cast to half",
-}
 REMEDIES = {
     "a sum of products of large values; normalise or scale down its inputs": (
         "linear matmul convolution"
@@ -37,30 +31,22 @@ REMEDIES = {
 
 def predictions(run: DryRun, policy: Policy) -> Iterator[Finding]:
     """Yield the predicted problems of ``run`` in ``policy.dtype``."""
-    if not any(hazard.kind == "infinite" for hazard in run.hazards):  # which FP32 would not have
-        yield from _non_finite(run)
-    if policy.cast_model or policy.op_policy:
-        yield from _overflows(run.records, policy.dtype)
-        yield from _vanishing(run.records, policy.dtype)
-        yield from (_of_hazard(hazard, policy.dtype) for hazard in run.hazards)
-        yield from loss_scale(run.records, policy)
-
-
-def _non_finite(run: DryRun) -> Iterator[Finding]:
-    reaches_gradients = any(r.op == "gradient" and r.sizes.nans for r in run.records)
-    if math.isfinite(run.loss) and not reaches_gradients:
-        return  # a NaN that is masked out again
-    for r in run.records:
-        made_here = r.sizes.nans and not any(source.sizes.nans for source in r.sources)
-        if made_here and r.op != "parameter":
-            why, cure = f"{_op(r)} gives NaN in FP32 already", "mend this first"
-            if r.op == "input":
-                why, cure = "the batch holds NaN", "drop or repair it, and check another batch"
-            yield Finding("non-finite", r.module, why, cure, weight=1e29, line=r.place.line)
-            return
-    if not math.isfinite(run.loss):
+    records, hazards = run.records, list(run.hazards)
+    in_half = any(hazard.kind == "infinite" for hazard in hazards)  # inf that FP32 would not have
+    root = None if in_half else root_of(run)
+    if root is None and not in_half and not math.isfinite(run.loss):
         why = f"the loss is {run.loss} in FP32 already"
-        yield Finding("non-finite", "", why, "mend this first", weight=1e28)
+        yield Finding("non-finite", LOSS, why, "look at it in FP32", weight=1e28)
+    if root is not None:
+        yield from non_finite(root)
+        records = [record for record in records if not record.sizes.broken]
+        hazards = [hazard for hazard in hazards if hazard.place != root.record.place]
+    if policy.cast_model or policy.op_policy:
+        yield from _overflows(records, policy.dtype)
+        yield from _vanishing(records, policy.dtype)
+        yield from (_of_hazard(hazard, policy.dtype) for hazard in hazards)
+        if root is None:
+            yield from loss_scale(records, policy)
 
 
 def _overflows(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[Finding]:
@@ -78,18 +64,18 @@ def _overflows(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[
     for key, r in worst.items():
         ratio = r.sizes.amax / torch.finfo(dtype).max
         verb = "holds" if r.op == "input" else "gives"
-        why = f"{_op(r)} {verb} {r.sizes.amax:.3g}, {ratio:.3g} times the largest {short(dtype)}"
-        remedy = next(
-            (remedy for remedy, ops in REMEDIES.items() if NAMES.get(r.op, r.op) in ops.split()), ""
-        )
-        advice = f"{remedy}. Or {keep(r.module)}" if remedy else keep(r.module)
+        why = f"{r.name} {verb} {r.sizes.amax:.3g}, {ratio:.3g} times the largest {short(dtype)}"
+        op = r.name.removesuffix(IN_BACKWARD)
+        advice = next((remedy for remedy, ops in REMEDIES.items() if op in ops.split()), "")
         cures = () if r.op == "input" else (r.module,)
         if r.op == "input":
             advice = (
                 "scale the data; cast_inputs=False keeps it in FP32 up to the first matrix product"
             )
         kind = "overflow" if key in origins else "follows"
-        yield Finding(kind, _where(r), why, advice, True, ratio, cures, r.place.line)
+        patches = tuple(in_fp32(r.place)) if kind == "overflow" and not r.module else ()
+        line = r.place.line
+        yield Finding(kind, _where(r), why, advice, True, ratio, cures, line, patches=patches)
 
 
 def _overflows_half(r: TensorRecord, dtype: torch.dtype) -> bool:
@@ -102,35 +88,31 @@ def _vanishing(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[
             continue
         gone, *before = (vanishing(t.sizes.exponents, dtype) > GONE for t in (r, *r.sources))
         if gone and not any(before):
-            why = f"{_op(r)} gives at most {r.sizes.amax:.2g}, which is zero in {short(dtype)}"
+            why = f"{r.name} gives at most {r.sizes.amax:.2g}, which is zero in {short(dtype)}"
             cures, line = (r.module,), r.place.line
-            yield Finding("vanishing", _where(r), why, keep(r.module), True, 1.0, cures, line)
+            yield Finding("vanishing", _where(r), why, "", True, 1.0, cures, line)
 
 
 def _where(r: TensorRecord) -> str:
-    return BATCH if r.op == "input" else r.module
-
-
-def _op(r: TensorRecord) -> str:
-    name = NAMES.get(r.op, r.op.strip("_").removeprefix("native_"))
-    return name + (" in backward" if r.backward else "")
+    return BATCH if r.op == "input" else LOSS if r.place.module is None else r.module
 
 
 def _of_hazard(hazard: Hazard, dtype: torch.dtype) -> Finding:
     kind, place, detail = hazard
     module, line = place.module or "", place.line
+    where = LOSS if place.module is None else module
     half, info = short(dtype), torch.finfo(dtype)
     if kind == "bce":
-        return bce(module, line)
+        return bce(where, line)
     if kind == "early gradients":
-        return early_gradients(module, detail, "linear_cross_entropy", line)
+        return early_gradients(where, detail, "linear_cross_entropy", line)
     if kind == "function":
         why = f"the autograd Function {detail} does not say what it does under autocast"
         advice = (
             'decorate forward with torch.amp.custom_fwd(device_type="cuda") and backward with '
             "custom_bwd"
         )
-        return Finding(kind, module, why, advice, False, line=line)
+        return Finding(kind, where, why, advice, False, line=line)
     weight, why, advice = {
         "constant": (
             1e3,
@@ -153,6 +135,11 @@ def _of_hazard(hazard: Hazard, dtype: torch.dtype) -> Finding:
             f"{detail}, which is zero in {half}: inf or NaN",
             "compute this on x.float()",
         ),
+        "softmax": (
+            1.3,
+            f"{detail}, a probability of a softmax that is zero in {half}: inf or NaN",
+            "compute the softmax on x.float()",
+        ),
         "refused": (
             1e5,
             f"torch refuses the dtypes: {detail}",
@@ -165,4 +152,9 @@ def _of_hazard(hazard: Hazard, dtype: torch.dtype) -> Finding:
         ),
     }[kind]
     kind = "constant" if kind == "infinite" else kind
-    return Finding(kind, module, why, f"{advice}. Or {keep(module)}", True, weight, (module,), line)
+    patches: tuple[Patch, ...] = ()
+    if kind == "softmax":
+        patches = tuple(patches_for(place, reads_softmax=True))
+    elif kind in ("eps", "divisor") and not module:
+        patches = (*in_fp32(place), *patches_for(place))
+    return Finding(kind, where, why, advice, True, weight, (module,), line, patches=patches)

@@ -14,6 +14,7 @@ from tritonamp.forecast.unrounded import (
     magnitudes,
     rounds_to_inf,
     rounds_to_zero,
+    stored,
     unrounded,
     values_of,
     vanishing,
@@ -40,6 +41,17 @@ NORMS = """
     native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm _native_batch_norm_legit
 """.split()
 
+NAMES = {
+    "addmm": "linear",
+    "mm": "matmul",
+    "bmm": "matmul",
+    "baddbmm": "matmul",
+    "to": "the cast to half",
+}
+IN_BACKWARD = " in backward"
+ON_THE_WAY = "to add clamp clamp_min sum mean index gather select mul masked_fill".split()
+"""Ops between a softmax and a reader of its probabilities that keep zeros, or add an eps."""
+
 
 @dataclass(eq=False)
 class TensorRecord:
@@ -57,6 +69,7 @@ class TensorRecord:
         sources: records of the op's inputs.
         excused: whether an overflow is harmless, such as a mask that a softmax takes as -inf.
         replaced: whether the record of the tensor's cast to half replaces this record.
+        made_broken: whether inf or NaN of the tensor came from finite numbers.
     """
 
     place: Place
@@ -69,12 +82,19 @@ class TensorRecord:
     scaled: bool = False
     excused: bool = False
     replaced: bool = False
+    made_broken: bool = False
     sources: list["TensorRecord"] = field(default_factory=list, repr=False)
 
     @property
     def module(self) -> str:
         """Path of the tensor's module; "" for the model's own forward and for the loss."""
         return self.place.module or ""
+
+    @property
+    def name(self) -> str:
+        """The op in words."""
+        name = NAMES.get(self.op, self.op.strip("_").removeprefix("native_"))
+        return name + (IN_BACKWARD if self.backward else "")
 
 
 class Hazard(NamedTuple):
@@ -141,6 +161,7 @@ class Recorder(WatchedCopy):
             self._excuse_mask(call)
             for output in outputs[:1] if name in NORMS else outputs:
                 self._measure(name, output, sources, place)
+                self._note_broken(call, output, inputs)
             self._watch_scalars(call, outputs, place)
         return result
 
@@ -162,6 +183,22 @@ class Recorder(WatchedCopy):
             tensor._record = record  # type: ignore[attr-defined]
             self.made.append(record)
 
+    def _note_broken(self, call: OpCall, output: Tensor, inputs: list[Tensor]) -> None:
+        """Note whether inf or NaN of a result came from finite inputs."""
+        record = record_of(output)
+        if record is None or not record.sizes.broken:
+            return
+        finite = ~values_of(output).isfinite()
+        for tensor in inputs:
+            if tensor is output:  # written in place: its values are gone
+                known = not any(source.sizes.broken for source in record.sources)
+                finite = finite & known
+            elif torch.Tag.pointwise in call.func.tags and tensor.layout is torch.strided:
+                finite = finite & values_of(tensor).isfinite()
+            else:
+                finite = finite & bool(stored(values_of(tensor)).isfinite().all())
+        record.made_broken = bool(finite.any())
+
     def _pass_on(self, output: Tensor, sources: list[TensorRecord], place: Place) -> None:
         """Give the output of a view, copy or cast the record of its input.
 
@@ -176,6 +213,8 @@ class Recorder(WatchedCopy):
             self._measure("to", output, sources, place)
         else:  # a module's FP32 result and its cast to half are one result
             self._measure(source.op, output, source.sources or sources, source.place)
+            if record := record_of(output):
+                record.made_broken = source.made_broken
             source.replaced = source.op not in MARKED
 
     def _watch_scalars(self, call: OpCall, outputs: list[Tensor], place: Place) -> None:
@@ -197,7 +236,10 @@ class Recorder(WatchedCopy):
         if record is None or not record.half or record.backward:
             return
         if vanishing(record.sizes.exponents, self._dtype):
-            self.note("divisor", f"{name} of {record.sizes.amin:.2g}", place)
+            kind = "softmax" if made_by_softmax(record) else "divisor"
+            known = any((seen.kind, seen.place) == (kind, place) for seen in self.hazards)
+            if not (known and self.in_backward()):  # of the same values once more
+                self.note(kind, f"{name} of {record.sizes.amin:.2g}", place)
 
     def _excuse_mask(self, call: OpCall) -> None:
         """Excuse scores of a softmax that become -inf, if each row keeps a finite one."""
@@ -211,6 +253,20 @@ class Recorder(WatchedCopy):
         if masks and bool((values_of(scores) > -top).any(dim).all()):
             for masked in (record, *record.sources):
                 masked.excused |= masked.sizes.largest < top
+
+
+def made_by_softmax(record: TensorRecord) -> bool:
+    """Return whether a softmax made the tensor, or the tensors that its op reads."""
+    todo, seen = [record], set[int]()
+    while todo:
+        at = todo.pop()
+        name = at.op.strip("_")
+        if name in ("softmax", "safe_softmax"):
+            return True
+        if id(at) not in seen and (at is record or name in ON_THE_WAY):
+            todo += at.sources
+        seen.add(id(at))
+    return False
 
 
 def record_of(tensor: Tensor | None) -> TensorRecord | None:

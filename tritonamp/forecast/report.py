@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,15 +16,17 @@ from tritonamp.casts.loaded import half_parameters, loaded_dtype
 from tritonamp.checks import check_cast_inputs, check_models
 from tritonamp.forecast.advice import findings_without_data
 from tritonamp.forecast.comparing import compared
-from tritonamp.forecast.cure import cure
+from tritonamp.forecast.cure import changes, cure
 from tritonamp.forecast.differences import Comparison
 from tritonamp.forecast.dry_run import DryRun
 from tritonamp.forecast.findings import Finding
 from tritonamp.forecast.loss_scale import Outlook, fitting_scale, outlook
 from tritonamp.forecast.predictions import predictions
 from tritonamp.forecast.recording import TensorRecord
+from tritonamp.forecast.rehearsal import Rehearsal, rehearse
 from tritonamp.forecast.results import Side
-from tritonamp.forecast.running import Batch
+from tritonamp.forecast.running import GIVEN, Batch
+from tritonamp.forecast.settling import OWN_FORWARD, settled
 from tritonamp.forecast.streams import fp32_streams
 from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, LEVELS, Policy, resolve
@@ -33,7 +34,6 @@ from tritonamp.runtime import scaler_for
 from tritonamp.scaler import GradScaler
 
 SHOWN = 12  # findings in the text
-OWN_FORWARD = "the model's own forward"
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,9 @@ class Forecast:
             exponents.
         loss: loss of the dry run.
         device: device of the model.
+        loss_name: the value that was taken as the loss, such as "output[1]".
+        rehearsal: a few steps under ``policy`` on copies of model and optimizers; None for a policy
+            in FP32.
         comparison: comparison with the level ``compare`` of ``check``; None without ``compare``.
     """
 
@@ -65,6 +68,8 @@ class Forecast:
     records: tuple[TensorRecord, ...] = dataclasses.field(repr=False)
     loss: float
     device: torch.device
+    loss_name: str
+    rehearsal: Rehearsal | None
     comparison: Comparison | None = None
 
     @property
@@ -138,22 +143,58 @@ def check(
     if compare is not None and other is not None:
         asked, reference = _side(level, policy, run), _side(compare, other, run)
         comparison = compared(model, inputs, loss_fn, asked, reference)
-    findings = [
-        *findings_without_data(model, optimizers, loss_fn, policy),
-        *predictions(run, policy),
-        *fp32_streams(model, inputs, loss_fn, policy, run),
-    ]
+    findings = _sorted(
+        [
+            *findings_without_data(model, optimizers, loss_fn, policy),
+            *predictions(run, policy),
+            *fp32_streams(model, inputs, loss_fn, policy, run),
+        ]
+    )
+    best = cure(model, inputs, loss_fn, policy, run, findings)
+    findings = tuple(settled(model, inputs, loss_fn, policy, best, findings))
+    rehearsal = _rehearsed(model, optimizers, inputs, loss_fn, best, findings)
+    if not any(finding.problem for finding in findings):
+        findings = (*_unforeseen(rehearsal), *findings)
     return Forecast(
         model=type(model).__name__,
-        findings=_sorted(findings),
+        findings=findings,
         formats={short(half): outlook(run.records, half) for half in HALF_DTYPES},
-        policy=cure(model, inputs, loss_fn, policy, run, findings),
+        policy=best,
         asked=policy,
         records=tuple(run.records),
         loss=run.loss,
         device=device,
+        loss_name=run.loss_name,
+        rehearsal=rehearsal,
         comparison=comparison,
     )
+
+
+def _rehearsed(
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    batch: Batch,
+    loss_fn: Callable[[Any], Tensor] | None,
+    policy: Policy,
+    findings: Iterable[Finding],
+) -> Rehearsal | None:
+    """Return some steps under the policy, unless it is known that they cannot run."""
+    kinds = {finding.kind for finding in findings}
+    if _format(policy) == "FP32":
+        return None
+    if "non-finite" in kinds:
+        return Rehearsal(unrun="the batch is not finite in FP32 either")
+    if "refused by enable" in kinds:
+        return Rehearsal(unrun="enable would refuse it")
+    return rehearse(model, optimizers, batch, loss_fn, policy)
+
+
+def _unforeseen(rehearsal: Rehearsal | None) -> Iterator[Finding]:
+    """Yield the problem that steps under the policy fail, and those in FP32 do not."""
+    fp32 = rehearsal.in_fp32 if rehearsal is not None else None
+    if rehearsal is not None and fp32 is not None and fp32.went_well:
+        advice = f'level="O0" (tried: {fp32.seen})'
+        yield Finding("failed steps", "forecast.policy", rehearsal.seen, advice)
 
 
 def _side(level: str | Policy, policy: Policy, run: DryRun) -> Side:
@@ -195,6 +236,7 @@ def _report(forecast: Forecast) -> Iterator[str]:
         parts = forecast.comparison is not None and forecast.comparison.first is not None
         found = "nothing foreseen, but the levels part, see below" if parts else "nothing found"
         yield f"{found}: {forecast.model} in {rest}"
+        yield from _wrapped(_ran(forecast), "    ")
         return
     origins = [finding for finding in forecast.findings if finding.kind != "follows"]
     problems = sum(finding.problem for finding in origins)
@@ -213,9 +255,11 @@ def _report(forecast: Forecast) -> Iterator[str]:
         yield f"... and {hidden} more: forecast.findings"
     if follow:
         yield f"{follow} more result{'s' * (follow != 1)} after these would overflow too"
-    for name, seen in forecast.formats.items():
-        yield from _wrapped(f"{name}: {seen}", "    ")
+    if all(finding.kind != "non-finite" for finding in forecast.findings):
+        for name, seen in forecast.formats.items():
+            yield from _wrapped(f"{name}: {seen}", "    ")
     yield from _wrapped(_policy_line(forecast), "    ")
+    yield from _wrapped(_ran(forecast), "    ")
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
@@ -228,20 +272,18 @@ def _format(policy: Policy) -> str:
     return short(policy.dtype) if policy.cast_model or policy.op_policy else "FP32"
 
 
+def _ran(forecast: Forecast) -> str:
+    """Return how the policy ran, and the loss if the model's output had to be searched for it."""
+    loss = "" if forecast.loss_name == GIVEN else f"the loss is {forecast.loss_name}"
+    ran = "" if forecast.rehearsal is None else str(forecast.rehearsal)
+    return "; ".join(filter(None, [ran, loss]))
+
+
 def _policy_line(forecast: Forecast) -> str:
     policy, asked = forecast.policy, forecast.asked
     takes_it = "tritonamp.enable(model, optimizer, policy=forecast.policy) takes it"
     if _format(policy) == "FP32":
         rest = ", as asked for" if policy == asked else f". {takes_it}"
         return f"policy: FP32: no mixed precision{rest}"
-    changed = [
-        f"{field.name}={_value(policy, field.name)}"
-        for field in dataclasses.fields(policy)
-        if getattr(policy, field.name) != getattr(asked, field.name)
-    ]
-    return f"policy: {', '.join(changed)}. {takes_it}" if changed else "policy: as asked for"
-
-
-def _value(policy: Policy, name: str) -> str:
-    value = getattr(policy, name)
-    return f"2.0**{math.log2(value):.0f}" if name == "init_scale" else repr(value)
+    changed = changes(policy, asked)
+    return f"policy: {changed}. {takes_it}" if changed else "policy: as asked for"

@@ -21,6 +21,7 @@ from tritonamp.watched.frames import Role, plays
 from tritonamp.watched.places import PlacedOps
 
 LossFn = Callable[[Any], Tensor]
+GIVEN = "loss_fn(output)"  # the name of a loss that was not searched for
 
 
 class Misuse(ValueError):
@@ -32,15 +33,10 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @contextlib.contextmanager
-def _isolated(model: nn.Module) -> Iterator[None]:
+def isolated(model: nn.Module) -> Iterator[None]:
     """Restore random states at the end, and ignore the caller's autocast and no_grad."""
-    devices = {p.device for p in model.parameters() if p.is_cuda}
-    nothing = contextlib.nullcontext()
     with (
-        preserve(devices),
-        # cuDNN reads raw memory, and flash attention takes half only
-        torch.backends.cudnn.flags(enabled=False) if devices else nothing,
-        sdpa_kernel(SDPBackend.MATH) if devices else nothing,
+        preserve({p.device for p in model.parameters() if p.is_cuda}),
         torch.inference_mode(False),
         torch.enable_grad(),
         disable_casts(),
@@ -53,7 +49,10 @@ class WatchedCopy(PlacedOps):
     """Sees each op that a copy runs, and the tensors that no op of the run computes.
 
     ``title`` names the run in errors, and ``scale`` is the loss scale of its backward.
+    ``loss_name`` says which value was the loss.
     """
+
+    loss_name = ""
 
     def __init__(self, title: str, scale: float = 1.0) -> None:
         super().__init__({})
@@ -118,7 +117,11 @@ def run_copy(
         Misuse: the loss is not a scalar.
         RuntimeError: replaces every other exception, and names the module and the run.
     """
-    with _isolated(model), contextlib.ExitStack() as stack:
+    with isolated(model), contextlib.ExitStack() as stack:
+        if any(p.is_cuda for p in model.parameters()):
+            # cuDNN reads raw memory, and flash attention takes half only
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         twin = fp32_copy(model)
         stack.callback(enable(twin, policy=policy, backend="eager").disable)
         stack.enter_context(_named_failures(watch))
@@ -128,7 +131,7 @@ def run_copy(
             watch.marked("parameter", parameter, name)
         params = {name: p for name, p in twin.named_parameters() if p.requires_grad}
         with watch:
-            loss = loss_of(twin(*args, **kwargs), loss_fn)
+            loss, watch.loss_name = loss_of(twin(*args, **kwargs), loss_fn)
             grads = _gradients(loss, list(params.values()), watch)
         for name, grad in zip(params, grads, strict=True):
             if grad is not None:
@@ -149,30 +152,39 @@ def _gradients(loss: Tensor, params: list[Tensor], watch: WatchedCopy) -> Sequen
     return grads
 
 
-def loss_of(output: Any, loss_fn: LossFn | None) -> Tensor:
-    """Return the scalar loss of a model's output, or raise ``Misuse``.
+def loss_of(output: Any, loss_fn: LossFn | None) -> tuple[Tensor, str]:
+    """Return the scalar loss of a model's output and its name, or raise ``Misuse``.
 
     A copy of ``loss_fn`` runs if it is a module. Without ``loss_fn``, the loss is the output's own
-    ``loss``, or without one the mean of its floating tensors.
+    ``loss``, or without one the first 0-dimensional tensor in a tuple or list, with a gradient
+    before one without, or else the mean of the output's floating tensors.
     """
     if loss_fn is None:
         return _own_loss(output)
     own = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
     loss: Any = own(output)
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss
+        return loss, GIVEN
     got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
     raise Misuse(f"loss_fn(output): expected a scalar tensor, got {got or type(loss).__name__}")
 
 
-def _own_loss(output: Any) -> Tensor:
-    mapped = isinstance(output, Mapping)
+def _own_loss(output: Any) -> tuple[Tensor, str]:
+    mapped, listed = isinstance(output, Mapping), isinstance(output, (tuple, list))
     loss = output.get("loss") if mapped else getattr(output, "loss", None)
     if isinstance(loss, Tensor) and loss.is_floating_point():
-        return loss if loss.numel() == 1 else loss.float().mean()
+        name = 'output["loss"]' if mapped else "output.loss"
+        return loss if loss.numel() == 1 else loss.float().mean(), name
+    scalars = [
+        (each, f"output[{i}]")
+        for i, each in enumerate(output if listed else ())
+        if isinstance(each, Tensor) and each.is_floating_point() and not each.dim()
+    ]
+    if scalars:
+        return min(scalars, key=lambda scalar: not scalar[0].requires_grad)
     means = [t.float().mean() for t in tensors_in(output) if t.is_floating_point()]
     if not means:
         raise Misuse(
             f"the model's output ({type(output).__name__}) has no floating tensor: pass loss_fn"
         )
-    return torch.stack(means).mean()
+    return torch.stack(means).mean(), "the mean of the output, because loss_fn is None"

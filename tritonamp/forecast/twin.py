@@ -11,9 +11,12 @@ from tritonamp.forecast.unrounded import Unrounded
 from tritonamp.policy import HALF_DTYPES
 
 
-def fp32_copy(model: nn.Module) -> nn.Module:
-    """Return a copy with half tensors in FP32 and dense gradients of embeddings."""
-    memo: dict[int, Any] = {}
+def fp32_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Return a copy with half tensors in FP32 and dense gradients of embeddings.
+
+    ``memo`` gets the copies, as in ``copy.deepcopy``.
+    """
+    memo = {} if memo is None else memo
     for module in model.modules():
         for value in vars(module).values():
             # deepcopy refuses results kept from a forward

@@ -60,6 +60,14 @@ def values_of(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
 
 
+def stored(tensor: Tensor) -> Tensor:
+    """Return the stored values of a tensor, for a sparse one without its zeros."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.strided:
+        return tensor
+    return (tensor.coalesce() if tensor.is_sparse else tensor).values()
+
+
 def unrounded(
     func: Any,
     args: tuple[Any, ...],
@@ -153,6 +161,8 @@ class Magnitudes(NamedTuple):
         amin: smallest nonzero magnitude; 0.0 if all values are zero.
         largest: the largest finite value with its sign.
         nans: how many values are NaN.
+        infs: how many values are inf.
+        minus_infs: how many values are -inf.
         exponents: number of finite nonzero values x with 2^e <= |x| < 2^(e+1), by e.
     """
 
@@ -160,7 +170,14 @@ class Magnitudes(NamedTuple):
     amin: float
     largest: float
     nans: int
+    infs: int
+    minus_infs: int
     exponents: Counter[int]
+
+    @property
+    def broken(self) -> bool:
+        """Whether a value is inf, -inf or NaN."""
+        return bool(self.nans or self.infs or self.minus_infs)
 
     def overflows(self, dtype: torch.dtype) -> bool:
         """Return whether a value becomes inf in ``dtype``."""
@@ -214,6 +231,7 @@ def magnitudes(values: Tensor) -> Magnitudes:
     )
     amax, amin = torch.stack([sizes.amax(), smallest]).view(torch.float32).tolist()
     largest = torch.where(values.isfinite(), values, -amax).amax().item()
-    nans = int((bits > _INF_BITS).sum())
+    special = torch.stack([values.isnan().sum(), values.isposinf().sum(), values.isneginf().sum()])
     exponents = Counter({i - 127: n for i, n in enumerate(counts) if n})
-    return Magnitudes(amax, amin, largest, nans, exponents)
+    nans, infs, minus_infs = special.tolist()
+    return Magnitudes(amax, amin, largest, nans, infs, minus_infs, exponents)

@@ -9,8 +9,8 @@ from tritonamp.casts.loaded import bfloat16_in_float16, describe_small, half_par
 from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.model_dtypes import wanted_dtypes
 from tritonamp.casts.norm_layers import is_norm
-from tritonamp.forecast.findings import Finding, keep
-from tritonamp.forecast.unrounded import magnitudes, rounds_to_inf, vanishing
+from tritonamp.forecast.findings import Finding
+from tritonamp.forecast.unrounded import magnitudes, rounds_to_inf, stored, vanishing
 from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, Policy
 
@@ -20,7 +20,7 @@ def parameters(model: nn.Module, policy: Policy) -> Iterator[Finding]:
     dtype, top = policy.dtype, torch.finfo(policy.dtype).max
     fp32 = {id(p) for p in fp32_parameters(model, policy)}
     for name, param in model.named_parameters():
-        values = _stored(param) if param.is_floating_point() else None
+        values = stored(param) if param.is_floating_point() else None
         if values is None or not values.numel():
             continue
         owner, sizes = name.rpartition(".")[0], magnitudes(values.float())
@@ -35,18 +35,10 @@ def parameters(model: nn.Module, policy: Policy) -> Iterator[Finding]:
                 f"its largest value is {sizes.amax:.3g}, {ratio:.3g} times the largest "
                 f"{short(dtype)}"
             )
-            yield Finding("overflow", name, why, keep(owner), weight=ratio, modules=(owner,))
+            yield Finding("overflow", name, why, "", weight=ratio, modules=(owner,))
         elif sizes.amax and vanishing(sizes.exponents, dtype) > 0.99:
             why = f"its largest value is {sizes.amax:.2g}, which is zero in {short(dtype)}"
-            yield Finding("vanishing", name, why, keep(owner), modules=(owner,))
-
-
-def _stored(tensor: Tensor) -> Tensor:
-    """Return the stored values of a tensor, for a sparse one without its zeros."""
-    tensor = tensor.detach()
-    if tensor.layout is torch.strided:
-        return tensor
-    return (tensor.coalesce() if tensor.is_sparse else tensor).values()
+            yield Finding("vanishing", name, why, "", modules=(owner,))
 
 
 def fp32_parameters(model: nn.Module, policy: Policy) -> Iterator[Tensor]:
@@ -109,7 +101,7 @@ def _is_copy(module: nn.Module, original: nn.Module) -> bool:
         return False
     pairs = list(zip(copies, originals, strict=True))
     return any(p.requires_grad for p in originals) and all(
-        a is not b and a.shape == b.shape and torch.equal(_stored(a), _stored(b)) for a, b in pairs
+        a is not b and a.shape == b.shape and torch.equal(stored(a), stored(b)) for a, b in pairs
     )
 
 
@@ -118,7 +110,7 @@ def buffers(modules: dict[str, nn.Module], policy: Policy) -> Iterator[Finding]:
     top = rounds_to_inf(policy.dtype)
     for path, module in modules.items():
         for name, buffer in module.named_buffers(recurse=False):
-            values = _stored(buffer) if buffer.is_floating_point() else None
+            values = stored(buffer) if buffer.is_floating_point() else None
             if is_norm(module) or values is None or not values.numel():
                 continue
             amax = magnitudes(values.float()).amax
