@@ -27,7 +27,7 @@ KNOWN = {
 BY_FUNCTION = "amp.explain(replay=lambda"
 
 
-def params(cases: Sequence[Planted], known: dict[str, str], one_in: int = 4) -> list[Any]:
+def params(cases: Sequence[Planted], known: dict[str, str], one_in: int = 6) -> list[Any]:
     """Return cases for ``parametrize``, of which a plain run takes one in ``one_in``."""
     return [
         pytest.param(
@@ -61,7 +61,7 @@ NOT_AT_O1 = {
 O1 = [c for c in PLANTED if c.level == "O2" and c.replay and c.name not in NOT_AT_O1]
 
 
-@pytest.mark.parametrize("case", params(O1, KNOWN, one_in=12))
+@pytest.mark.parametrize("case", params(O1, KNOWN, one_in=20))
 def test_planted_fault_at_o1(case: Planted) -> None:
     assert mistakes(replace(case, level="O1")) == []
 
@@ -69,7 +69,7 @@ def test_planted_fault_at_o1(case: Planted) -> None:
 FORWARD = [c for c in PLANTED if c.cause == "forward fault" and c.module is not None]
 
 
-@pytest.mark.parametrize("case", params(FORWARD, {}))
+@pytest.mark.parametrize("case", params(FORWARD, {}, one_in=8))
 def test_what_fp32_cures_is_healed(case: Planted) -> None:
     """A module is healed at its second fault, if and only if the batch is finite in FP32."""
     healing = replace(case, fields={**case.fields, "on_nonfinite": "heal"})
@@ -90,7 +90,7 @@ OUTSIDE = [c for c in PLANTED if c.kind and (c.module is None or c.phase == "bac
 
 
 @pytest.mark.parametrize("on_nonfinite", ["skip", "explain"])
-@pytest.mark.parametrize("case", params(OUTSIDE, {}))
+@pytest.mark.parametrize("case", params(OUTSIDE, {}, one_in=8))
 def test_the_log_leads_to_the_op(case: Planted, on_nonfinite: str) -> None:
     """Faults in the loss or the backward: the log has the report, or the call that has it."""
     fields = {**case.fields, "on_nonfinite": on_nonfinite}
