@@ -161,7 +161,8 @@ class _Trials:
                 self.vain.append(f"fp32_modules={list(tried.modules)}")
             # a gradient is cast for the module that made the input
             maker = left.event.maker
-            made_in = [] if maker is None or maker.module is None else [maker.module]
+            # of the model itself all else would be, too: that trial follows by itself
+            made_in = [maker.module] if maker is not None and maker.module else []
             return [left.module, *made_in]
 
         return run
