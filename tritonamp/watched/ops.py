@@ -191,12 +191,15 @@ class OpCall(NamedTuple):
         except (RuntimeError, NotImplementedError):  # no kernel for this dtype, or no memory
             return []
 
-    def exact_magnitude(self, result: Tensor) -> float | None:
+    def exact_magnitude(self, result: Tensor, position: int = 0) -> float | None:
         """Return the largest float64 magnitude among the elements where ``result`` is not finite.
 
+        ``position`` is the number of ``result`` among the op's floating results.
         It is inf or NaN if float64 is not finite either, and None if the op cannot run again.
         """
-        found = next((t for t in self.in_float64() if t.shape == result.shape), None)
+        exact = self.in_float64()
+        ordered = [*exact[position : position + 1], *exact]
+        found = next((t for t in ordered if t.shape == result.shape), None)
         if found is None:
             return None
         values = found[~torch.isfinite(result)].abs()

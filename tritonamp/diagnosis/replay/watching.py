@@ -150,7 +150,8 @@ class Watch(PlacedOps):
             return
         bad = [t for t in results if not is_finite(t)]
         if bad:
-            event = self._event_behind(ran, bad)
+            position = next(i for i, t in enumerate(results) if t is bad[0])
+            event = self._event_behind(ran, bad, position)
             for t in bad:
                 self.memories.of(t).origin = event
         self._follow_overflows(ran, results)
@@ -164,7 +165,7 @@ class Watch(PlacedOps):
 
     # inf and NaN
 
-    def _event_behind(self, ran: _Ran, bad: list[Tensor]) -> Event:
+    def _event_behind(self, ran: _Ran, bad: list[Tensor], position: int) -> Event:
         """Return the earlier event that reached the results that are not finite, or a new one."""
         causes = [self.origin(t, ran.place) for t in ran.call.inputs() if not is_finite(t)]
         nan = any(bool(t.isnan().any()) for t in bad)
@@ -188,11 +189,20 @@ class Watch(PlacedOps):
         if causes and not nan:
             return causes[0]
         constant = bool(causes) or not all(map(math.isfinite, ran.call.scalars()))
-        event = self._new_event(ran, bad[0], nan, masked, constant)
+        exact = None if constant and not nan else ran.call.exact_magnitude(bad[0], position)
+        event = self._new_event(ran, bad[0], exact, nan, masked, constant)
         self.events.append(event)
         return event
 
-    def _new_event(self, ran: _Ran, bad: Tensor, nan: bool, masked: bool, constant: bool) -> Event:
+    def _new_event(
+        self,
+        ran: _Ran,
+        bad: Tensor,
+        exact: float | None,
+        nan: bool,
+        masked: bool,
+        constant: bool,
+    ) -> Event:
         call, asked, place, own = ran
         name = call.schema.name
         if own:  # the place has the op of the forward
@@ -219,7 +229,7 @@ class Watch(PlacedOps):
             str(asked.func),
             tuple(OpInput(t.dtype, tuple(t.shape), amax(t)) for t in given[:6]),
             nan=nan,
-            exact=None if constant and not nan else call.exact_magnitude(bad),
+            exact=exact,
             quiet=constant and not nan,
             names=tuple(weight[0] for weight in named if weight),
             scalars=call.scalars(),
