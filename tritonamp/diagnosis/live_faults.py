@@ -38,6 +38,9 @@ class LiveFaults(Spectator):
         models: enabled models.
         scaler: scaler that the user may drive in a ``torch.amp`` loop.
         can_watch: whether forwards and backwards need no other rank, as those of FSDP2 do.
+
+    Attributes:
+        is_watching: whether the loss of this step is wanted; no property, because each step asks.
     """
 
     def __init__(self, models: Sequence[nn.Module], scaler: GradScaler, can_watch: bool) -> None:
@@ -47,6 +50,7 @@ class LiveFaults(Spectator):
         self._steps_left = 0
         self._loop: set[tuple[int, CodeType]] = set()  # the frames around the last decision
         self._watch: Any = None  # a LiveWatch, from the first forward to the loss
+        self.is_watching = False
         self._replay: Any = None
         self._fault: FaultReport | None = None  # of this step
 
@@ -98,7 +102,7 @@ class LiveFaults(Spectator):
         self._watch = watch = self._replay.watch = LiveWatch(self._replay.names, loop)
         watch.begin()
         watch.note_entered(model, args)  # the hooks come too late for this forward
-        self._scaler.on_loss = self.note_loss
+        self._scaler.on_loss, self.is_watching = self.note_loss, True
 
     def _end(self) -> bool:
         """Leave the mode. Return whether it has watched everything until now."""
@@ -108,12 +112,8 @@ class LiveFaults(Spectator):
         complete = not watch.passive and watch.is_here()
         if watch.end():
             self._watch = self._scaler.on_loss = None
+            self.is_watching = False
         return complete
-
-    @property
-    def is_watching(self) -> bool:
-        """Whether the loss of this step is wanted."""
-        return self._watch is not None
 
     def note_loss(self, loss: Tensor, scaler: GradScaler) -> None:
         """Look for the fault in a loss, or in its backward. Nothing that this raises is passed on.
