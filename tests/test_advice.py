@@ -115,7 +115,8 @@ def test_gradients_that_are_too_small(messages: Callable[[], list[str]]) -> None
             optimizer.step()
             optimizer.zero_grad()
         amp.stats()
-        assert any("amp.watch(), and amp.ranges() after the next step, show where" in text for text in messages())
+        advice = "amp.watch(), and amp.ranges() after the next step, show where"
+        assert any(advice in text for text in messages())
         zeros = [r for r in amp.ranges() if r.direction == "backward" and r.zeros]
     assert zeros
 

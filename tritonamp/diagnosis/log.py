@@ -16,7 +16,7 @@ from tritonamp.diagnosis.divergence import Fp32Run, Growth, WeightSizes, growth_
 from tritonamp.diagnosis.fault_counts import is_power_of_two
 from tritonamp.diagnosis.history import History
 from tritonamp.diagnosis.records import StepRecord
-from tritonamp.diagnosis.skips import Explanation, Overflow, Skip, Steps, Writer
+from tritonamp.diagnosis.skips import Cause, Explanation, Overflow, Skip, Steps, Writer
 from tritonamp.kernels._decision import (
     AMAX,
     CLEAN,
@@ -83,7 +83,7 @@ class StepLog:
         self.handle = "amp"
         self.last: Explanation | None = None
         self.batches: Sequence[Snapshot] = ()
-        self._said: tuple[Explanation | None, int] = None, 0  # the last long text, and its level
+        self._said: dict[Cause, tuple[Explanation, int]] = {}  # last long texts, and their levels
 
     def collect(self, wait: bool = False) -> None:
         """Process the numbers that have arrived. With ``wait``, wait for all that were started."""
@@ -128,13 +128,12 @@ class StepLog:
         level = logging.WARNING if is_loud else logging.INFO
         facts = [f"the last {_LONG_RUN} in a row"] if long_run else []
         facts += [f"rank {rank()}"] if is_distributed() else []
-        earlier, its_level = self._said
-        repeats = self.history.in_a_row > 1 and earlier is not None and found.repeats(earlier)
-        if repeats and level <= its_level:
-            assert earlier is not None
+        earlier, its_level = self._said.get(found.cause, (found, level))
+        in_this_row = 0 < found.skip.step - earlier.skip.step < self.history.in_a_row
+        if in_this_row and level <= its_level and found.repeats(earlier):
             logger.log(level, found.short_line(earlier, *facts))
             return
-        self._said = found, level
+        self._said[found.cause] = found, level
         logger.log(level, found.line(*facts) + found.hint)
 
     def _explain(
