@@ -1,21 +1,18 @@
 """One forward and backward of a copy of a model, under a policy but with FP32 values."""
 
-import functools
 import sys
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from tritonamp.casts.inputs import input_tensors, signature_of
 from tritonamp.casts.saved import named_tensors
 from tritonamp.casts.tree import cast_tree, from_half
 from tritonamp.casts.user_functions import disable_casts
+from tritonamp.diagnosis.replay.user_calls import Patch, UserCalls
 from tritonamp.forecast.recording import Recorder, TensorRecord, record_of
 from tritonamp.forecast.running import Batch, LossFn, run_copy
-from tritonamp.forecast.trials import Patch
 from tritonamp.forecast.twin import widen
 from tritonamp.forecast.unrounded import values_of
 from tritonamp.policy import Policy
@@ -77,21 +74,20 @@ class DryRun(Recorder):
                 self.note("function", function.__qualname__, self.place_of_node(node) or Place())
 
 
-class _Calls(TorchFunctionMode):
-    """Carries out a patch, and runs binary_cross_entropy in FP32 because autocast refuses it."""
+class _Calls(UserCalls):
+    """Also runs binary_cross_entropy in FP32, because autocast refuses it."""
 
     def __init__(self, run: Recorder, patch: Patch | None) -> None:
-        super().__init__()
-        self._run, self._patch = run, patch
+        super().__init__(run, patch)
+        self._recorder = run
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, here = kwargs or {}, functools.partial(self._place, sys._getframe(1))
-        if func in _BCE:
-            self._run.note("bce", "binary_cross_entropy", here())
-            args, kwargs = cast_tree((args, kwargs), from_half(torch.float32))
-            with disable_casts():
-                return func(*args, **kwargs)
-        return self._patch.run(func, args, kwargs, here) if self._patch else func(*args, **kwargs)
-
-    def _place(self, frame: FrameType) -> Place:
-        return self._run.place_now("binary_cross_entropy", Way.out_of(frame))
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _BCE:
+            return super().__torch_function__(func, types, args, kwargs)
+        here = self._recorder.place_now("binary_cross_entropy", Way.out_of(sys._getframe(1)))
+        self._recorder.note("bce", "binary_cross_entropy", here)
+        args, kwargs = cast_tree((args, kwargs or {}), from_half(torch.float32))
+        with disable_casts():
+            return func(*args, **kwargs)

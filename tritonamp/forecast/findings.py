@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from tritonamp.forecast.trials import Patch
+from tritonamp.diagnosis.replay.verdicts import Event
 
 BATCH, LOSS = "the batch", "the loss"  # where a finding is that no module has
 CODE = "it changes the code"  # why most advice is not tried
@@ -24,7 +24,7 @@ class Finding:
         modules: paths of the modules that cure the problem by computing in FP32.
         line: line of the user's code that causes the problem, "file:number", or "".
         untried: reason why ``advice`` cannot be tried; "" if it was.
-        patches: changes of ``line`` that may cure the problem, the best first.
+        event: the op that edits of ``line`` may cure; None: no edit is tried.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Finding:
     modules: tuple[str, ...] = ()
     line: str = ""
     untried: str = CODE
-    patches: tuple[Patch, ...] = field(default=(), repr=False)
+    event: Event | None = field(default=None, repr=False, compare=False)
 
 
 def bce(where: str, line: str = "") -> Finding:

@@ -4,10 +4,12 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+
 from tritonamp.forecast.dry_run import DryRun
+from tritonamp.forecast.events import event_of
 from tritonamp.forecast.findings import BATCH, LOSS, Finding
-from tritonamp.forecast.recording import FILLS, SOFTMAX, TensorRecord, made_by_softmax
-from tritonamp.forecast.trials import patches_for
+from tritonamp.forecast.recording import FILLS, SOFTMAX, TensorRecord
 
 ON_PURPOSE = (*FILLS, "where", "input")  # how masks come to hold -inf
 
@@ -46,8 +48,11 @@ def root_of(run: DryRun) -> Root | None:
     return None
 
 
-def non_finite(root: Root) -> Iterator[Finding]:
-    """Yield the finding about the origin of inf or NaN; ``parameters`` has those of parameters."""
+def non_finite(root: Root, dtype: torch.dtype) -> Iterator[Finding]:
+    """Yield the finding about the origin of inf or NaN; ``parameters`` has those of parameters.
+
+    ``dtype`` is the half dtype of the policy.
+    """
     r = root.record
     if r.op == "parameter":
         return
@@ -57,9 +62,8 @@ def non_finite(root: Root) -> Iterator[Finding]:
         yield Finding("non-finite", BATCH, why, advice, weight=1e29, untried=reason)
         return
     where = LOSS if r.place.module is None else r.module
-    patches = tuple(patches_for(r.place, made_by_softmax(r)))
-    why, line = _why(root), r.place.line
-    yield Finding("non-finite", where, why, _advice(r), weight=1e29, line=line, patches=patches)
+    why, line, event = _why(root), r.place.line, event_of(r, dtype)
+    yield Finding("non-finite", where, why, _advice(r), weight=1e29, line=line, event=event)
 
 
 def _values(r: TensorRecord) -> str:

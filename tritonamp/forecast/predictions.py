@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from tritonamp.forecast.dry_run import DryRun
+from tritonamp.forecast.events import event_of
 from tritonamp.forecast.findings import BATCH, LOSS, Finding, bce, early_gradients
 from tritonamp.forecast.loss_scale import GONE, loss_scale
 from tritonamp.forecast.non_finite import non_finite, root_of
 from tritonamp.forecast.recording import IN_BACKWARD, Hazard, TensorRecord
-from tritonamp.forecast.trials import Patch, in_fp32, patches_for
 from tritonamp.forecast.unrounded import vanishing
 from tritonamp.names import short
 from tritonamp.policy import Policy
@@ -38,7 +38,7 @@ def predictions(run: DryRun, policy: Policy) -> Iterator[Finding]:
         why = f"the loss is {run.loss} in FP32 already"
         yield Finding("non-finite", LOSS, why, "look at it in FP32", weight=1e28)
     if root is not None:
-        yield from non_finite(root)
+        yield from non_finite(root, policy.dtype)
         records = [record for record in records if not record.sizes.broken]
         hazards = [hazard for hazard in hazards if hazard.place != root.record.place]
     if policy.cast_model or policy.op_policy:
@@ -73,9 +73,9 @@ def _overflows(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[
                 "scale the data; cast_inputs=False keeps it in FP32 up to the first matrix product"
             )
         kind = "overflow" if key in origins else "follows"
-        patches = tuple(in_fp32(r.place)) if kind == "overflow" and not r.module else ()
+        event = event_of(r, dtype) if kind == "overflow" and not r.module else None
         line = r.place.line
-        yield Finding(kind, _where(r), why, advice, True, ratio, cures, line, patches=patches)
+        yield Finding(kind, _where(r), why, advice, True, ratio, cures, line, event=event)
 
 
 def _overflows_half(r: TensorRecord, dtype: torch.dtype) -> bool:
@@ -98,7 +98,7 @@ def _where(r: TensorRecord) -> str:
 
 
 def _of_hazard(hazard: Hazard, dtype: torch.dtype) -> Finding:
-    kind, place, detail = hazard
+    kind, place, detail = hazard.kind, hazard.place, hazard.detail
     module, line = place.module or "", place.line
     where = LOSS if place.module is None else module
     half, info = short(dtype), torch.finfo(dtype)
@@ -152,9 +152,5 @@ def _of_hazard(hazard: Hazard, dtype: torch.dtype) -> Finding:
         ),
     }[kind]
     kind = "constant" if kind == "infinite" else kind
-    patches: tuple[Patch, ...] = ()
-    if kind == "softmax":
-        patches = tuple(patches_for(place, reads_softmax=True))
-    elif kind in ("eps", "divisor") and not module:
-        patches = (*in_fp32(place), *patches_for(place))
-    return Finding(kind, where, why, advice, True, weight, (module,), line, patches=patches)
+    event = hazard.event if kind == "softmax" or not module else None
+    return Finding(kind, where, why, advice, True, weight, (module,), line, event=event)

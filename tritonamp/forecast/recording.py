@@ -1,12 +1,13 @@
 """Measures every result of a run with FP32 values, with the place that computed it."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tritonamp.diagnosis.replay.verdicts import Eps, Event
 from tritonamp.forecast.running import WatchedCopy
 from tritonamp.forecast.unrounded import (
     Magnitudes,
@@ -97,12 +98,14 @@ class TensorRecord:
         return name + (IN_BACKWARD if self.backward else "")
 
 
-class Hazard(NamedTuple):
+@dataclass(frozen=True)
+class Hazard:
     """A problem that does not depend on the size of values."""
 
     kind: str  # "constant", "eps", "divisor", "refused", "bce", "early gradients", "thread"...
     place: Place
     detail: str  # in words
+    event: Event | None = field(default=None, compare=False)  # that edits of the code may cure
 
 
 class Recorder(WatchedCopy):
@@ -125,9 +128,13 @@ class Recorder(WatchedCopy):
         half = tensor.dtype in HALF_DTYPES
         return Unrounded(tensor.float(), tensor.dtype) if half else tensor
 
-    def note(self, kind: str, detail: str, place: Place) -> None:
+    def note(self, kind: str, detail: str, place: Place, event: Event | None = None) -> None:
         """Add a hazard."""
-        self.hazards[Hazard(kind, place, detail)] = None
+        self.hazards[Hazard(kind, place, detail, event)] = None
+
+    def _event(self, place: Place, half: bool, **fields: Any) -> Event:
+        phase = "backward" if self.in_backward() else "forward"
+        return Event(place, phase, self._dtype if half else torch.float32, **fields)
 
     def marked(self, op: str, tensor: Tensor, parameter: str = "") -> None:
         half = isinstance(tensor, Unrounded) or isinstance(tensor.data, Unrounded)
@@ -157,7 +164,7 @@ class Recorder(WatchedCopy):
             for output in outputs:
                 self._pass_on(output, sources, place)
         elif not call.allocates:
-            self._watch_divisors(call, inputs, place)
+            self._watch_divisors(call, inputs, outputs, place)
             self._excuse_mask(call)
             for output in outputs[:1] if name in NORMS else outputs:
                 self._measure(name, output, sources, place)
@@ -226,20 +233,27 @@ class Recorder(WatchedCopy):
         for value in call.args:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 if overflows and rounds_to_inf(self._dtype) <= abs(value) < float("inf"):
-                    self.note("constant", f"{name} with {value:g}", place)
+                    event = self._event(place, True, scalars=(float(value),))
+                    self.note("constant", f"{name} with {value:g}", place, event)
                 elif name in ADDS_A_NUMBER and 0 < abs(value) <= rounds_to_zero(self._dtype):
-                    self.note("eps", f"{name} of {value:g}", place)
+                    event = self._event(place, True, eps=Eps(value, self._dtype, place))
+                    self.note("eps", f"{name} of {value:g}", place, event)
 
-    def _watch_divisors(self, call: OpCall, inputs: list[Tensor], place: Place) -> None:
+    def _watch_divisors(
+        self, call: OpCall, inputs: list[Tensor], outputs: list[Tensor], place: Place
+    ) -> None:
         name = call.schema.name
         record = record_of(inputs[-1]) if name in AT_ZERO and inputs else None
         if record is None or not record.half or record.backward:
             return
         if vanishing(record.sizes.exponents, self._dtype):
-            kind = "softmax" if made_by_softmax(record) else "divisor"
+            softmax = softmax_behind(record)
+            kind = "softmax" if softmax else "divisor"
             known = any((seen.kind, seen.place) == (kind, place) for seen in self.hazards)
             if not (known and self.in_backward()):  # of the same values once more
-                self.note(kind, f"{name} of {record.sizes.amin:.2g}", place)
+                half = any(isinstance(output, Unrounded) for output in outputs)
+                event = self._event(place, half, softmax=softmax)
+                self.note(kind, f"{name} of {record.sizes.amin:.2g}", place, event)
 
     def _excuse_mask(self, call: OpCall) -> None:
         """Excuse scores of a softmax that become -inf, if each row keeps a finite one."""
@@ -255,18 +269,18 @@ class Recorder(WatchedCopy):
                 masked.excused |= masked.sizes.largest < top
 
 
-def made_by_softmax(record: TensorRecord) -> bool:
-    """Return whether a softmax made the tensor, or the tensors that its op reads."""
+def softmax_behind(record: TensorRecord) -> Place | None:
+    """Return the place of the softmax that made the tensor, or the tensors that its op reads."""
     todo, seen = [record], set[int]()
     while todo:
         at = todo.pop()
         name = at.op.strip("_")
         if name in ("softmax", "safe_softmax"):
-            return True
+            return at.place
         if id(at) not in seen and (at is record or name in ON_THE_WAY):
             todo += at.sources
         seen.add(id(at))
-    return False
+    return None
 
 
 def record_of(tensor: Tensor | None) -> TensorRecord | None:

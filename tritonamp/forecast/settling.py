@@ -1,19 +1,23 @@
 """The advice of each finding, with the result of trying it."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import nn
 
+from tritonamp.diagnosis.replay.edits import edits_of
+from tritonamp.diagnosis.replay.user_calls import Patch
 from tritonamp.forecast.cure import changes
 from tritonamp.forecast.dry_run import DryRun
 from tritonamp.forecast.findings import Finding
 from tritonamp.forecast.predictions import predictions
 from tritonamp.forecast.running import Batch, LossFn
-from tritonamp.forecast.trials import Patch
 from tritonamp.policy import O0, Policy
 
-MOST = 3  # findings whose line is changed, each in a few dry runs
+MOST = 3  # findings whose line is changed
+EDITS = 7  # changes of a line, each in a dry run
+FP32_MAY_HELP = ("overflow", "eps", "divisor")
 OWN_FORWARD = "the model's own forward"
 OWN = (
     "compute this on x.float() in disable_casts(), or make it a module of its own and keep that in "
@@ -44,14 +48,17 @@ def settled(
         scale = finding.kind == "loss scale"
         cured = bool(finding.modules and finding.problem) or scale
         tried = [changed] if changed and cured else []
-        if finding.patches:
+        edited = ""
+        if finding.event is not None and trials < MOST:
             trials += 1
+            patches = edits_of(finding.event, finding.kind in FP32_MAY_HELP)
             left = _trial(model, batch, loss_fn, asked, finding)
-            tried.append(_patched(finding.patches, left) if trials <= MOST else "")
+            edited = _patched(itertools.islice(patches, EDITS), left)
+            tried.append(edited)
         advice = finding.advice or (OWN if finding.modules == ("",) else "")
         if scale and changed:  # it starts at another scale
             advice = ""
-        if advice and (not finding.patches or not tried[-1]):
+        if advice and not edited:
             tried.append(f"{advice} (not tried: {finding.untried})" if finding.untried else advice)
         yield dataclasses.replace(finding, advice=". Or ".join(filter(None, tried)))
 
@@ -81,7 +88,7 @@ def _trial(
     return left
 
 
-def _patched(patches: Sequence[Patch], left: Callable[[Patch], list[Finding] | None]) -> str:
+def _patched(patches: Iterable[Patch], left: Callable[[Patch], list[Finding] | None]) -> str:
     """Return the patch that leaves the fewest problems, as advice; "" if none helps.
 
     ``left`` tries a patch and returns the problems that are left, None if the patch does not help.
@@ -90,9 +97,9 @@ def _patched(patches: Sequence[Patch], left: Callable[[Patch], list[Finding] | N
     for patch in patches:
         problems = left(patch)
         if problems == []:
-            return f"{patch.text} (tried: no problem is left)"
+            return f"{patch.words} (tried: no problem is left)"
         if problems and (fewest is None or len(problems) < fewest):
             first, fewest = problems[0], len(problems)
             where = first.where or OWN_FORWARD
-            best = f"{patch.text} (tried: it helps; {first.kind} in {where} is left)"
+            best = f"{patch.words} (tried: it helps; {first.kind} in {where} is left)"
     return best

@@ -5,9 +5,10 @@ An edit is advice in words, and a function that does to a call exactly what the 
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 from tritonamp.diagnosis.replay import rewrites
 from tritonamp.diagnosis.replay.faults import FaultReport
@@ -15,7 +16,7 @@ from tritonamp.diagnosis.replay.known_ops import family
 from tritonamp.diagnosis.replay.rewrites import name_of, on_argument, with_keywords
 from tritonamp.diagnosis.replay.softmax_logs import LogSoftmax
 from tritonamp.diagnosis.replay.user_calls import Change, Patch, Site
-from tritonamp.diagnosis.replay.verdicts import Eps
+from tritonamp.diagnosis.replay.verdicts import Eps, Event
 from tritonamp.watched.places import Place
 
 Edits = Iterator[tuple[str, Change]]
@@ -39,11 +40,19 @@ _ABOVE = {
 
 
 def edits_for(fault: FaultReport) -> Iterator[Patch]:
-    """Yield the edits to try, the one to prefer first; none where the call was not seen.
+    """Yield the edits to try, the one to prefer first; none where the call was not seen."""
+    return edits_of(fault.event, fault.kind in _COMPUTED_IN_FP32)
+
+
+def edits_of(event: Event, in_fp32: bool) -> Iterator[Patch]:
+    """Yield the edits of the call behind an event, the one to prefer first.
 
     Where a value did not survive its cast, the call that made the value is edited.
+
+    Args:
+        event: the event, with the function of its place.
+        in_fp32: whether FP32 may help.
     """
-    event = fault.event
     place = event.place if event.maker is None or event.phase == "backward" else event.maker
     if event.own or place.function is None:
         return
@@ -55,9 +64,9 @@ def edits_for(fault: FaultReport) -> Iterator[Patch]:
         and name_of(place.function) not in _WITH_EPS
     ):
         yield from _larger_eps(event.eps, event.eps.place)
-    for words, change in _changes(fault, place):
+    for words, change in _changes(event, name_of(place.function)):
         yield Patch(words, {Site.of(place): change}, _form(words))
-    if fault.kind in _COMPUTED_IN_FP32:
+    if in_fp32:
         call = f"{name_of(place.function)}(x.float())"
         inside = place.module is not None
         words = f"write with tritonamp.disable_casts(): {call}" if inside else f"write {call}"
@@ -79,21 +88,20 @@ def _larger_eps(eps: Eps, place: Place) -> Iterator[Patch]:
         yield Patch(words, {Site.of(place): rewrites.on_numbers(larger)}, "eps")
 
 
-def _changes(fault: FaultReport, place: Place) -> Edits:
-    """Yield the changes of the call at a place."""
-    name, forward = name_of(place.function), fault.event.phase == "forward"
-    yield from _of_losses(fault, name)
-    yield from _of_statistics(fault, name)
+def _changes(event: Event, name: str) -> Edits:
+    """Yield the changes of the call of a function."""
+    forward = event.phase == "forward"
+    yield from _of_losses(event, name)
+    yield from _of_statistics(event, name)
     if forward:
-        yield from _of_constants(fault, name)
-    if forward and (fault.event.overflowed or name in _GROWING):
-        yield from _of_size(fault, name)
+        yield from _of_constants(event, name)
+    if forward and (event.overflowed or name in _GROWING):
+        yield from _of_size(event, name)
     else:
-        yield from _into_range(fault, name)
+        yield from _into_range(event, name)
 
 
-def _of_losses(fault: FaultReport, name: str) -> Edits:
-    event = fault.event
+def _of_losses(event: Event, name: str) -> Edits:
     if name == "ctc_loss":
         yield "pass zero_infinity=True to ctc_loss", with_keywords(zero_infinity=True)
     if event.nan and name in ("cross_entropy", "nll_loss"):
@@ -101,8 +109,7 @@ def _of_losses(fault: FaultReport, name: str) -> Edits:
         yield f"{words}, at least 1", rewrites.mean_over_targets
 
 
-def _of_statistics(fault: FaultReport, name: str) -> Edits:
-    event = fault.event
+def _of_statistics(event: Event, name: str) -> Edits:
     forward = event.phase == "forward"
     if name in _WITH_EPS:
         for eps in (1e-6, 1e-3):
@@ -119,8 +126,7 @@ def _of_statistics(fault: FaultReport, name: str) -> Edits:
         yield words, rewrites.norm_by_squares
 
 
-def _of_constants(fault: FaultReport, name: str) -> Edits:
-    event = fault.event
+def _of_constants(event: Event, name: str) -> Edits:
     if event.masked and "softmax" in name:
         words = (
             "write zeros over rows that are masked completely, before the softmax: "
@@ -139,16 +145,16 @@ def _of_constants(fault: FaultReport, name: str) -> Edits:
         yield "write torch.finfo(x.dtype).min in place of -inf", rewrites.finite_infinities
 
 
-def _of_size(fault: FaultReport, name: str) -> Edits:
+def _of_size(event: Event, name: str) -> Edits:
     """Yield changes of a call whose result is too large."""
     if name in _GROWING:
         # below the logarithm of the end, 11 or 88; a half gradient may follow
-        for most in (10,) if fault.event.dtype is torch.float16 else (80, 10):
+        for most in (10,) if event.dtype is torch.float16 else (80, 10):
             least = -most if name in ("sinh", "cosh") else None
             limits = f"max={most}" if least is None else f"{least}, {most}"
             yield (
                 f"clamp the argument: {name}(x.clamp({limits}))",
-                on_argument(0, lambda x, least=least, most=most: x.clamp(least, most)),
+                on_argument(0, _clamped(least, most)),
             )
         words = "if it is a softmax by hand, subtract the maximum: "
         yield (
@@ -156,9 +162,9 @@ def _of_size(fault: FaultReport, name: str) -> Edits:
             on_argument(0, lambda x: x - x.amax(-1, keepdim=True)),
         )
     if name in _PRODUCTS:
-        power = -math.ceil(math.log2(max(fault.multiple or 1.0, 1.0)) + 1)
+        power = -math.ceil(math.log2(max(event.multiple or 1.0, 1.0)) + 1)
         words = f"scale the first factor of {name} by 2^{power}"
-        yield words, on_argument(0, lambda x: x * 2.0**power)
+        yield words, on_argument(0, _scaled(power))
     if name in ("sum", "mean", "prod", "cumsum", "cumprod"):
         yield (
             f"sum in FP32: {name}(dtype=torch.float32)",
@@ -166,17 +172,18 @@ def _of_size(fault: FaultReport, name: str) -> Edits:
         )
 
 
-def _into_range(fault: FaultReport, name: str) -> Edits:
+def _into_range(event: Event, name: str) -> Edits:
     """Yield changes that keep an argument away from where there is no value, or no slope."""
-    for c in (1e-3,) if fault.event.dtype is torch.float16 else (1e-6, 1e-3):
+    # the backward of a division divides by c twice
+    for c in (1e-3, 1e-2) if event.dtype is torch.float16 else (1e-6, 1e-3):
         if name == "div":
             yield (
                 f"write torch.where(d == 0, {c:g}, d) in place of the divisor d",
-                on_argument(1, lambda d, c=c: torch.where(d == 0, c, d)),
+                on_argument(1, _nonzero(c)),
             )
             yield (
                 f"clamp the divisor d: d.clamp(min={c:g})",
-                on_argument(1, lambda d, c=c: d.clamp(min=c)),
+                on_argument(1, _clamped(c, None)),
             )
         elif name == "logit":
             yield f"write logit(x, eps={c:g})", with_keywords(eps=c)
@@ -184,15 +191,27 @@ def _into_range(fault: FaultReport, name: str) -> Edits:
             low = c + _ABOVE[name]
             yield (
                 f"clamp the argument: {name}(x.clamp(min={low:g}))",
-                on_argument(0, lambda x, low=low: x.clamp(min=low)),
+                on_argument(0, _clamped(low, None)),
             )
         elif name in _INSIDE:
             yield (
                 f"clamp the argument: {name}(x.clamp(-1 + {c:g}, 1 - {c:g}))",
-                on_argument(0, lambda x, c=c: x.clamp(-1 + c, 1 - c)),
+                on_argument(0, _clamped(-1 + c, 1 - c)),
             )
         elif name in ("atan2", "arctan2", "hypot"):
             yield (
                 f"write torch.where(x == 0, {c:g}, x) in place of the second argument x",
-                on_argument(1, lambda x, c=c: torch.where(x == 0, c, x)),
+                on_argument(1, _nonzero(c)),
             )
+
+
+def _clamped(least: float | None, most: float | None) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.clamp(least, most)
+
+
+def _nonzero(c: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.where(x == 0, c, x)
+
+
+def _scaled(power: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * 2.0**power

@@ -151,8 +151,7 @@ class FaultReport:
     @property
     def multiple(self) -> float | None:
         """The exact result in units of the format's maximum."""
-        exact = self.event.exact
-        return None if exact is None else exact / torch.finfo(self.event.dtype).max
+        return self.event.multiple
 
     @property
     def why(self) -> str:

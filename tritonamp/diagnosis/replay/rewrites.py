@@ -36,8 +36,12 @@ def on_argument(number: int, change: Callable[[Tensor], Tensor]) -> Change:
         at = number
         if getattr(function, "__name__", "") in _DIVISOR_FIRST:
             at = 1 - number
-        if _is_in_place(function) or len(args) <= at or not isinstance(args[at], Tensor):
+        if len(args) <= at or not isinstance(args[at], Tensor):
             return NotImplemented
+        if _is_in_place(function) and at == 0:
+            # on a copy, because the change may keep it for the backward
+            result = function(change(args[0].clone()), *args[1:], **kwargs)
+            return args[0].copy_(result)
         return function(*args[:at], change(args[at]), *args[at + 1 :], **kwargs)
 
     return changed

@@ -10,7 +10,7 @@ from tritonamp.diagnosis.replay.user_calls import Patch, Site
 
 _UNITS = {"log": 1.0, "log2": 1 / math.log(2), "log10": 1 / math.log(10)}
 _CASTS = "float half bfloat16 to type contiguous clone".split()
-_SHIFTS = "add __add__ __radd__ clamp clamp_min".split()  # by an eps
+_SHIFTS = "add __add__ __radd__ clamp clamp_min".split()
 _PICKS = """reshape view flatten squeeze unsqueeze transpose permute __getitem__ gather index_select
     select narrow take_along_dim""".split()
 
@@ -19,8 +19,8 @@ class LogSoftmax(Patch):
     """``log_softmax(x)`` in place of the logarithm of a softmax of ``x``.
 
     Probabilities are followed from the softmax to the logarithm: through casts, through a choice of
-    elements, which chooses the same ones of the logarithms, and through an added eps, which
-    ``log_softmax`` does not need.
+    elements, which chooses the same ones of the logarithms, and through an added eps, which is left
+    out, because ``log_softmax`` does not need it.
 
     Args:
         softmax: calls of the softmax.
@@ -42,12 +42,15 @@ class LogSoftmax(Patch):
         if logs is not None and site == self._log and name in _UNITS:
             self.used = True
             return logs * _UNITS[name]
+        others = (*args[1:], *kwargs.values())
+        if logs is not None and name in _SHIFTS and not any(isinstance(v, Tensor) for v in others):
+            return args[0]  # without the eps
         result = function(*args, **kwargs)
         if site == self._softmax and isinstance(result, Tensor):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
             dtype = kwargs.get("dtype")
             self._logs[id(result)] = result, torch.log_softmax(args[0], dim, dtype=dtype)
-        elif logs is not None and name in (*_CASTS, *_SHIFTS):
+        elif logs is not None and name in _CASTS:
             self._logs[id(result)] = result, logs
         elif logs is not None and name in _PICKS:
             self._logs[id(result)] = result, function(logs, *args[1:], **kwargs)

@@ -81,6 +81,11 @@ class Event:
             return False
         return math.isfinite(self.exact)
 
+    @property
+    def multiple(self) -> float | None:
+        """The exact result in units of the format's maximum."""
+        return None if self.exact is None else self.exact / torch.finfo(self.dtype).max
+
 
 class Verdict(NamedTuple):
     """The texts for a kind of fault. Names of ``FaultReport._words`` are in braces.
