@@ -161,7 +161,7 @@ class Healing:
 
     @contextlib.contextmanager
     def with_inputs_uncast(self, names: Sequence[str]) -> Iterator[None]:
-        """Leave the models' inputs as they are, and compute modules in FP32, inside the block."""
+        """Cast no inputs of the models, and compute the named modules in FP32, inside the block."""
         policy = dataclasses.replace(self._context.policy, cast_inputs=False)
         with self._context.under(policy), self.in_fp32(names):
             yield

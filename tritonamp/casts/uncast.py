@@ -1,6 +1,6 @@
-"""The FP32 inputs behind the half ones that an enabled model was given.
+"""The FP32 inputs of an enabled model that were cast to half.
 
-A module that computes in FP32 reads them. A value above 65504 would reach it as inf otherwise.
+A module that computes in FP32 reads them. Otherwise a value above 65504 would reach it as inf.
 """
 
 import weakref
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Cast tensor to the tensor it came from. Both are weak: the caller holds the one during the
-# forward, and autograd may hold the other for much longer.
-_given: Any = WeakTensorKeyDictionary()
+# by cast tensor, the tensor that it came from; both are weak, because the caller holds the original
+# during the forward only, and autograd may hold the cast tensor for much longer
+_originals: Any = WeakTensorKeyDictionary()
 
 
 def remember(given: Iterable[Any], cast: Iterable[Any]) -> None:
@@ -25,18 +25,18 @@ def remember(given: Iterable[Any], cast: Iterable[Any]) -> None:
     """
     for old, new in zip(given, cast, strict=True):
         if new is not old and type(new) is Tensor:
-            _given[new] = weakref.ref(old)
+            _originals[new] = weakref.ref(old)
 
 
 def uncast(value: Any) -> Any:
     """Return the FP32 tensor behind an argument, or behind the tensor that it is a view of.
 
-    Returns ``value`` where there is none, or where it was written to since.
+    Returns ``value`` if there is none, or if ``value`` was written to since.
     """
-    if torch.compiler.is_compiling() or not len(_given) or type(value) is not Tensor:
+    if torch.compiler.is_compiling() or not len(_originals) or type(value) is not Tensor:
         return value
     base: Any = value._base if value._is_view() else value
-    original = _given.get(base, lambda: None)()
+    original = _originals.get(base, lambda: None)()
     if original is None or value._version:
         return value
     if base is value:

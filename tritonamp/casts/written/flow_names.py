@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+# functions that are not finite at 0, or at 1
 LOGS = frozenset({"entr", "log", "log10", "log2", "logit", "reciprocal", "rsqrt"})
 DIVISIONS = frozenset({"div", "divide", "true_divide"})
 SUMS = frozenset({"cumprod", "cumsum", "mean", "prod", "sum"})
@@ -24,7 +25,7 @@ KEEPS = frozenset(
     """.split()
 )
 """Functions and methods whose results are some of the values of their first argument."""
-VIEWS = frozenset({"H", "T", "data", "mH", "mT", "values"})
+VIEWS = frozenset({"H", "T", "data", "mH", "mT", "values"})  # attributes, also of results of topk
 WIDE = torch.float32, torch.float64
 _READ = LOGS | DIVISIONS | SUMS | BINARY.keys() | KEEPS
 _OTHERS = frozenset({"kl_div", "log1p", "where", "xlog1py", "xlogy"})

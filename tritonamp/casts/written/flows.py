@@ -1,8 +1,8 @@
 """Where the probabilities of a function go: into a logarithm, under a fraction, or to its caller.
 
-Statements are read in their order, and a name stands for the probabilities that its last value was
-made of. Only code that follows is read: a function that gets probabilities may do anything. No more
-than the dtype of a softmax depends on the result, so that a wrong one costs memory and no digits.
+Statements are read in their order. A name stands for the probabilities in its last value. The code
+of other functions is not read, so probabilities that they get are not followed. Only the dtype of a
+softmax depends on the result: a mistake costs memory, or leaves a result in half.
 """
 
 import ast
@@ -24,7 +24,9 @@ from tritonamp.casts.written.flow_names import (
 from tritonamp.casts.written.reader import Reader
 
 Values = frozenset[tuple[ast.Call, bool]]
-"""Calls that make the probabilities in a value, each with whether a value is one of these still."""
+"""The calls whose probabilities are in a value. True: the value consists of such probabilities;
+False: it was computed from them, like a sum.
+"""
 
 _NONE: Values = frozenset()
 
@@ -186,7 +188,7 @@ class Flows:
             case ast.Mult():
                 return a | b if is_plain else self._product(a | b)
             case ast.Add() | ast.Sub():
-                return a | b if is_plain else _apart(a | b)
+                return a | b if is_plain else _as_operands(a | b)
             case ast.Pow():
                 if isinstance(right, ast.UnaryOp):  # a negative power
                     self._read(a)
@@ -260,7 +262,7 @@ class Flows:
         return _NONE
 
     def _is_wide_cast(self, node: ast.Call, places: list[ast.expr]) -> bool:
-        """Return whether a call of ``to`` leaves FP32 as it is."""
+        """Return whether a call of ``to`` or ``type`` keeps FP32 values."""
         wanted = [*places[1:], *(k.value for k in node.keywords if k.arg == "dtype")]
         return all(
             self._reader.object(part) in WIDE
@@ -273,11 +275,11 @@ class Flows:
         self.read |= {call for call, _ in values}
 
     def _product(self, values: Values) -> Values:
-        """Return the values in a product or sum: gates are there for these, and need no digits."""
+        """Return the values in a product or a sum, without sigmoids: as gates, those stay half."""
         return frozenset((c, False) for c, _ in values if self._kind_of(c) == "softmax")
 
 
-def _apart(values: Values) -> Values:
+def _as_operands(values: Values) -> Values:
     return frozenset((call, False) for call, _ in values)
 
 

@@ -33,7 +33,7 @@ class _Facts(NamedTuple):
     is_result: bool
 
     def joined(self, other: "_Facts") -> "_Facts":
-        """Return the facts about the modules of both."""
+        """Return the facts about all modules that one of the two is about."""
         return _Facts(
             self.activations | other.activations,
             self.probabilities | other.probabilities,
@@ -42,7 +42,7 @@ class _Facts(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """Both codes of a function.
+    """The two codes of a function.
 
     Attributes:
         original: its own code.
@@ -56,10 +56,10 @@ class _Row(NamedTuple):
 
 
 class Installed(NamedTuple):
-    """Formulas of a model.
+    """The rewritten formulas of a model.
 
     Attributes:
-        sites: function and line of each, such as "model.MLP.forward:12".
+        sites: function and line of each formula, such as "model.MLP.forward:12".
         wide: modules whose probabilities have to be FP32.
     """
 
@@ -90,7 +90,8 @@ def install(model: nn.Module, returns: bool = True) -> Installed:
             continue
         name = f"{str(function.__module__).rpartition('.')[2]}.{function.__qualname__}"
         for site in row.new.sites:
-            if site.module in ("", *facts.activations) and site.is_result <= is_result:
+            is_used = is_result or not site.is_result
+            if is_used and site.module in ("", *facts.activations):
                 sites.add(f"{name}:{site.line}")
         for owner in owners:
             names = row.new.read | (row.new.returned if is_result and owner is model else set())

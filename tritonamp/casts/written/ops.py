@@ -60,7 +60,7 @@ def gated(module: Any, place: int, *operands: Any) -> Any:
 
 
 def wide(x: Any, owner: Any = None) -> torch.dtype | None:
-    """Return the ``dtype`` for a softmax of ``x`` whose result is FP32; None: that of ``x``.
+    """Return the ``dtype`` of a softmax of ``x``: FP32 if that is needed now, else None.
 
     Args:
         x: a tensor, or ``Scores``.
@@ -78,7 +78,7 @@ def widened(owner: Any, softmax: Callable[..., Any], x: Any, *args: Any, **kwarg
 
 
 def softmax_of(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the result of the method."""
+    """Return the result of the method ``softmax`` of ``x``."""
     return x.softmax(*args, **kwargs)
 
 

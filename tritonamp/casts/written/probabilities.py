@@ -1,12 +1,12 @@
-"""Give softmaxes and sigmoids an FP32 result where code reads it by logarithm, or returns it.
+"""Give softmaxes and sigmoids an FP32 result if code takes its logarithm, or returns it.
 
-Half probabilities below 3e-8 are 0 in float16, and sigmoids above 8.3 are 1. A logarithm or a
-fraction of these is not finite, inside of a model or in the loss outside.
+In float16 probabilities below 3e-8 are 0, and sigmoids of numbers above 8.3 are 1. A logarithm or a
+fraction of these is not finite, in a model or in the loss.
 """
 
 import ast
 import copy
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -34,10 +34,10 @@ class Widened(NamedTuple):
 
     Attributes:
         tree: the definition.
-        read: lines of softmaxes and sigmoids that code reads.
-        returned: lines of the others, which the function returns.
-        modules_read: attributes of ``self`` whose modules compute such probabilities.
-        modules_returned: the same for returned ones.
+        read: lines of softmaxes and sigmoids whose results are read.
+        returned: lines of softmaxes and sigmoids whose results are only returned.
+        modules_read: attributes of ``self`` that are modules whose results are read.
+        modules_returned: attributes of ``self`` that are modules whose results are only returned.
     """
 
     tree: ast.FunctionDef
@@ -72,10 +72,10 @@ def widened(
         modules: kind of the probabilities of attributes of ``self``, by name.
         is_result: whether results of the function are results of a model.
     """
-    names = {*function.__code__.co_names}
+    code = function.__code__
+    names = {*code.co_names}
     if _NAMES.isdisjoint(names) and names.isdisjoint(modules):
         return Widened(tree)
-    code = function.__code__
     owner = code.co_varnames[0] if code.co_argcount else ""
     own = copy.deepcopy(tree)
     calls = _Calls(Reader(function), owner, modules)
@@ -83,20 +83,24 @@ def widened(
     flows.block(own.body)
     read = flows.read
     returned = flows.returned - read if is_result and owner else set()
-    attributes = [frozenset(filter(None, map(calls.module, part))) for part in (read, returned)]
-    lines: list[list[int]] = [[], []]
+    modules_read, modules_returned = calls.modules(read), calls.modules(returned)
+    lines_read, lines_returned = list[int](), list[int]()
     logs = _logs_of(own, calls)
     for node in ast.walk(own):
-        if not isinstance(node, ast.Call) or node not in read | returned or calls.module(node):
+        if not isinstance(node, ast.Call) or calls.module(node):
             continue
-        lines[node in returned].append(node.lineno)
-        if node in logs:
-            _make_log_softmax(logs[node], node, calls)
-        else:
-            _make_wide(node, calls, name_node(owner) if node in returned else None)
-    if not any(lines):
+        if node in returned:
+            lines_returned.append(node.lineno)
+            _make_wide(node, calls, name_node(owner))
+        elif node in read:
+            lines_read.append(node.lineno)
+            if node in logs:
+                _make_log_softmax(logs[node], node, calls)
+            else:
+                _make_wide(node, calls)
+    if not (lines_read or lines_returned):
         own = tree
-    return Widened(own, tuple(lines[0]), tuple(lines[1]), *attributes)
+    return Widened(own, tuple(lines_read), tuple(lines_returned), modules_read, modules_returned)
 
 
 class _Calls:
@@ -117,6 +121,10 @@ class _Calls:
             case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner == self._owner:
                 return name if name in self._modules else ""
         return ""
+
+    def modules(self, nodes: Iterable[ast.Call]) -> frozenset[str]:
+        """Return the attributes of the owner that are called."""
+        return frozenset(filter(None, map(self.module, nodes)))
 
     def kind_of(self, node: ast.Call) -> str:
         """Return "softmax" or "sigmoid" for a call that makes probabilities, else ""."""
@@ -139,10 +147,11 @@ class _Calls:
         return "softmax" if is_softmax and set(named) <= {"dim"} else ""
 
     def is_method(self, node: ast.Call) -> bool:
+        """Return whether the call is that of a method, such as ``x.softmax(-1)``."""
         return self.reader.object(node.func) is None
 
     def operands(self, node: ast.Call) -> list[ast.expr]:
-        """Return function and positional arguments of a softmax, also of a method."""
+        """Return the function of a softmax and its positional arguments; a method as a function."""
         if self.is_method(node):
             return [of_ops("softmax_of"), node.func.value, *node.args]  # type: ignore[attr-defined]
         return [node.func, *node.args]
@@ -153,7 +162,7 @@ class _Calls:
 
 
 def _fits(node: ast.Call, named: list[str | None]) -> bool:
-    """Return whether a function has its tensor by position, and no argument except a dimension."""
+    """Return whether a call has its tensor by position, and no keyword except ``dim``."""
     return bool(node.args) and set(named) <= {"dim"}
 
 
@@ -164,7 +173,7 @@ def _is_none(keyword: ast.keyword) -> bool:
 
 
 def _logs_of(tree: ast.AST, calls: _Calls) -> dict[ast.AST, ast.Call]:
-    """Return the calls of ``log`` by the softmax that is their only argument."""
+    """Return each softmax that is the argument of ``log``, with that call of ``log``."""
     found: dict[ast.AST, ast.Call] = {}
     for node in ast.walk(tree):
         match node:
@@ -187,13 +196,13 @@ def _make_log_softmax(log: ast.Call, softmax: ast.Call, calls: _Calls) -> None:
     placed(log, log)
 
 
-def _make_wide(node: Any, calls: _Calls, owner: ast.expr | None) -> None:
+def _make_wide(node: Any, calls: _Calls, owner: ast.expr | None = None) -> None:
     """Make a call return FP32, in place.
 
     Args:
         node: call of a softmax or a sigmoid.
         calls: calls of the function.
-        owner: module whose result it is; None: code reads it.
+        owner: module whose forward returns the result; None: code reads the result.
     """
     owners = [] if owner is None else [owner]
     if calls.kind_of(node) == "sigmoid":

@@ -36,8 +36,8 @@ class Site(NamedTuple):
 
     Attributes:
         line: its line in the file.
-        module: attribute of ``self`` whose activation it is; "": none.
-        is_result: whether it counts as the result of a model only.
+        module: attribute of ``self`` that computes its activation; "": none.
+        is_result: whether it is FP32 only where the function's result is that of a model.
     """
 
     line: int
@@ -73,7 +73,7 @@ def rewritten(
         function: the function.
         is_activation: tells which attributes of ``self`` are modules with an activation.
         probabilities: attributes of ``self`` that are modules with probabilities, and their kind.
-        is_result: whether a model's result is that of the function.
+        is_result: whether the function's result is that of a model.
     """
     names = function.__code__.co_names
     calls_modules = any(n in probabilities or is_activation(n) for n in names)
