@@ -127,10 +127,10 @@ def _in_growth(skip: Skip, steps: Steps) -> Explanation | None:
     writers = {str(w): w for w in steps.writers.values() if w.lr is not None}
     away = [w for w in writers.values() if w.decays_away]
     if skip.outcome == OVERFLOW and skip.before:
-        # gradients that fitted at the last good step are beyond this now
-        beyond = skip.limit / (skip.scale * skip.before)
+        # the overflow proves that gradients have grown at least so much since the last good step
+        proved = skip.limit / (skip.scale * skip.before)
         is_finite = skip.scale > 1.0  # else no scale explains it
-        growth = growth._replace(norm=max(growth.norm, beyond), is_finite=is_finite)
+        growth = growth._replace(norm=max(growth.norm, proved), is_finite=is_finite)
     has_decayed = bool(away) and growth.largest[1] > growth.largest[0] > 0.0
     if not (growth.is_suspect or has_decayed):
         return None
@@ -156,7 +156,7 @@ def _against_growth(away: Sequence[Writer], writers: Sequence[Writer], clips: bo
         return (
             f"Lower {lower} ({w}, weight_decay={w.decay:g}): lr * weight_decay is "
             f"{w.lr * w.decay:g}, so each step multiplies the weights by {1 - w.lr * w.decay:g}. "
-            f"Below 1 it makes them smaller. {Cause.DIVERGENCE.advice}"
+            f"A product below 1 makes them smaller. {Cause.DIVERGENCE.advice}"
         )
     rates = sorted(map(str, writers))
     lower = f"Lower the learning rate{f' ({listed(rates)})' if rates else ''}"
@@ -208,8 +208,8 @@ def _in_data(
         return None
     where = f" of {skip.ranks}" if skip.ranks else ""
     became = "and gradients became NaN" if only_gradients else "and the loss became so, too"
-    moved = only_gradients and not skip.fixed and skip.hysteresis == 1
-    backed_off = _BACKED_OFF if moved else ""
+    has_backed_off = only_gradients and not skip.fixed and skip.hysteresis == 1
+    backed_off = _BACKED_OFF if has_backed_off else ""
     reason = (
         f"the input batch itself{where} held inf or NaN, {became}: "
         f"{'; '.join(found[:_SHOWN])}. {Cause.DATA.advice}{backed_off}"
@@ -218,12 +218,12 @@ def _in_data(
 
 
 def _may_be_mask(tensor: Tensor) -> bool:
-    """Return whether a tensor may be added to scores: -inf, and nothing above 0."""
+    """Return whether a tensor may be a mask to add to scores: nothing in it is above 0."""
     return bool((tensor <= 0.0).all())
 
 
 def _buffers(parameters: Mapping[Tensor, str]) -> str:
-    """Return a sentence about running statistics that are not finite, because a skip keeps them."""
+    """Return a sentence about running statistics that are not finite: a skip does not undo them."""
     running = ((t, name) for t, name in parameters.items() if name.rpartition(".")[2] in _RUNNING)
     names = _nonfinite(running)
     if not names:

@@ -70,7 +70,7 @@ class Growth(NamedTuple):
         return not in_fp32.finite or self.is_explosion
 
     def words(self, in_fp32: Fp32Run | None) -> str:
-        """Return the growth in words, and what is known of FP32."""
+        """Return the growth in words, and the result of a run in FP32."""
         before, now = self.losses
         if not math.isfinite(now) and in_fp32 is not None and in_fp32.loss is not None:
             now = in_fp32.loss

@@ -9,7 +9,7 @@ from tritonamp.diagnosis.skips import Cause, Explanation, Overflow
 from tritonamp.kernels._decision import CLEAN, NORM, OVERFLOW
 
 MOST = 1000  # steps
-_MOST_OVERFLOWS = 64  # that are kept of a row: from any scale to the lowest
+_MOST_OVERFLOWS = 64  # kept of one row: enough from any scale down to the lowest
 
 
 class History:

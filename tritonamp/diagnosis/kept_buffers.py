@@ -16,25 +16,31 @@ from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels.device import is_capturing
 from tritonamp.watched.forwards import Spectator
 
-_RUNNING = ("running_mean", "running_var")  # torch does not count what batch_norm writes there
+_RUNNING = ("running_mean", "running_var")  # torch counts no writes of batch_norm there
 _CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _Kept(NamedTuple):
-    """The buffers of one module, by name, each with a copy of when all were finite."""
+    """The kept values of one module.
+
+    Attributes:
+        buffers: by name, each buffer and a copy, made when all of them were finite.
+        seen: id and version of each buffer, when they were last read.
+    """
 
     buffers: Mapping[str, tuple[Tensor, Tensor]]
-    seen: Sequence[tuple[int, int]]  # identity and count of writes of each at the last look
+    seen: Sequence[tuple[int, int]]
 
 
 class KeptBuffers(Spectator):
     """Keeps values of the buffers that training forwards write, while these values are finite.
 
     A forward that computes inf or NaN writes them into running statistics, where they would stay
-    for ever, although its step is skipped. ``restore`` writes the values of before that forward.
+    for ever, although its step is skipped. ``restore`` writes back the values from before that
+    forward.
 
     The first forward after a decision copies the buffers that may have changed, and reads on the
-    host which are finite. Forwards that torch.compile or a CUDA graph runs are not heard of.
+    host which are finite. It does nothing in forwards that torch.compile or a CUDA graph runs.
 
     Args:
         names: function that returns the full name of each parameter and buffer.
@@ -65,20 +71,22 @@ class KeptBuffers(Spectator):
             own = _plain(module)
             seen = [(id(t), t._version) for t in own.values() if t.is_floating_point()]
             known = self._kept.get(module)
-            if seen and (known is None or known.seen != seen or self._is_due & _has_running(own)):
+            is_uncounted = self._is_due and _has_running(own)
+            if seen and (known is None or known.seen != seen or is_uncounted):
                 changed.append((module, own, seen, known.buffers if known else {}))
         if not changed or is_capturing(next(iter(changed[0][1].values())).device):
             return
         bad = _nonfinite(t for _, own, _, _ in changed for t in own.values())
         copies: list[tuple[Tensor, Tensor]] = []
         for module, own, seen, before in changed:
+            # other bad buffers are no fault: masks, and those that have never been finite
             tracked = {
                 name: t
                 for name, t in own.items()
                 if t not in bad or name in _RUNNING or (name in before and not _is_mask(name, t))
             }
             if bad.isdisjoint(tracked.values()):
-                before = {n: (t, _copy_of(t, before.get(n))) for n, t in tracked.items()}
+                before = {n: (t, _memory_for(t, before.get(n))) for n, t in tracked.items()}
                 copies += before.values()
             self._kept[module] = _Kept(before, seen)
         _copy((copy, t) for t, copy in copies)
@@ -86,9 +94,9 @@ class KeptBuffers(Spectator):
     @leaves_inference_mode
     @torch.no_grad()
     def restore(self) -> list[str]:
-        """Restore the buffers of each module in which one has become inf or NaN.
+        """Restore all buffers of each module in which one has become inf or NaN.
 
-        Other buffers than running statistics may be -inf on purpose.
+        A -inf in buffers other than running statistics does not count: masks hold it.
 
         Returns:
             full names of the buffers that were inf or NaN.
@@ -101,7 +109,7 @@ class KeptBuffers(Spectator):
             found = [t for name, (t, _) in kept.items() if t in bad and not _is_mask(name, t)]
             spoilt += found
             writes += kept.values() if found else ()
-        # a graph that has saved them, for a step that is still to come, keeps working
+        # a graph that has saved the buffers for a later backward must keep working
         with preserve_versions(tuple(t for t, _ in writes)):
             _copy(writes)
         names = self._names() if spoilt else {}
@@ -129,7 +137,7 @@ def _has_running(buffers: Mapping[str, Tensor]) -> bool:
 def _still_there(module: nn.Module, kept: _Kept) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the present buffers of the module that can take a kept value, each with the value.
 
-    A forward may have put other tensors into the place of those that were copied.
+    A forward may have replaced the tensors that were copied.
     """
     own = _plain(module)
     return {
@@ -143,10 +151,11 @@ def _is_like(one: Tensor, other: Tensor) -> bool:
     return (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
 
 
-def _copy_of(buffer: Tensor, before: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return memory for a copy of a buffer: that of the copy before, if there is one."""
-    fits = before is not None and before[0] is buffer and _is_like(buffer, before[1])
-    return before[1] if fits and before is not None else torch.empty_like(buffer)
+def _memory_for(buffer: Tensor, kept: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return memory for a copy of a buffer: that of its last copy, if there is one."""
+    if kept is not None and kept[0] is buffer and _is_like(buffer, kept[1]):
+        return kept[1]
+    return torch.empty_like(buffer)
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -174,5 +183,5 @@ def _by_kind(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterable[list[tuple[Tens
 
 
 def _is_mask(name: str, buffer: Tensor) -> bool:
-    """Return whether a buffer that is not finite may be so on purpose."""
+    """Return whether a buffer that is not finite may be a mask: -inf, but no inf and no NaN."""
     return name not in _RUNNING and not bool((buffer.isnan() | (buffer == math.inf)).any())

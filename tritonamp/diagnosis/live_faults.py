@@ -1,4 +1,4 @@
-"""Watch a training step as it runs, to find a fault that is outside of the model."""
+"""Watch a training step as it runs, to find a fault outside of the model."""
 
 import dataclasses
 import sys
@@ -21,23 +21,23 @@ from tritonamp.watched.graph import nodes
 from tritonamp.watched.ops import is_finite
 
 _UNTRIED = f"{BY_FUNCTION} runs the loss again, and tries remedies"
-STEPS = 4  # that are watched after an unexplained fault, until one has a fault
+STEPS = 4  # most steps that are watched after an unexplained fault
 
 
 class LiveFaults(Spectator):
     """Watches whole steps, from their first forward to the loss, after ``arm`` was called.
 
-    A mode is active while the user's code runs, because that computes the loss. It ends when the
-    loss is known. If the loss is not finite, the mode has seen where inf or NaN began. Otherwise a
-    backward that is watched, too, shows this for the gradients, before the user's own backward.
+    A dispatch mode is active while the user's code computes the loss. If the loss is not finite,
+    the mode has seen the op where inf or NaN began. Otherwise a watched backward runs before the
+    user's own, to find that op for the gradients.
 
-    The mode gives up, and from then on only passes ops through, where it cannot end at the loss: if
-    the user has entered another mode since, or an exception has left the training loop.
+    The mode gives up, and only passes ops through, if it cannot end at the loss: the user has
+    entered another mode since, or an exception has left the training loop.
 
     Args:
         models: enabled models.
         scaler: scaler that the user may drive in a ``torch.amp`` loop.
-        can_watch: whether forwards and backwards need no other rank, as those of FSDP2 do.
+        can_watch: whether forwards and backwards run without other ranks, unlike those of FSDP2.
 
     Attributes:
         is_watching: whether the loss of this step is wanted; no property, because each step asks.
@@ -51,8 +51,8 @@ class LiveFaults(Spectator):
         self._loop: set[tuple[int, CodeType]] = set()  # the frames around the last decision
         self._watch: Any = None  # a LiveWatch, from the first forward to the loss
         self.is_watching = False
-        self._replay: Any = None
-        self._fault: FaultReport | None = None  # of this step
+        self._replay: Any = None  # the Replay that owns the watch
+        self._fault: FaultReport | None = None  # found in this step
 
     def arm(self) -> bool:
         """Watch the next steps, until one has a fault. Return False where that is not possible."""
@@ -62,7 +62,7 @@ class LiveFaults(Spectator):
         return self._can_watch
 
     def decided(self) -> tuple[bool, FaultReport | None]:
-        """Note a decision. Return whether its step was watched, and its fault, if one was found."""
+        """Note a decision. Return whether its step was watched, and the fault found in it."""
         was_armed, fault = self._steps_left > 0, self._fault
         self._end()
         self._fault = None
@@ -96,16 +96,16 @@ class LiveFaults(Spectator):
 
     def _begin(self, loop: FrameType, model: nn.Module, args: tuple[Any, ...]) -> None:
         from tritonamp.diagnosis.live_watch import LiveWatch  # here, because few runs watch
-        from tritonamp.diagnosis.replay.search import _Replay
+        from tritonamp.diagnosis.replay.search import Replay
 
-        self._replay = _Replay(list(self._models), 1.0)
+        self._replay = Replay(list(self._models), 1.0)
         self._watch = watch = self._replay.watch = LiveWatch(self._replay.names, loop)
         watch.begin()
         watch.note_entered(model, args)  # the hooks come too late for this forward
         self._scaler.on_loss, self.is_watching = self.note_loss, True
 
     def _end(self) -> bool:
-        """Leave the mode. Return whether it has watched everything until now."""
+        """Leave the mode. Return whether it has seen all ops of the step."""
         watch = self._watch
         if watch is None:
             return False
@@ -116,7 +116,7 @@ class LiveFaults(Spectator):
         return complete
 
     def note_loss(self, loss: Tensor, scaler: GradScaler) -> None:
-        """Look for the fault in a loss, or in its backward. Nothing that this raises is passed on.
+        """Look for the fault in a loss, or in its backward. Raises nothing.
 
         Args:
             loss: loss of the step, or of a micro-batch of it.
@@ -155,7 +155,7 @@ def _fault_in(replay: Any, loss: Tensor) -> FaultReport | None:
 
 
 def _can_repeat(loss: Tensor) -> bool:
-    """Return whether a backward may run before the user's own.
+    """Return whether the backward of a loss may run before the user's own.
 
     Functions of other libraries may write to the tensors that they have saved, and the backward of
     reentrant checkpoints adds to ``.grad``.
@@ -174,7 +174,7 @@ def _user_frames(frame: FrameType) -> list[FrameType]:
 
 
 def _is_in_backward() -> bool:
-    """Return whether a backward computes a checkpointed segment again."""
+    """Return whether a backward is running, which computes a checkpointed segment again."""
     # private (torch 2.11 to 2.15), as in ``PlacedOps``
     return torch._C._current_autograd_node() is not None
 

@@ -64,8 +64,8 @@ class StepLog:
     Attributes:
         sizes: sizes of the weights in some steps.
         history: outcomes of the last steps.
-        clips: function that tells whether the loop clips gradients.
-        handle: expression for the handle in texts, where a program has no ``amp`` of ours.
+        clips: function that returns whether the loop clips gradients.
+        handle: expression for the handle in texts; not "amp" if that name is taken.
         last: explanation of the last skip; None: no step was skipped.
         batches: forwards of the last skip.
     """

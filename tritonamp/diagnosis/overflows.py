@@ -1,4 +1,4 @@
-"""Gradients that are not finite although the loss is: the scale is too high, or none helps."""
+"""Gradients that are not finite although the loss is: is the scale too high, or does none help?"""
 
 import math
 from collections.abc import Sequence
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.skips import MANY, Cause, Skip
 
-# factor over the last step's gradients that a scale looking for its level does not run into
-_SUDDEN = 256
-_NEAR = 16  # factor below the format's largest number, where gradients do not overflow next to it
+_SUDDEN = 256  # factor by which gradients hardly grow from one step to the next
+_NEAR = 16  # factor below the format's largest number from which on no other gradient overflows
 _FIXED = (
     "The scale is fixed, so it cannot back off: give a lower loss_scale, or 'dynamic', which finds "
     "its level by itself."
@@ -36,10 +35,10 @@ def _is_sudden(skip: Skip, names: Sequence[str]) -> bool:
 
 
 def _is_stuck(skip: Skip) -> bool:
-    """Return whether lower scales left the same gradients NaN, and no number explains it.
+    """Return whether the same gradients were NaN at lower scales, and no large number explains it.
 
-    A scale that is far too high gives NaN, too, as inf - inf. But inf comes with it, or a loss or
-    another gradient that is large at that scale.
+    A scale that is far too high also gives NaN, as inf - inf. But then another gradient is inf, or
+    the scaled loss or another gradient is large.
     """
     earlier = skip.row[1 - MANY :]
     if not skip.is_one_of_many or not skip.nan or any(o.nan != skip.nan for o in earlier):
@@ -53,7 +52,7 @@ def _is_stuck(skip: Skip) -> bool:
 
 
 def why_overflow(skip: Skip, names: Sequence[str], cause: Cause) -> str:
-    """Return the reason in words, and advice. For the arguments see ``cause_of_overflow``."""
+    """Return the reason in words, and advice. Arguments are those of ``cause_of_overflow``."""
     kinds = ["NaN" if math.isnan(skip.amax[name]) else "inf" for name in names]
     count = f"{len(names)} parameter(s)"
     if not names:
@@ -76,7 +75,7 @@ def _lowered(skip: Skip) -> str:
 
 
 def _about_scale(skip: Skip, cause: Cause) -> str:
-    """Return what the scale has to do with it, and advice."""
+    """Return the part of the loss scale in the overflow, in words, and advice."""
     if cause is Cause.EXHAUSTED:
         return _FIXED if skip.fixed else cause.advice
     if cause is Cause.SCALE and skip.is_one_of_many:

@@ -15,6 +15,10 @@ from tritonamp.diagnosis.replay.faults import BFLOAT16, WHOLE, listed
 from tritonamp.diagnosis.replay.user_calls import Patch
 
 MOST_MODULES = 4  # in FP32 together
+MOST_EDITS = 2  # that are advised
+MOST_RUNS = 6  # of edits
+NOT_OF_CODE = frozenset("data parameters propagated own_backward scale_too_high".split())
+"""Kinds of faults that neither an edit of the model nor another precision cures."""
 
 
 def find_remedy(
@@ -74,13 +78,13 @@ def remedy_of(
     return found._replace(edits=tuple(tried.passed), vain=tuple(tried.vain), too_large=too_large)
 
 
-MOST_EDITS = 2  # that are advised
-MOST_RUNS = 6  # of edits
-NOT_OF_CODE = frozenset("data parameters propagated own_backward scale_too_high".split())
-
-
 class _Trials:
-    """Runs of a batch, each under one remedy, and which of them passed."""
+    """Runs of a batch, each under one remedy.
+
+    Attributes:
+        passed: words of the remedies that passed.
+        vain: words of the others.
+    """
 
     def __init__(self, search: Callable[..., FaultReport | None]) -> None:
         self._search = search
@@ -89,9 +93,9 @@ class _Trials:
         self._forms: set[str] = set()  # of edits that passed
 
     def edit(self, patch: Patch) -> None:
-        """Run the batch with one edit. An edit that does not run counts as not tried.
+        """Run the batch with one edit, unless an edit of the same form has passed.
 
-        Nor is one tried whose form has passed, with another number.
+        An edit that cannot run counts as not tried.
         """
         if patch.form and patch.form in self._forms:
             return
@@ -117,7 +121,7 @@ class _Trials:
         return passes
 
     def uncast(self, healing: Healing) -> None:
-        """Run the batch with inputs that are not cast, and the modules that need it in FP32."""
+        """Run the batch without the cast of inputs, and with modules that then fail in FP32."""
 
         def again(tried: Remedy) -> list[str | None]:
             if tried.bfloat16:
@@ -128,14 +132,14 @@ class _Trials:
         try:
             wrong = again(Remedy())
             modules = find_remedy(wrong, again, MOST_MODULES).modules
-        except Exception:  # the weights are half, and nothing casts for them
+        except Exception:  # half weights cannot take FP32 inputs
             return
         if modules or not wrong:
             also = f" and fp32_modules={list(modules)}" if modules else ""
             self.passed.append(f"set cast_inputs=False{also}")
 
     def precision(self, fault: FaultReport, healing: Healing) -> Remedy:
-        """Run the batch in other precisions; without the memory for it, nothing is known."""
+        """Run the batch in other precisions; the result is empty if there is no memory for it."""
         again, found = self.again(healing), Remedy()
         with contextlib.suppress(Exception):
             wrong = [fault.module]
@@ -154,14 +158,14 @@ class _Trials:
                     return [None]
                 return [] if self.block(BFLOAT16, healing.in_bfloat16(), keep=False) else [None]
             left = self._search(around=healing.in_fp32(tried.modules))
+            # of the growing lists of modules, only the last one counts
             self.vain = [words for words in self.vain if not words.startswith("fp32_modules")]
             if left is None or _passes(left):
                 return []
-            if "" not in tried.modules:  # else it is the whole model, which follows
+            if "" not in tried.modules:  # the whole model in FP32 is a trial of its own
                 self.vain.append(f"fp32_modules={list(tried.modules)}")
-            # a gradient is cast for the module that made the input
+            # a gradient is cast for the module that made the input, so that one joins the trial
             maker = left.event.maker
-            # of the model itself all else would be, too: that trial follows by itself
             made_in = [maker.module] if maker is not None and maker.module else []
             return [left.module, *made_in]
 
@@ -169,7 +173,7 @@ class _Trials:
 
 
 def _passes(left: FaultReport | None) -> bool:
-    """Return whether a run passes. A loss scale that is too high comes down by itself."""
+    """Return whether a run passes. A scale that is too high does, because it adapts by itself."""
     return left is None or left.kind == "scale_too_high" or left.harmless
 
 

@@ -35,11 +35,17 @@ _NOT_AGAIN = (
 
 
 class _Shown(NamedTuple):
-    """The faults that the last full report was about."""
+    """The faults of the last full report.
 
-    faults: Sequence[Any] = ()  # facts by which to know them
+    Attributes:
+        faults: facts by which to recognise the same faults.
+        headings: headings of their reports.
+        step: number of the step.
+    """
+
+    faults: Sequence[Any] = ()
     headings: str = ""
-    step: int = 0  # number of the step
+    step: int = 0
 
     @classmethod
     def of(cls, found: Finding, step: int) -> "_Shown":
@@ -66,11 +72,11 @@ class Response:
     _buffers: KeptBuffers
     _live: LiveFaults
     counts: FaultCounts = dataclasses.field(default_factory=FaultCounts)  # of the faults so far
-    _reported: tuple[Explanation | None, str] = (None, "")  # the last replay, and of what
+    _reported: tuple[Explanation | None, str] = (None, "")  # skip of the last report, and its text
     _shown: _Shown = dataclasses.field(default_factory=_Shown)
     _unexplained: int = 0  # faults that a replay did not show
-    _restored: tuple[int, str] = (0, "")  # step after which buffers were restored, and a sentence
-    _vanished: str = ""  # report about a good batch
+    _restored: tuple[int, str] = (0, "")  # the last step with restored buffers, and a sentence
+    _vanished: str = ""  # report about an overflow in the first good batch
 
     def __post_init__(self) -> None:
         self._forwards.holds_recent = self._policy.on_nonfinite in ("explain", "heal")
@@ -100,7 +106,12 @@ class Response:
             logger.warning("no step was skipped, but %s", found.report)
 
     def _answer(self, watched: bool, fault: FaultReport | None) -> None:
-        """Answer a skip, given whether its step was watched, and the fault that was found then."""
+        """Respond to a skip.
+
+        Args:
+            watched: whether the step ran watched.
+            fault: fault that the watch has found.
+        """
         restored = self._restore_buffers()  # before the batch runs again
         mine = self._log.explanation()
         if restored and mine is not None:
@@ -110,7 +121,7 @@ class Response:
         if not explanation.needs_help:
             logger.info(explanation.text)
             return
-        with self._ranks.alone() as hindrance:  # around all that runs again
+        with self._ranks.alone() as hindrance:
             if not hindrance:
                 explanation = self._explained(self._log.reconsidered(self._replays.run_in_fp32))
                 assert explanation is not None
@@ -161,9 +172,9 @@ class Response:
         )
 
     def _found(self, watched: bool, fault: FaultReport | None) -> Finding:
-        """Return the fault that was found as the step ran, else the findings of a replay.
+        """Return the fault found in a watched step, else the findings of a replay.
 
-        All ranks must call this together.
+        All ranks must call this together. Arguments are those of ``_answer``.
         """
         if watched:
             if fault is not None and self._ranks.several:
@@ -175,7 +186,7 @@ class Response:
         return self._replays.replay()
 
     def _report(self, explanation: Explanation, found: Finding) -> str:
-        """Return the report of a fault. Of a fault that was reported last, it is the heading."""
+        """Return the report of a fault; if it repeats the last one, only its heading."""
         shown, live = self._shown, ""
         if not found.faults:
             self._unexplained += 1
@@ -240,7 +251,7 @@ class Response:
         return any(f"{name}.".startswith(f"{n}.") or not n for n in self._healing.names)
 
     def explain(self, replay: bool | Callable[[], Any]) -> str:
-        """Return the cause of the last skip, and the report of a replay, now or before.
+        """Return the cause of the last skip, and the report of a new or an earlier replay.
 
         All ranks replay together.
         """
@@ -270,7 +281,7 @@ class Response:
         fits = of is not None and of.cause is explanation.cause
         if replay is not False:
             found = self._replays.replay(replay)
-            # a fault that was found as its step ran needs the loss, which runs for no replay
+            # a fault of a watched step may be in the loss, which a replay of forwards does not run
             if found.faults or callable(replay) or not (fits and self._shown.faults):
                 return f"{explanation.text}\n{found.report}"
         if of is None or not fits:

@@ -16,7 +16,7 @@ from tritonamp.names import short
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _HALF_MAX = torch.finfo(torch.float16).max
-MANY = 3  # overflows in a row that are more than a scale that finds its level
+MANY = 3  # overflows in a row from which on the scale may not be the cause
 _BY_FUNCTION = (
     " amp.explain(replay=lambda: criterion(model(x), y)), with the batch at hand, names the "
     "operation."
@@ -118,17 +118,17 @@ class Writer(NamedTuple):
 
     @property
     def decays_away(self) -> bool:
-        """Whether its weight decay alone makes weights grow at each step."""
+        """Whether weight decay alone makes weights grow at each step."""
         return self.decay is not None and self.lr is not None and self.lr * self.decay > 2.0
 
     @property
     def can_be_clipped(self) -> bool:
-        """Whether smaller gradients make its steps smaller, and harmless at that rate."""
+        """Whether clipped gradients make its steps small: not so for Adam, or a rate above 1."""
         return self.name in ("SGD", "ASGD") and self.lr is not None and self.lr <= 1.0
 
     @property
     def fault(self) -> str:
-        """The mistake in its steps, if they have written inf or NaN, and advice."""
+        """The mistake in steps that have written inf or NaN, and advice."""
         if self.zero_eps is None and self.lr is not None and not math.isfinite(self.lr):
             return "The learning rate is not finite: look in its scheduler"
         if self.zero_eps is None:
@@ -144,7 +144,7 @@ class Writer(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The known facts of the steps before a skip."""
+    """The known facts about the steps before a skip."""
 
     writers: Mapping[str, Writer] = {}  # by name of a parameter
     growth: Callable[[], Growth] = Growth  # in these steps
@@ -156,7 +156,7 @@ NO_STEPS = Steps()
 
 
 class Overflow(NamedTuple):
-    """What later skips remember of an overflow."""
+    """The facts of an overflow that explain later ones."""
 
     scale: float
     nan: frozenset[str]  # names of the parameters with NaN; empty where inf was among gradients
@@ -186,7 +186,7 @@ class Skip(NamedTuple):
     # the limits are away
     outlier: tuple[float, ...] = ()
     row: Sequence[Overflow] = ()  # overflows directly before this one, the oldest first
-    hysteresis: int = 1  # of so many overflows without a step between, the last lowers the scale
+    hysteresis: int = 1  # number of overflows without a step between that lower the scale once
 
     @property
     def in_float16(self) -> bool:
@@ -269,11 +269,11 @@ class Explanation(NamedTuple):
     def _start(self, facts: Sequence[str]) -> str:
         step = self.skip.step
         number = f"{step}" if self.skip.exact else f"<= {step}"
-        listed = ", ".join([f"{self.skip.skipped} of {step}", *facts])
-        return f"step {number} skipped ({listed}): {self.cause.value}"
+        all_facts = ", ".join([f"{self.skip.skipped} of {step}", *facts])
+        return f"step {number} skipped ({all_facts}): {self.cause.value}"
 
     def repeats(self, earlier: "Explanation") -> bool:
-        """Return whether an earlier explanation says the same, but for steps and scales."""
+        """Return whether an earlier explanation differs in steps and scales at most."""
         if self.cause is not earlier.cause or self.skip.outcome != earlier.skip.outcome:
             return False
         if self.cause is Cause.SCALE:

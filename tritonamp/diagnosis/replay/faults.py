@@ -23,7 +23,7 @@ class Remedy(NamedTuple):
     Attributes:
         modules: modules that computed in FP32 in a run that passed.
         bfloat16: whether the model passed in bfloat16.
-        fp32: whether the whole model passed in FP32, where no few modules were enough.
+        fp32: whether the whole model passed in FP32, where a few modules did not.
         edits: edits of the code and the policy that passed, as advice.
         vain: all remedies that did not pass.
         too_large: whether a result is too large for its format, so that ``modules`` are the first
@@ -54,7 +54,7 @@ class Remedy(NamedTuple):
         return f"tried: the {'forward' if self.forward_only else 'batch'} passes"
 
     def _in_fp32(self) -> Iterator[str]:
-        """Yield advice to compute in FP32 what passed so."""
+        """Yield the advice to compute modules, or the whole model, in FP32, if that passed."""
         if self.modules and "" not in self.modules:
             alone = f"; {self.modules[0]} alone only moves the fault"
             which, more = ("it", "") if len(self.modules) == 1 else ("them", alone)
@@ -76,7 +76,7 @@ class Remedy(NamedTuple):
 
     @property
     def tried_edits(self) -> bool:
-        """Whether edits were tried in vain that do more than compute in FP32."""
+        """Whether edits were tried in vain, apart from those that only compute in FP32."""
         precision = (WHOLE, BFLOAT16, "fp32_modules", "set ")
         return any(not v.startswith(precision) and "float()" not in v for v in self.vain)
 
@@ -108,7 +108,7 @@ class FaultReport:
         scale: loss scale of the backward.
         fits: largest loss scale that works.
         names: names of the parameters, inputs or gradients that are not finite.
-        has_backward: whether the run goes on with a backward, if the forward has no fault.
+        has_backward: whether the run has a backward, if its forward has no fault.
         replayed: whether the forward gave the same bits as the first time.
         remedy: result of the tried remedies; None: none was tried.
         untried: why no remedy was tried, if ``remedy`` is None.

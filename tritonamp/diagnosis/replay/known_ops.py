@@ -52,7 +52,7 @@ def is_softmax(op: str) -> bool:
 
 
 def keeps_probabilities(op: str) -> bool:
-    """Return whether an op picks or shifts probabilities, so that it makes no zeros of its own."""
+    """Return whether an op picks, shifts or divides probabilities, and makes no zeros itself."""
     names = """add sub rsub clamp clamp_min clamp_max index gather index_select masked_select
         masked_fill cat stack div"""
     return op in names.split()

@@ -1,4 +1,4 @@
-"""Rewritten calls: what a call gives after an edit of the user's code."""
+"""The results of calls after an edit of the user's code."""
 
 import math
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def on_argument(number: int, change: Callable[[Tensor], Tensor]) -> Change:
 
 
 def with_keywords(**more: Any) -> Change:
-    """Return the change that gives keywords, in place of those of the same names."""
+    """Return the change that adds keywords, or replaces those of the same names."""
 
     def changed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -80,7 +80,7 @@ def on_numbers(change: Callable[[float, torch.dtype], float]) -> Change:
 
 
 def within(number: float, dtype: torch.dtype) -> float:
-    """Return a number that the dtype does not hold as the end of its range."""
+    """Return a number, clamped to the range of a dtype."""
     limit = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
     return max(-limit, min(limit, number))
 
@@ -102,7 +102,7 @@ def _floats(value: Any) -> Any:
 
 
 def unmasked(scores: Tensor) -> Tensor:
-    """Return scores with zeros in rows of nothing but -inf."""
+    """Return scores in which rows of only -inf are zero."""
     return torch.where((scores == -math.inf).all(-1, keepdim=True), 0, scores)
 
 
@@ -116,7 +116,7 @@ def where_masked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def finite_infinities(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a call with infinities as the ends of the range."""
+    """Run a call with infinities clamped to the range of the dtype."""
     if _is_in_place(function):
         return NotImplemented
 
@@ -139,12 +139,12 @@ def mean_or_zero(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def std_by_var(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a standard deviation that has a slope at 0."""
+    """Return a standard deviation whose gradient is finite at 0."""
     return (torch.var(*args, **kwargs) + 1e-6).sqrt()
 
 
 def norm_by_squares(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a 2-norm that has a slope at 0."""
+    """Return a 2-norm whose gradient is finite at 0."""
     x, *rest = args
     order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else 2))
     dim = kwargs.get("dim", rest[1] if len(rest) > 1 else None)

@@ -63,7 +63,7 @@ def find_fault(
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     with around or contextlib.nullcontext():  # it may put other tensors into the models
-        replay = _Replay(models, scale, patch)
+        replay = Replay(models, scale, patch)
         with _untouched(models, replay.watch.writes):
             output = replay.forward(run, expected)
             found = Backward(output, grad_outputs, scale, replay.params)
@@ -79,9 +79,9 @@ def find_fault(
 def result_of(
     models: list[nn.Module], run: Callable[[], Any], around: AbstractContextManager[None]
 ) -> list[Tensor]:
-    """Return the floating tensors that ``run`` gives inside ``around``. Leaves no trace."""
+    """Return the floating tensors that ``run`` returns inside ``around``. Leaves no trace."""
     with around, _untouched(models, {}):
-        # the sum computes unread logits, before the modules change
+        # + 0 computes logits that nothing has read yet, before the modules change
         return [t.detach() + 0 for t in floats(run())]
 
 
@@ -112,8 +112,8 @@ def _untouched(
             preserve_versions((*params, *written)),
             torch.compiler.set_stance("force_eager"),
             silenced(modules),
-            _unheard(models),
-            # others run other batches, or none: to wait for them may be to wait for ever
+            _without_spectators(models),
+            # other ranks run other batches, or none: a wait for them may not end
             NoCollectives() if world_size() > 1 else contextlib.nullcontext(),
         ):
             try:
@@ -130,16 +130,16 @@ def _untouched(
 
 
 @contextlib.contextmanager
-def _unheard(models: list[nn.Module]) -> Iterator[None]:
-    """Keep forwards of enabled models inside the block from spectators, who follow training."""
+def _without_spectators(models: list[nn.Module]) -> Iterator[None]:
+    """Hide forwards inside the block from spectators, because these follow training."""
     enabled: list[Any] = [m for m in models if hasattr(m, "_tritonamp")]
-    heard = {m._tritonamp: m._tritonamp.spectators for m in enabled}
-    for context in heard:
+    before = {m._tritonamp: m._tritonamp.spectators for m in enabled}
+    for context in before:
         context.spectators = ()
     try:
         yield
     finally:
-        for context, spectators in heard.items():
+        for context, spectators in before.items():
             context.spectators = spectators
 
 
@@ -151,7 +151,7 @@ def _write_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
             tensor.copy_(value)
 
 
-class _Replay:
+class Replay:
     """One forward, perhaps with its backward, under a ``Watch``."""
 
     def __init__(self, models: list[nn.Module], scale: float, patch: Patch | None = None) -> None:

@@ -51,7 +51,7 @@ class SmallNumbers:
                 self._memories.of(t).eps = eps
 
     def eps(self, call: OpCall) -> Eps | None:
-        """Return the eps in the values that an op reads; None: there is none."""
+        """Return an eps that was added to the values that an op reads; None: there is none."""
         return next(filter(None, (self._memories.of(t).eps for t in call.inputs())), None)
 
     def softmax(self, call: OpCall) -> Place | None:

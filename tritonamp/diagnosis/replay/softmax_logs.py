@@ -1,4 +1,4 @@
-"""The edit that takes ``log_softmax`` in place of the logarithm of a softmax."""
+"""The edit that replaces the logarithm of a softmax by ``log_softmax``."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from tritonamp.diagnosis.replay.user_calls import Patch, Site
 
 _UNITS = {"log": 1.0, "log2": 1 / math.log(2), "log10": 1 / math.log(10)}
 _CASTS = "float half bfloat16 to type contiguous clone".split()
-_SHIFTS = "add __add__ __radd__ clamp clamp_min".split()
+_SHIFTS = "add __add__ __radd__ clamp clamp_min".split()  # of an eps
 _PICKS = """reshape view flatten squeeze unsqueeze transpose permute __getitem__ gather index_select
     select narrow take_along_dim""".split()
 
@@ -18,9 +18,8 @@ _PICKS = """reshape view flatten squeeze unsqueeze transpose permute __getitem__
 class LogSoftmax(Patch):
     """``log_softmax(x)`` in place of the logarithm of a softmax of ``x``.
 
-    Probabilities are followed from the softmax to the logarithm: through casts, through a choice of
-    elements, which chooses the same ones of the logarithms, and through an added eps, which is left
-    out, because ``log_softmax`` does not need it.
+    The patch follows probabilities from the softmax to the logarithm. On the way casts and an added
+    eps are left out, and a call that picks elements picks the same elements of the logarithms.
 
     Args:
         softmax: calls of the softmax.

@@ -54,9 +54,9 @@ class Patch:
 
 
 class UserCalls(TorchFunctionMode):
-    """Tells a watched run which function of torch the user's code calls, and applies a patch.
+    """Notes in a watched run which function of torch the user's code calls, and applies a patch.
 
-    torch sets the mode aside while a call runs, so functions that torch itself calls go unseen.
+    torch disables the mode while a call runs, so functions that torch itself calls are not seen.
     """
 
     def __init__(self, run: PlacedOps, patch: Patch | None) -> None:

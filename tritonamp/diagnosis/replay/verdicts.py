@@ -29,12 +29,12 @@ class Eps(NamedTuple):
     """A small number that was added, or is a lower limit."""
 
     value: float
-    dtype: torch.dtype  # format of the result
+    dtype: torch.dtype  # of the sum
     place: Place | None = None  # where it was added
 
     @property
     def vanishes(self) -> bool:
-        """Whether it is 0 in the format."""
+        """Whether the dtype rounds it to 0."""
         info = torch.finfo(self.dtype)
         return abs(self.value) <= info.smallest_normal * info.eps / 2
 
@@ -92,7 +92,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         why: the reason.
-        hint: advice for where no tried remedy is known.
+        hint: advice for a fault without a tried remedy.
     """
 
     why: str
@@ -254,7 +254,7 @@ FORWARD: list[tuple[str, Callable[[Event], bool]]] = [
 ]
 """Kinds of a forward fault. The first match wins."""
 
-SMALL_DIVISOR = 1e-4  # whose square, in a gradient, is far below the half formats
+SMALL_DIVISOR = 1e-4  # a gradient divides by its square, which float16 rounds to 0
 
 REASONS = {
     "sqrt": "the slope of sqrt at 0 is infinite",

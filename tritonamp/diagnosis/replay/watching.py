@@ -47,7 +47,7 @@ class _Ran(NamedTuple):
 
 
 class Watch(PlacedOps):
-    """Looks at every op while it is active, and waits for the device at each.
+    """Reads the results of every op while it is active, and waits for the device at each.
 
     Args:
         names: names of the models.
