@@ -70,7 +70,7 @@ def cure(
 
 
 def _zeros_of_softmax(findings: Iterable[Finding]) -> int:
-    """Return the number of places that read probabilities of a softmax that are zero in half."""
+    """Return the number of places that read zeros of a half softmax."""
     return sum(finding.kind == "softmax" for finding in findings)
 
 

@@ -1,4 +1,4 @@
-"""The result that is inf or NaN in FP32 already, from which every other one follows."""
+"""The first result that is inf or NaN in FP32, from which the others follow."""
 
 import math
 from collections.abc import Iterator
@@ -20,17 +20,21 @@ ADVICE = {
 
 
 class Root(NamedTuple):
-    """Where inf or NaN came from finite numbers, and where it first became NaN behind that."""
+    """The origin of inf or NaN.
+
+    Attributes:
+        record: result that was made from finite numbers.
+        nan: first result behind it that has NaN; None: there is none.
+    """
 
     record: TensorRecord
     nan: TensorRecord | None
 
 
 def root_of(run: DryRun) -> Root | None:
-    """Return the origin of the inf or NaN that a run ends in; None for a run that ends finite.
+    """Return the origin of inf or NaN in the loss or in gradients of parameters, else None.
 
-    A run ends finite if its loss and all gradients of parameters are. Then inf on the way, such as
-    the -inf of masks, has done no harm.
+    If these are finite, inf in other results, such as the -inf of masks, has done no harm.
     """
     if not math.isfinite(run.loss):
         at = run.end
@@ -85,7 +89,7 @@ def _why(root: Root) -> str:
 
 
 def _advice(r: TensorRecord) -> str:
-    """Return the advice where no change of the line helps."""
+    """Return the advice for where no change of the line helps."""
     if r.op in ADVICE:
         return ADVICE[r.op]
     if not r.made_broken:

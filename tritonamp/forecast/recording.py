@@ -51,7 +51,7 @@ NAMES = {
 }
 IN_BACKWARD = " in backward"
 ON_THE_WAY = "to add clamp clamp_min sum mean index gather select mul masked_fill".split()
-"""Ops between a softmax and a reader of its probabilities that keep zeros, or add an eps."""
+"""Ops that may stand between a softmax and a reader of its zeros; some add an eps."""
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class TensorRecord:
         sources: records of the op's inputs.
         excused: whether an overflow is harmless, such as a mask that a softmax takes as -inf.
         replaced: whether the record of the tensor's cast to half replaces this record.
-        made_broken: whether inf or NaN of the tensor came from finite numbers.
+        made_broken: whether the op made inf or NaN of the tensor from finite numbers.
     """
 
     place: Place
@@ -250,7 +250,7 @@ class Recorder(WatchedCopy):
             softmax = softmax_behind(record)
             kind = "softmax" if softmax else "divisor"
             known = any((seen.kind, seen.place) == (kind, place) for seen in self.hazards)
-            if not (known and self.in_backward()):  # of the same values once more
+            if not (known and self.in_backward()):  # else the forward has noted these values
                 half = any(isinstance(output, Unrounded) for output in outputs)
                 event = self._event(place, half, softmax=softmax)
                 self.note(kind, f"{name} of {record.sizes.amin:.2g}", place, event)

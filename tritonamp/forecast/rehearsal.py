@@ -32,10 +32,10 @@ class Rehearsal:
     Attributes:
         losses: loss of each step, before the step.
         skipped: number of skipped steps; without an optimizer, 1 if gradients are inf or NaN.
-        optimizer: whether an optimizer took part; without one, only forward and backward ran.
+        optimizer: whether there was an optimizer; without one, only forward and backward ran.
         failed: error that ended the steps; "" without one.
         in_fp32: the same steps in FP32 (O0), if these did not go well; else None.
-        unrun: reason why nothing ran; "" if something did.
+        unrun: reason why no step ran; "" if one did.
     """
 
     losses: tuple[float, ...] = ()
@@ -54,11 +54,14 @@ class Rehearsal:
     def seen(self) -> str:
         """The losses, skips and error in words."""
         ends = (self.losses[0], self.losses[-1]) if len(self.losses) > 1 else self.losses
-        said = [f"loss {' -> '.join(f'{loss:.4g}' for loss in ends)}"] if ends else []
-        if self.skipped:
-            steps = f"{self.skipped} of {len(self.losses)} steps skipped"
-            said.append(steps if self.optimizer else "gradients are inf or NaN")
-        return ", ".join([*said, *filter(None, [self.failed])])
+        parts = [f"loss {' -> '.join(f'{loss:.4g}' for loss in ends)}"] if ends else []
+        if self.skipped and self.optimizer:
+            parts.append(f"{self.skipped} of {len(self.losses)} steps skipped")
+        elif self.skipped:
+            parts.append("gradients are inf or NaN")
+        if self.failed:
+            parts.append(self.failed)
+        return ", ".join(parts)
 
     def __str__(self) -> str:
         if self.unrun:
@@ -66,10 +69,10 @@ class Rehearsal:
         ran = f"{len(self.losses)} steps" if self.optimizer else "forward and backward"
         if self.went_well:
             return f"the policy ran {ran} on this batch: {self.seen}"
-        fp32 = self.in_fp32
-        told = f"the policy fails on this batch: {self.seen}"
-        passes = "" if fp32 is None else "FP32 passes" if fp32.went_well else "FP32 fails as well"
-        return told if fp32 is None else f"{told}. {passes}: {fp32.seen}"
+        fp32, failure = self.in_fp32, f"the policy fails on this batch: {self.seen}"
+        if fp32 is None:
+            return failure
+        return f"{failure}. FP32 {'passes' if fp32.went_well else 'fails as well'}: {fp32.seen}"
 
 
 def rehearse(
@@ -82,7 +85,7 @@ def rehearse(
     """Train copies of a model and its optimizers on one batch, as after ``enable``.
 
     Model, optimizers, gradients and random states keep every bit. Steps that do not go well run
-    once more in FP32. With several ranks nothing runs, because steps wait for all of them.
+    again in FP32. With several ranks nothing runs, because steps wait for all of them.
     """
     together = distributed.is_available() and distributed.is_initialized()
     if together and distributed.get_world_size() > 1:

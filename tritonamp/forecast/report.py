@@ -98,8 +98,8 @@ def check(
 ) -> Forecast:
     """Predict what overflows and vanishes in half, from one forward and backward in FP32 values.
 
-    Model, optimizer, gradients, buffers and random states keep every bit, because a copy runs. If
-    something is found, further runs try which modules have to stay FP32.
+    Model, optimizer, gradients, buffers and random states keep every bit, because copies run. If
+    something is found, further runs try remedies. Then a few steps run under the resulting policy.
 
     Args:
         model: the model before ``enable``, on its device.
@@ -128,14 +128,7 @@ def check(
         dtype = loaded_dtype(half_parameters([model]), device)
     policy = resolve(level, dtype)
     other = None if compare is None else resolve(compare, dtype)
-    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    optimizers = [] if optimizer is None else optimizers
-    for each in optimizers:
-        if not isinstance(each, Optimizer):
-            raise ValueError(
-                "optimizer: expected a torch.optim.Optimizer, a list of them, or None, got "
-                f"{type(each).__name__}"
-            )
+    optimizers = _optimizers(optimizer)
     check_cast_inputs([model], policy)
     inputs = _inputs(model, batch)
     run = DryRun(model, inputs, loss_fn, policy)
@@ -170,6 +163,19 @@ def check(
     )
 
 
+def _optimizers(optimizer: Any) -> list[Optimizer]:
+    """Return the argument ``optimizer`` of ``check`` as a list, or raise ValueError."""
+    several = isinstance(optimizer, (list, tuple))
+    found = list(optimizer) if several else [] if optimizer is None else [optimizer]
+    for each in found:
+        if not isinstance(each, Optimizer):
+            raise ValueError(
+                "optimizer: expected a torch.optim.Optimizer, a list of them, or None, got "
+                f"{type(each).__name__}"
+            )
+    return found
+
+
 def _rehearsed(
     model: nn.Module,
     optimizers: list[Optimizer],
@@ -190,7 +196,7 @@ def _rehearsed(
 
 
 def _unforeseen(rehearsal: Rehearsal | None) -> Iterator[Finding]:
-    """Yield the problem that steps under the policy fail, and those in FP32 do not."""
+    """Yield a problem if steps under the policy fail, and the same steps in FP32 do not."""
     fp32 = rehearsal.in_fp32 if rehearsal is not None else None
     if rehearsal is not None and fp32 is not None and fp32.went_well:
         advice = f'level="O0" (tried: {fp32.seen})'
@@ -273,7 +279,7 @@ def _format(policy: Policy) -> str:
 
 
 def _ran(forecast: Forecast) -> str:
-    """Return how the policy ran, and the loss if the model's output had to be searched for it."""
+    """Return the result of the rehearsal, and the name of a loss that ``loss_fn`` did not give."""
     loss = "" if forecast.loss_name == GIVEN else f"the loss is {forecast.loss_name}"
     ran = "" if forecast.rehearsal is None else str(forecast.rehearsal)
     return "; ".join(filter(None, [ran, loss]))
