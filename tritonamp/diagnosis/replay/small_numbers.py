@@ -1,6 +1,6 @@
 """Small numbers in a run: an eps that was added, probabilities of a softmax, and divisors."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,20 @@ from tritonamp.diagnosis.replay.memories import Memories
 from tritonamp.diagnosis.replay.verdicts import SMALL_DIVISOR, Eps
 from tritonamp.watched.ops import ADDS_A_NUMBER, OpCall
 from tritonamp.watched.places import Place
+
+
+class Small(NamedTuple):
+    """Small numbers in the values that an op reads.
+
+    Attributes:
+        eps: the eps that was added to them.
+        softmax: place of the softmax that made them.
+        divisor: the smallest magnitude that the forward's op divides by; None in a forward.
+    """
+
+    eps: Eps | None
+    softmax: Place | None
+    divisor: float | None = None
 
 
 class SmallNumbers:
@@ -63,6 +77,10 @@ class SmallNumbers:
         number = known_ops.DIVISORS.get(call.schema.name)
         return None if number is None or len(call.args) <= number else call.args[number]
 
-    def read_at(self, place: Place) -> tuple[Eps | None, Place | None, float | None]:
-        """Return eps, softmax and smallest divisor that the forward's op has read at a place."""
-        return self._eps.get(place), *self._read.get(place, (None, None))
+    def now(self, call: OpCall) -> Small:
+        """Return the small numbers that an op of the forward reads."""
+        return Small(self.eps(call), self.softmax(call))
+
+    def read_at(self, place: Place) -> Small:
+        """Return the small numbers that the op of the forward at a place has read."""
+        return Small(self._eps.get(place), *self._read.get(place, (None, None)))

@@ -210,18 +210,11 @@ class Watch(PlacedOps):
         inputs = call.inputs()
         given = asked.inputs()
         divisor = self._small.divisor(call)
-        eps, softmax, smallest = self._small.eps(call), self._small.softmax(call), None
-        maker = None
-        if self.phase == "backward":
-            eps, softmax, smallest = self._small.read_at(place)
-            if "cast" in known_ops.family(place.op):
-                maker = self._casts.get(place)
+        small = self._small.read_at(place) if self.phase == "backward" else self._small.now(call)
         rounded = False
         if "cast" in known_ops.family(name):
             rounded = asked is call or storage_id(inputs[0]) in {storage_id(t) for t in given}
         named = [self.model_names.weight(t) for t in inputs] if rounded else []
-        if rounded and inputs and self.phase == "forward":  # integers are not among the inputs
-            maker = self.memories.of(inputs[0]).maker
         return Event(
             place,
             self.phase,
@@ -233,17 +226,28 @@ class Watch(PlacedOps):
             quiet=constant and not nan,
             names=tuple(weight[0] for weight in named if weight),
             scalars=call.scalars(),
-            eps=eps,
+            eps=small.eps,
             zero=divisor is not None and bool(torch.as_tensor(divisor == 0).any()),
             masked=masked,
             constant=constant,
             rounding=rounded,
             squares=name == "mul" and known_ops.are_same(call.args),
             own=own,
-            softmax=softmax,
-            divisor=smallest,
-            maker=maker,
+            softmax=small.softmax,
+            divisor=small.divisor,
+            maker=self._maker(place, inputs if rounded else []),
         )
+
+    def _maker(self, place: Place, rounded: list[Tensor]) -> Place | None:
+        """Return where the value of a cast was computed; None: no cast, or not known.
+
+        Args:
+            place: place of the cast; in a backward, of the forward's cast.
+            rounded: floating inputs of a cast of the forward.
+        """
+        if self.phase == "backward":
+            return self._casts.get(place) if "cast" in known_ops.family(place.op) else None
+        return self.memories.of(rounded[0]).maker if rounded else None
 
     def origin(self, tensor: Tensor, place: Place) -> Event:
         """Return the event behind a tensor that is not finite, which was met at ``place``."""
