@@ -31,11 +31,10 @@ _FAR_BELOW = 2.0**-10  # as a share of the loss scale
 _TINY = 2.0**-10  # smaller half gradients are multiples of the smallest number, and often equal
 _IN_A_ROW = 3  # looks
 WHY_ZERO = (
-    "Call zero_grad() after the step or before amp.backward(loss), not between the two. If they "
-    "are 0 without it, look for a loss that is computed in half, where small gradients become 0 "
-    "(compute it in FP32, and multiply it by a constant if it is tiny), for detached tensors, and "
-    "for ReLUs of negative values alone: amp.watch(), and amp.ranges() after the next step, show "
-    "where"
+    "Call zero_grad() after the step or before amp.backward(loss), not between the two. If you do, "
+    "look for a loss that is computed in half (compute it in FP32, and multiply it by a constant "
+    "if it is tiny), for detached tensors, and for ReLUs of negative values alone: amp.watch(), "
+    "and amp.ranges() after the next step, show where"
 )
 """Advice where all gradients are 0."""
 _ALL_ZERO = (
