@@ -87,7 +87,7 @@ class GradScaler(torch.amp.GradScaler):
         ValueError: bounds contradict one another.
     """
 
-    on_loss: Callable[[Tensor, "GradScaler"], None] | None = None  # called with each, unscaled
+    on_loss: Callable[[Tensor, "GradScaler"], None] | None = None  # gets each unscaled loss
     _rule: ScaleRule | None = None  # the last result of ``rule``
     _rule_settings: tuple[Any, ...] = ()  # settings that can change, as they were then
 

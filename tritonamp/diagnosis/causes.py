@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from tritonamp.diagnosis.kept_buffers import RUNNING
 from tritonamp.diagnosis.overflows import cause_of_overflow, why_overflow
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.skips import NO_STEPS, Cause, Explanation, Skip, Steps, Writer
 from tritonamp.kernels._decision import FAULT, HUGE, OUTLIER, OVERFLOW, VETO
 from tritonamp.watched.ops import nonfinite_samples
 
-_RUNNING = ("running_mean", "running_var")  # other buffers may hold -inf on purpose: masks
 _SHOWN = 8  # names or samples in a text
 _BACKED_OFF = (
     " The loss scale was lowered all the same, because the device does not read the batch."
@@ -224,7 +224,8 @@ def _may_be_mask(tensor: Tensor) -> bool:
 
 def _buffers(parameters: Mapping[Tensor, str]) -> str:
     """Return a sentence about running statistics that are not finite: a skip does not undo them."""
-    running = ((t, name) for t, name in parameters.items() if name.rpartition(".")[2] in _RUNNING)
+    # other buffers may hold -inf on purpose: masks
+    running = ((t, name) for t, name in parameters.items() if name.rpartition(".")[2] in RUNNING)
     names = _nonfinite(running)
     if not names:
         return ""

@@ -16,7 +16,7 @@ from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels.device import is_capturing
 from tritonamp.watched.forwards import Spectator
 
-_RUNNING = ("running_mean", "running_var")  # torch counts no writes of batch_norm there
+RUNNING = ("running_mean", "running_var")  # torch counts no writes of batch_norm there
 _CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -83,7 +83,7 @@ class KeptBuffers(Spectator):
             tracked = {
                 name: t
                 for name, t in own.items()
-                if t not in bad or name in _RUNNING or (name in before and not _is_mask(name, t))
+                if t not in bad or name in RUNNING or (name in before and not _is_mask(name, t))
             }
             if bad.isdisjoint(tracked.values()):
                 before = {n: (t, _memory_for(t, before.get(n))) for n, t in tracked.items()}
@@ -131,7 +131,7 @@ def _plain(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _has_running(buffers: Mapping[str, Tensor]) -> bool:
-    return any(name in buffers for name in _RUNNING)
+    return any(name in buffers for name in RUNNING)
 
 
 def _still_there(module: nn.Module, kept: _Kept) -> dict[str, tuple[Tensor, Tensor]]:
@@ -184,4 +184,4 @@ def _by_kind(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterable[list[tuple[Tens
 
 def _is_mask(name: str, buffer: Tensor) -> bool:
     """Return whether a buffer that is not finite may be a mask: -inf, but no inf and no NaN."""
-    return name not in _RUNNING and not bool((buffer.isnan() | (buffer == math.inf)).any())
+    return name not in RUNNING and not bool((buffer.isnan() | (buffer == math.inf)).any())

@@ -41,8 +41,7 @@ class ScaledGradients:
         left_out: function that returns parameters with gradients that no enabled optimizer holds,
             so that nothing unscales these gradients.
         halves: function that returns the models' half parameters.
-        used: function that returns the tensors with gradients that no loss has fed since the last
-            step.
+        used: function that returns the tensors whose gradients are from before the last step.
 
     Attributes:
         has_clipped: whether gradients were clipped, by torch's functions or by ``Amp``.
@@ -66,7 +65,7 @@ class ScaledGradients:
     def warn_if_clipped(
         self, given: set[int], function: Callable[..., Any], measures: bool = False
     ) -> None:
-        """Warn, once, where ``function`` clips scaled gradients, or those of a step before.
+        """Warn, once, if ``function`` clips scaled gradients, or gradients from before a step.
 
         Args:
             given: ids of the parameters whose gradients are clipped.

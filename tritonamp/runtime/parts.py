@@ -298,8 +298,8 @@ class _Names(NamedTuple):
 def _used_params(
     policy: Policy, decisions: DecisionLog, pending: PendingDecisions, weights: Weights
 ) -> Iterator[Tensor]:
-    """Yield parameters, and masters, with gradients that no loss has fed since the last step."""
-    # a plain backward is right without a scale, and is not noticed
+    """Yield parameters and masters whose gradients are from before the last step."""
+    # without a scale a plain backward is right, and leaves no note of new gradients
     if not policy.scales_loss or decisions.rule is None:
         return
     fed = pending.fed_optimizers()

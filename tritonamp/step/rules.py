@@ -93,9 +93,9 @@ def zero_eps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype)
 def vanishing_eps(
     optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype
 ) -> float | None:
-    """Return the eps of a parameter group if a step divides by a number plus 0, else None.
+    """Return the eps of a parameter group if it is 0 or becomes 0 in a step, else None.
 
-    The eps is 0, or ``zero_eps`` has found that it becomes 0. For the arguments see there.
+    Arguments are those of ``zero_eps``.
     """
     eps = group.get("eps")
     if isinstance(eps, float | int) and eps == 0:
@@ -112,7 +112,7 @@ def least_eps(optimizer: Optimizer, dtype: torch.dtype) -> float:
 
 
 def decay_of(optimizer: Optimizer, group: Mapping[str, Any]) -> float | None:
-    """Return the weight decay of a parameter group if a step takes lr * decay of each weight.
+    """Return the weight decay of a parameter group if a step subtracts lr * decay * weight.
 
     None: there is no decay, or it is added to gradients that the step then normalises or sums up.
     """

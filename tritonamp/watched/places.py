@@ -97,7 +97,7 @@ class PlacedOps(TorchDispatchMode):
         self.names = names
         self.modules: list[nn.Module] = []  # their forwards are running, innermost last
         self.failed: nn.Module | None = None  # the innermost one that raised
-        self.function: Any = None  # of torch, which the user's code has called; None: not known
+        self.function: Any = None  # function of torch that the user's code has called, if known
         # names of modules that ran in another thread, which the mode does not see
         self.threads: dict[str, None] = {}
         self._nodes: dict[int, Place] = {}  # where autograd nodes were made, by sequence number
