@@ -240,3 +240,43 @@ def test_evaluation_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert looks == []
         run.model(run.x)
         assert looks == [run.model]
+
+
+def test_each_of_two_models_has_the_statistics_of_the_step_before() -> None:
+    torch.manual_seed(0)
+    models = [net(), nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8))]
+    optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=1e-3)
+    with tritonamp.enable(models, optimizer, on_nonfinite="explain") as amp:
+        for scale in (1.0, 1.0, 1.0, math.nan):
+            before = [{name: b.clone() for name, b in m.named_buffers()} for m in models]
+            amp.backward(models[1](models[0](scale * torch.randn(4, 6))).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert amp.stats()["skipped"] == 1
+    for model, values in zip(models, before, strict=True):
+        assert_same(dict(model.named_buffers()), values)
+
+
+class Best(nn.Module):
+    """Holds the least loss so far, which the program sets to inf to begin again."""
+
+    best: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("best", torch.tensor(3.0))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1.0
+        return x
+
+
+def test_infinity_that_the_program_writes_between_steps_stays() -> None:
+    with Training(lambda: net(Best), on_nonfinite="explain") as run:
+        run.step()
+        run.model[2].best.fill_(math.inf)
+        run.step()
+        run.step(large(run))
+        assert run.amp.stats()["skipped"] == 1
+        assert run.model[2].best == math.inf and run.model[2].count == 3

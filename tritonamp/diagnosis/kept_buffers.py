@@ -39,8 +39,9 @@ class KeptBuffers(Spectator):
     for ever, although its step is skipped. ``restore`` writes back the values from before that
     forward.
 
-    The first forward after a decision copies the buffers that may have changed, and reads on the
-    host which are finite. It does nothing in forwards that torch.compile or a CUDA graph runs.
+    The first forward of each model after a decision copies the buffers that may have changed, and
+    reads on the host which are finite. It does nothing in forwards that torch.compile or a CUDA
+    graph runs.
 
     Args:
         names: function that returns the full name of each parameter and buffer.
@@ -49,29 +50,29 @@ class KeptBuffers(Spectator):
     def __init__(self, names: Callable[[], Mapping[Tensor, str]]) -> None:
         self._names = names
         self._kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
-        self._is_due = True
+        self._ran: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models, since a decision
 
     def decided(self) -> None:
-        """Note a decision: the next forward belongs to another step."""
-        self._is_due = True
+        """Note a decision: the next forwards belong to another step."""
+        self._ran.clear()
 
     @never_alone
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> Any:
         """Copy the buffers that may have changed, before a forward in training writes them."""
         if torch.is_grad_enabled() and not is_traced():
             self._keep(model)
-            self._is_due = False
+            self._ran.add(model)
         return None
 
     @leaves_inference_mode
     @torch.no_grad()
     def _keep(self, model: nn.Module) -> None:
-        changed = []
+        changed, is_first = [], model not in self._ran
         for module in model.modules():
             own = _plain(module)
             seen = [(id(t), t._version) for t in own.values() if t.is_floating_point()]
             known = self._kept.get(module)
-            is_uncounted = self._is_due and _has_running(own)
+            is_uncounted = is_first and _has_running(own)
             if seen and (known is None or known.seen != seen or is_uncounted):
                 changed.append((module, own, seen, known.buffers if known else {}))
         if not changed or is_capturing(next(iter(changed[0][1].values())).device):
@@ -79,11 +80,14 @@ class KeptBuffers(Spectator):
         bad = _nonfinite(t for _, own, _, _ in changed for t in own.values())
         copies: list[tuple[Tensor, Tensor]] = []
         for module, own, seen, before in changed:
-            # other bad buffers are no fault: masks, and those that have never been finite
+            # other bad buffers are no fault: masks, those that have never been finite, and, before
+            # the first forward of a step, those that the user's program has written
             tracked = {
                 name: t
                 for name, t in own.items()
-                if t not in bad or name in RUNNING or (name in before and not _is_mask(name, t))
+                if t not in bad
+                or name in RUNNING
+                or (name in before and not is_first and not _is_mask(name, t))
             }
             if bad.isdisjoint(tracked.values()):
                 before = {n: (t, _memory_for(t, before.get(n))) for n, t in tracked.items()}
