@@ -82,6 +82,14 @@ def test_what_was_tried_stands_in_the_text() -> None:
     assert "In the last good step no gradient was above 1e-06, far below 65504" in sudden.reason
 
 
+@pytest.mark.parametrize(
+    ("loss", "cause"), [(3.99, Cause.BACKWARD), (-4.0, Cause.SCALE), (None, Cause.BACKWARD)]
+)
+def test_nan_after_small_gradients_may_come_with_a_large_loss(loss: Any, cause: Cause) -> None:
+    skip = USUAL._replace(row=(), before=1e-6, loss=loss)
+    assert find_cause(skip, [], {}).cause is cause
+
+
 def test_single_skips_are_not_spoken_of_from_the_third_on() -> None:
     skip = USUAL._replace(amax={"a": INF})
     for count in (0, 1):

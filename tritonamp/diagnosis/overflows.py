@@ -29,7 +29,12 @@ def cause_of_overflow(skip: Skip, names: Sequence[str]) -> Cause:
 
 
 def _is_sudden(skip: Skip, names: Sequence[str]) -> bool:
-    """Return whether there is a NaN after gradients far below the format's largest number."""
+    """Return whether there is a NaN after gradients far below the format's largest number.
+
+    A loss that is large at this scale explains it: losses of a run may differ by factors.
+    """
+    if skip.loss is not None and not _fits(skip, skip.loss):
+        return False
     far_below = 0.0 < skip.before * skip.scale * _SUDDEN < skip.limit
     return far_below and any(math.isnan(skip.amax[name]) for name in names)
 
@@ -46,9 +51,14 @@ def _is_stuck(skip: Skip) -> bool:
     if not skip.scale < earlier[-1].scale < earlier[0].scale:
         return False
     if skip.loss is not None:
-        return skip.scale * max(1.0, abs(skip.loss)) <= skip.limit
+        return _fits(skip, skip.loss)
     largest = max(filter(math.isfinite, skip.amax.values()), default=0.0)
     return 0.0 < largest * _NEAR <= skip.limit
+
+
+def _fits(skip: Skip, loss: float) -> bool:
+    """Return whether the format holds the loss, times the scale."""
+    return skip.scale * max(1.0, abs(loss)) <= skip.limit
 
 
 def why_overflow(skip: Skip, names: Sequence[str], cause: Cause) -> str:

@@ -1,4 +1,4 @@
-"""The edit that replaces the logarithm of a softmax by ``log_softmax``."""
+"""The edit that takes ``log_softmax`` in place of the logarithm of a softmax."""
 
 import math
 from typing import Any
@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from tritonamp.diagnosis.replay.user_calls import Patch, Site
+from tritonamp.diagnosis.replay.verdicts import SMALL_DIVISOR
 
 _UNITS = {"log": 1.0, "log2": 1 / math.log(2), "log10": 1 / math.log(10)}
 _CASTS = "float half bfloat16 to type contiguous clone".split()
-_SHIFTS = "add __add__ __radd__ clamp clamp_min".split()  # of an eps
+_SHIFTS = "add __add__ __radd__ clamp clamp_min".split()
 _PICKS = """reshape view flatten squeeze unsqueeze transpose permute __getitem__ gather index_select
     select narrow take_along_dim""".split()
 
@@ -20,6 +21,7 @@ class LogSoftmax(Patch):
 
     The patch follows probabilities from the softmax to the logarithm. On the way casts and an added
     eps are left out, and a call that picks elements picks the same elements of the logarithms.
+    Probabilities that were written to are no longer those of a softmax.
 
     Args:
         softmax: calls of the softmax.
@@ -29,28 +31,40 @@ class LogSoftmax(Patch):
     def __init__(self, softmax: Site, log: Site) -> None:
         super().__init__("write log_softmax(x, dim) in place of log(softmax(x, dim))", {})
         self._softmax, self._log = softmax, log
-        # by id of a tensor of probabilities: the tensor, and its logarithms
-        self._logs: dict[int, tuple[Tensor, Tensor]] = {}
+        # by id of a tensor of probabilities: the tensor, its count of writes, and its logarithms
+        self._logs: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def __call__(
         self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the result of a call: of the logarithm, that of ``log_softmax``."""
         name = getattr(function, "__name__", "")
-        _, logs = self._logs.get(id(args[0]) if args else 0, (None, None))
+        logs = self._logs_of(args[0]) if args else None
         if logs is not None and site == self._log and name in _UNITS:
             self.used = True
             return logs * _UNITS[name]
-        others = (*args[1:], *kwargs.values())
-        if logs is not None and name in _SHIFTS and not any(isinstance(v, Tensor) for v in others):
+        if logs is not None and name in _SHIFTS and _is_by_eps(args, kwargs):
             return args[0]  # without the eps
         result = function(*args, **kwargs)
-        if site == self._softmax and isinstance(result, Tensor):
+        if site == self._softmax and isinstance(result, Tensor) and name != "softmin":
             dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-            dtype = kwargs.get("dtype")
-            self._logs[id(result)] = result, torch.log_softmax(args[0], dim, dtype=dtype)
+            self._note(result, torch.log_softmax(args[0], dim, dtype=kwargs.get("dtype")))
         elif logs is not None and name in _CASTS:
-            self._logs[id(result)] = result, logs
+            self._note(result, logs)
         elif logs is not None and name in _PICKS:
-            self._logs[id(result)] = result, function(logs, *args[1:], **kwargs)
+            self._note(result, function(logs, *args[1:], **kwargs))
         return result
+
+    def _note(self, result: Tensor, logs: Tensor) -> None:
+        self._logs[id(result)] = result, result._version, logs
+
+    def _logs_of(self, value: Any) -> Tensor | None:
+        """Return the logarithms of probabilities; None: it has others, or none."""
+        tensor, version, logs = self._logs.get(id(value), (None, 0, None))
+        return logs if tensor is not None and tensor._version == version else None
+
+
+def _is_by_eps(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether all arguments but the first are small numbers."""
+    others = (*args[1:], *kwargs.values())
+    return all(isinstance(x, (int, float)) and abs(x) <= SMALL_DIVISOR for x in others)
