@@ -184,6 +184,13 @@ def test_a_mode_of_the_user_around_the_loss_sees_all(run: OwnLoss, caplog: Any) 
     assert "outside the model, op log" in faults_told(caplog)[0]
 
 
+def test_a_compiled_loss_runs_in_a_watched_step(run: OwnLoss, caplog: Any) -> None:
+    compiled = torch.compile(no_log, backend="eager", fullgraph=True)
+    run.step(compiled)
+    assert "outside the model, op log" in caplog.text
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
 def test_it_does_not_begin_inside_a_mode_of_the_user(run: OwnLoss, caplog: Any) -> None:
     with caplog.at_level(logging.INFO, "tritonamp"):
         with Nothing():

@@ -35,6 +35,7 @@ class LiveWatch(Watch):
         self.passive = False
         self._loop: FrameType | None = loop
         self._undo = contextlib.ExitStack()
+        self._eager = contextlib.ExitStack()  # until the mode is left
 
     def begin(self) -> None:
         """Become active until ``end``. No dispatch mode may be active."""
@@ -45,6 +46,8 @@ class LiveWatch(Watch):
             hooks.register_module_forward_hook(self._note_left, always_call=True),
         ):
             self._undo.callback(hook.remove)
+        # torch.compile with fullgraph=True raises inside of a dispatch mode
+        self._eager.enter_context(torch.compiler.set_stance("force_eager"))
         TorchDispatchMode.__enter__(self)
 
     def is_here(self) -> bool:
@@ -57,6 +60,7 @@ class LiveWatch(Watch):
             self._give_up()
             return False
         TorchDispatchMode.__exit__(self, None, None, None)
+        self._eager.close()
         self._give_up()
         self.passive = False  # a ``with`` block may watch a backward now
         return True
