@@ -236,3 +236,43 @@ def test_the_logarithm_of_a_softmax_becomes_log_softmax(log: Any, of_logs: Any) 
     torch.testing.assert_close(
         results[0], of_logs(torch.log_softmax(scores, -1)).mean(), rtol=2.0**-9, atol=0
     )
+
+
+def masked_in_place(p: Tensor) -> Tensor:
+    p = p.detach().clone()
+    p[:, 0] = 0
+    return p.log()
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        lambda p: (p + torch.zeros_like(p)).log(),
+        lambda p: p.clamp(max=0.5).log(),
+        masked_in_place,
+    ],
+    ids=["sum with a tensor", "clamp", "written to"],
+)
+def test_other_logarithms_do_not_become_log_softmax(log: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Probabilities(log), torch.randn(8, 4)
+    with tritonamp.enable(model, level="O2", fuse_ops=False):
+        fault = find_fault(model, lambda: model(x))
+        assert fault is not None and fault.event.softmax is not None
+        (patch,) = [p for p in edits_for(fault) if "log_softmax" in p.words]
+        assert find_fault(model, lambda: model(x), patch=patch) is not None
+    assert not patch.used
+
+
+def test_softmin_does_not_become_log_softmax() -> None:
+    model, x = nn.Linear(4, 4), 400 * torch.randn(8, 4)
+    with tritonamp.enable(model, level="O2"):
+
+        def run() -> Tensor:
+            return F.softmin(model(x).half(), -1).log().mean()
+
+        fault = find_fault(model, run)
+        assert fault is not None
+        (patch,) = [p for p in edits_for(fault) if "log_softmax" in p.words]
+        assert find_fault(model, run, patch=patch) is not None
+    assert not patch.used

@@ -43,15 +43,17 @@ class LogSoftmax(Patch):
         if logs is not None and site == self._log and name in _UNITS:
             self.used = True
             return logs * _UNITS[name]
-        if logs is not None and name in _SHIFTS and _is_by_eps(args, kwargs):
+        if logs is not None and name in _SHIFTS and _is_by_eps(name, args, kwargs):
             return args[0]  # without the eps
         result = function(*args, **kwargs)
         if site == self._softmax and isinstance(result, Tensor) and name != "softmin":
             dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
             self._note(result, torch.log_softmax(args[0], dim, dtype=kwargs.get("dtype")))
-        elif logs is not None and name in _CASTS:
+        elif logs is None:
+            return result
+        elif name in _CASTS:
             self._note(result, logs)
-        elif logs is not None and name in _PICKS:
+        elif name in _PICKS:
             self._note(result, function(logs, *args[1:], **kwargs))
         return result
 
@@ -64,7 +66,11 @@ class LogSoftmax(Patch):
         return logs if tensor is not None and tensor._version == version else None
 
 
-def _is_by_eps(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether all arguments but the first are small numbers."""
-    others = (*args[1:], *kwargs.values())
-    return all(isinstance(x, (int, float)) and abs(x) <= SMALL_DIVISOR for x in others)
+def _is_by_eps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call adds an eps, or clamps by an eps from the ends of probabilities."""
+    ends = (0.0, 1.0) if name.startswith("clamp") else (0.0,)
+    others = [x for x in (*args[1:], *kwargs.values()) if x is not None]
+    return all(
+        isinstance(x, (int, float)) and any(abs(x - end) <= SMALL_DIVISOR for end in ends)
+        for x in others
+    )
