@@ -280,3 +280,15 @@ def test_infinity_that_the_program_writes_between_steps_stays() -> None:
         run.step(large(run))
         assert run.amp.stats()["skipped"] == 1
         assert run.model[2].best == math.inf and run.model[2].count == 3
+
+
+def test_an_autocast_of_another_format_around_the_loop_does_not_matter() -> None:
+    with (
+        Training(net, level="O3", on_nonfinite="explain") as run,
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
+        run.step()
+        before = buffers(run)
+        run.step(large(run))
+        assert run.amp.stats()["skipped"] == 1
+        assert_same(buffers(run), before)

@@ -173,7 +173,9 @@ def _nonfinite(tensors: Iterable[Tensor]) -> set[Tensor]:
     found = set()
     for same in _by_kind((t, t) for t in tensors if t.dtype in _CHECKED):
         kind = [t for t, _ in same]
-        largest = torch.stack(torch._foreach_norm(kind, math.inf))
+        # private (torch 2.11 to 2.15): autocast refuses to stack the other half format
+        with torch._C._DisableAutocast():
+            largest = torch.stack(torch._foreach_norm(kind, math.inf))
         flags = torch.isfinite(largest).tolist()
         found |= {t for t, is_finite in zip(kind, flags, strict=True) if not is_finite}
     return found
