@@ -3,6 +3,9 @@
 from collections.abc import Callable, Collection
 
 import pytest
+import torch
+from runs import Training
+from torch import Tensor, nn
 
 from tritonamp.diagnosis.remedies import find_remedy
 from tritonamp.diagnosis.replay import Remedy
@@ -53,3 +56,44 @@ def test_bfloat16_comes_last(
     found = find_remedy(wrong, again, most)
     assert tried[-1] == BFLOAT16 and len(tried) == runs
     assert found == Remedy(bfloat16=helps) and found.helps is helps
+
+
+class Squares(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x
+
+
+def test_a_remedy_of_a_recorded_batch_is_tried_again_for_a_function() -> None:
+    with Training(
+        lambda: nn.Sequential(nn.Linear(6, 8), Squares(), nn.Linear(8, 3)), on_nonfinite="explain"
+    ) as run:
+        x = 1e4 * run.x
+        run.step(x)
+        assert "fp32_modules=" in run.amp.explain()
+        ran: list[Tensor] = []
+
+        def bad_loss() -> Tensor:
+            ran.append(x)
+            return (run.model(x).float() * 0 - 1).sqrt().mean()
+
+        text = run.amp.explain(replay=bad_loss)
+        assert len(ran) > 2 and "(tried:" not in text and "in vain:" in text
+
+
+def test_a_batch_that_the_run_makes_itself_cannot_be_repaired() -> None:
+    with Training() as run:
+        text = run.amp.explain(
+            replay=lambda: run.loss(torch.tensor([[float("nan")] * 6, [1.0] * 6]))
+        )
+    assert "inf or NaN came in with the batch" in text and "in vain" not in text
+    assert "(Not tried: no other values could be put in their place.)" in text
+
+
+def test_a_run_may_use_transforms() -> None:
+    with Training(lambda: nn.Linear(6, 3), level="O1") as run:
+
+        def loss() -> Tensor:
+            return torch.func.vmap(run.model)(run.x).float().mul(0).log().mean()
+
+        text = run.amp.explain(replay=loss)
+    assert "op log at" in text and "(tried: the batch passes)" in text

@@ -182,13 +182,17 @@ def _of_data(fault: FaultReport, search: Callable[..., FaultReport | None]) -> R
     tensor = fault.event.tensor
     if tensor is None:
         return None
-    tried = _Trials(search)
     samples = f"samples {listed(fault.event.samples)} of dim 0" if fault.event.samples else "it"
-    tried.block(
-        f"drop or repair {samples} before the model, for example x.nan_to_num(0, 0, 0)",
-        _repaired(tensor),
-    )
-    return Remedy(edits=tuple(tried.passed), vain=tuple(tried.vain))
+    words = f"drop or repair {samples} before the model, for example x.nan_to_num(0, 0, 0)"
+    try:
+        left = search(around=_repaired(tensor))
+    except Exception:  # no memory for it, or memory that must not be written
+        return None
+    if _passes(left):
+        return Remedy(edits=(words,))
+    if left is not None and left.kind == "data" and left.event.tensor is not tensor:
+        return None  # the run makes its batch itself
+    return Remedy(vain=(words,))
 
 
 @contextlib.contextmanager

@@ -65,7 +65,8 @@ class Replays:
     _forwards: Forwards
     _healing: Healing
     _ranks: ReplayRanks
-    # tried remedies, by kind of fault, its place and samples, and the healed modules
+    # tried remedies of recorded batches, by kind of fault, whether the backward ran, the place and
+    # samples of the fault, and the healed modules
     _remedies: dict[tuple[Any, ...], Remedy | None] = dataclasses.field(default_factory=dict)
 
     def model_of(self, module: str) -> str:
@@ -135,7 +136,7 @@ class Replays:
             if fault is not None and fault.harmless:
                 vanished = vanished or str(self._compared(fault, function))
             elif fault is not None:
-                remedy = self._remedy(fault, find_again)
+                remedy = self._remedy(fault, find_again, is_recorded=bool(facts))
                 if remedy is not None and not fault.has_backward:
                     remedy = remedy._replace(forward_only=True)
                 fault = dataclasses.replace(fault, remedy=remedy)
@@ -164,15 +165,24 @@ class Replays:
 
         return result_of(self._models, run, around)
 
-    def _remedy(self, fault: FaultReport, find_again: Callable[..., Any]) -> Remedy | None:
-        """Return the remedy for a fault. It is tried once, and again after a heal."""
-        key = fault.kind, str(fault.event.place), *fault.event.samples, *self._healing.names
-        if key not in self._remedies:
-            try:
-                self._remedies[key] = remedy_of(fault, find_again, self._healing)
-            except Exception:  # the user's code raised, or there is no memory: nothing is promised
-                return None
-        return self._remedies[key]
+    def _remedy(
+        self, fault: FaultReport, find_again: Callable[..., Any], is_recorded: bool
+    ) -> Remedy | None:
+        """Return the remedy for a fault.
+
+        For recorded batches it is tried once, and again after a heal. A function is always run.
+        """
+        samples, healed = fault.event.samples, self._healing.names
+        key = fault.kind, fault.has_backward, str(fault.event.place), *samples, *healed
+        if is_recorded and key in self._remedies:
+            return self._remedies[key]
+        try:
+            remedy = remedy_of(fault, find_again, self._healing)
+        except Exception:  # the user's code raised, or there is no memory: nothing is promised
+            return None
+        if is_recorded:
+            self._remedies[key] = remedy
+        return remedy
 
     def _nothing_found(self, runs: Sequence[Rerun]) -> str:
         last = self._log.last

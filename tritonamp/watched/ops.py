@@ -39,6 +39,8 @@ def is_watched(value: Any) -> bool:
         and value.layout is torch.strided
         and value.device.type != "meta"
         and value.numel() > 0
+        # private (torch 2.11 to 2.15): inside of torch.func's transforms there is no memory to read
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
     )
 
 

@@ -261,6 +261,7 @@ NO_PRECISION_HELPS = "FP32 does not help, nor does bfloat16: both were tried on 
 _NONE_HELPS = "No remedy that was tried helps: look where its inputs come from."
 _UNTRIED = {
     "parameters": "no other weights are at hand",
+    "data": "no other values could be put in their place",
     "own_backward": "it is your own code",
     "propagated": "no op of torch made it",
 }
