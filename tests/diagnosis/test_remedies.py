@@ -97,3 +97,28 @@ def test_a_run_may_use_transforms() -> None:
 
         text = run.amp.explain(replay=loss)
     assert "op log at" in text and "(tried: the batch passes)" in text
+
+
+@pytest.mark.parametrize("by_scaler", [False, True])
+def test_a_function_that_trains_is_refused(by_scaler: bool) -> None:
+    with Training() as run:
+        run.step()
+        values = [p.clone() for p in run.optimizer.param_groups[0]["params"]]
+
+        def step() -> Tensor:
+            loss = run.loss()
+            if by_scaler:
+                run.amp.scaler.scale(loss).backward()
+                run.amp.scaler.step(run.optimizer)
+            else:
+                run.amp.backward(loss)
+                run.optimizer.step()
+            return loss
+
+        text = run.amp.explain(replay=step)
+        assert "The replay failed: RuntimeError" in text and "must not train" in text
+        assert run.amp.stats()["steps"] == 1
+        params = run.optimizer.param_groups[0]["params"]
+        assert all(torch.equal(p, value) for p, value in zip(params, values, strict=True))
+        run.step()
+        assert run.amp.stats()["steps"] == 2

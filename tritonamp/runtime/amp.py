@@ -161,6 +161,7 @@ class Amp:
             RuntimeError: the model was enabled without an optimizer, or was disabled.
         """
         parts = self._ready_parts("scale_loss")
+        parts.stepper.check_training("amp.backward")
         if not isinstance(loss, Tensor):
             raise ValueError(f"loss: expected a Tensor, got {type(loss).__name__}")
         if not isinstance(loss_id, int):
@@ -654,7 +655,8 @@ class Amp:
         """
         if replay is not False:
             self._check_replay("explain(replay=True)")
-        return self._parts.response.explain(replay)
+        with self._parts.stepper.replaying():
+            return self._parts.response.explain(replay)
 
     def write_bundle(self, folder: str | Path) -> Path:
         """Write a folder that replays the last skip on another machine, and return its path.

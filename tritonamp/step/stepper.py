@@ -1,6 +1,7 @@
 """From a backward to the new weights: decide, then step or skip."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -67,6 +68,7 @@ class Stepper:
         early: maker of decisions that the user asks for before the step.
         outcomes: step outcomes by optimizer.
         plain_backwards: detector of backwards whose loss was not scaled.
+        in_replay: whether a function runs that may compute a loss, but not train.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Stepper:
         self._respond = respond
         self._fused: dict[Optimizer, FusedStep | None] = {}
         self._idle = IdleSteps()
+        self.in_replay = False
         watched = (p for w in weights.values() if policy.scales_loss for p in w.parameters())
         self.plain_backwards = PlainBackwards(watched, pending.is_scaled)
 
@@ -102,6 +105,24 @@ class Stepper:
             raise RuntimeError(
                 "this optimizer was enabled with another GradScaler: use amp.scaler, or "
                 "tritonamp.enable(..., scaler=scaler) with a tritonamp.GradScaler"
+            )
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Refuse backwards of scaled losses, and steps, inside the block."""
+        before, self.in_replay = self.in_replay, True
+        try:
+            yield
+        finally:
+            self.in_replay = before
+
+    def check_training(self, caller: str) -> None:
+        """Raise RuntimeError inside a block of ``replaying``."""
+        if self.in_replay:
+            raise RuntimeError(
+                f"{caller} inside of amp.explain(replay=function): the function runs several "
+                "times, and must not train: let it compute the loss and return it, without "
+                "backward and step"
             )
 
     @leaves_inference_mode
@@ -116,9 +137,10 @@ class Stepper:
             0-d flag, not 0 after a skip; None without gradients, where the step is a no-op.
 
         Raises:
-            RuntimeError: no backward of a scaled loss has left the gradients.
+            RuntimeError: no backward of a scaled loss has left the gradients, or a replay runs.
             NonFiniteError: a skip, under ``on_nonfinite="raise"``.
         """
+        self.check_training("optimizer.step()")
         if self.offload is not None:
             # before any decision, which a refused step would leave behind
             self.offload.refuse_capture()
