@@ -36,6 +36,7 @@ def is_watched(value: Any) -> bool:
         isinstance(value, Tensor)
         and (type(value) in TORCH_CLASSES or hasattr(type(value), "has_no_memory"))
         and value.dtype.is_floating_point
+        and value.dtype.itemsize > 1  # few ops know the formats of 8 bits
         and value.layout is torch.strided
         and value.device.type != "meta"
         and value.numel() > 0
