@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tritonamp.casts.active import active
+from tritonamp.casts.active import ActivePolicy, active
 from tritonamp.functional.inputs import is_under_transforms
 from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.policy import HALF_DTYPES
@@ -24,8 +24,7 @@ def takes(x: Any, gate: Any = None) -> bool:
             return False
         if gate.shape != x.shape or gate.device != x.device:
             return False
-    found = active()
-    if found is None or not (found.policy.op_policy and found.policy.fuse_ops):
+    if not _fuses(active()):
         return False
     # autocast is off inside disable_casts()
     return torch.is_autocast_enabled(x.device.type) and not is_under_transforms()
@@ -50,12 +49,14 @@ def widens(x: Any, owner: Any = None) -> bool:
 @constant_to_dynamo
 def _widens_now(is_result: bool) -> bool:
     found = active()
-    if found is None:
+    if found is None or not _fuses(found) or found.policy.softmax_dtype is not None:
         return False
-    policy = found.policy
-    if not (policy.op_policy and policy.fuse_ops) or policy.softmax_dtype is not None:
-        return False
-    return not is_result or policy.cast_outputs is torch.float32
+    return not is_result or found.policy.cast_outputs is torch.float32
+
+
+def _fuses(found: ActivePolicy | None) -> bool:
+    """Return whether formulas run as one op under an active policy, if there is one."""
+    return found is not None and found.policy.op_policy and found.policy.fuse_ops
 
 
 def is_plain(x: Any) -> bool:

@@ -133,6 +133,7 @@ class Flows:
                 self._names[name] = self._names.get(name, _NONE) | values
 
     def _value(self, node: Any) -> Values:
+        """Follow an expression, and return its values."""
         match node:
             case ast.Name(id=name):
                 return self._names.get(name, _NONE)
