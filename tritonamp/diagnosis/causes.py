@@ -124,8 +124,8 @@ def _in_steps(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Exp
 def _in_growth(skip: Skip, steps: Steps) -> Explanation | None:
     """Search loss, gradients and weights for the growth of a training that has diverged."""
     growth = steps.growth()
-    writers = {str(w): w for w in steps.writers.values() if w.lr is not None}
-    away = [w for w in writers.values() if w.decays_away]
+    writers = [*{str(w): w for w in steps.writers.values() if w.lr is not None}.values()]
+    away = [w for w in writers if w.decays_away]
     if skip.outcome == OVERFLOW and skip.before:
         # the overflow proves that gradients have grown at least so much since the last good step
         proved = skip.limit / (skip.scale * skip.before)
@@ -137,7 +137,7 @@ def _in_growth(skip: Skip, steps: Steps) -> Explanation | None:
     in_fp32 = None if steps.in_fp32 is None else steps.in_fp32()
     if not (has_decayed or growth.is_divergence(in_fp32)):
         return None
-    reason = growth.words(in_fp32) + _against_growth(away, list(writers.values()), steps.clips)
+    reason = growth.words(in_fp32) + _against_growth(away, writers, steps.clips)
     return Explanation(skip, Cause.DIVERGENCE, reason)
 
 

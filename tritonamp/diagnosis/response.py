@@ -225,8 +225,7 @@ class Response:
         whole = self._replays.model_of(module)
         found = [module] if remedy is None else [*remedy.modules]
         wider = [whole] if remedy is None or remedy.modules or remedy.fp32 else []
-        news = [[n for n in names if not self._is_healed(n)] for names in (found, wider)]
-        more = news[0] or news[1]
+        more = self._not_healed(found) or self._not_healed(wider)
         named = module or "the model"
         if not more and remedy is not None and remedy.bfloat16:
             return (
@@ -245,6 +244,9 @@ class Response:
             f"compute{'s' if len(more) == 1 else ''} in FP32 from now on, after {HEAL_AFTER} "
             f"faults {'there' if more == [module] else f'in {named}'}; {undo} undoes it."
         )
+
+    def _not_healed(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if not self._is_healed(name)]
 
     def _is_healed(self, name: str) -> bool:
         """Return whether a module, or one around it, has been healed."""
