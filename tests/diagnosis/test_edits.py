@@ -63,7 +63,8 @@ CASES: list[tuple[Any, str, Callable[[], Any], tuple[Any, ...], dict[str, Any]]]
     (torch.exp, "clamp the argument: exp(x.clamp(max=10))",
      lambda: (X * 9).clamp(max=10).exp(), (X * 9,),
      {"dtype": HALF}),
-    (torch.exp, "if it is a softmax by hand, subtract the maximum: "
+    (torch.exp, "if it is a softmax by hand, subtract the maximum of each sum first, here of dim "
+     "-1: "
      "exp(x - x.amax(-1, keepdim=True))",
      lambda: (X - X.amax(-1, keepdim=True)).exp(), (X,), {}),
     (torch.matmul, "scale the first factor of matmul by 2^-3",

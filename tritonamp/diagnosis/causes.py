@@ -203,7 +203,12 @@ def _in_data(
             if bad and not (only_gradients and _may_be_mask(tensor)):
                 kind = "sample(s)" if tensor.dim() > 1 else "element(s)"
                 shape = tuple(tensor.shape)
-                found.append(f"input {path}: inf or NaN in {kind} {listed(bad)} of shape {shape}")
+                which = (
+                    f"all {len(bad)} {kind}"
+                    if len(bad) == shape[0] > 1
+                    else f"{kind} {listed(bad)}"
+                )
+                found.append(f"input {path}: inf or NaN in {which} of shape {shape}")
     if not found:
         return None
     where = f" of {skip.ranks}" if skip.ranks else ""

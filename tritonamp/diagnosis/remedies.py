@@ -13,11 +13,12 @@ from tritonamp.diagnosis.replay import FaultReport, Remedy
 from tritonamp.diagnosis.replay.edits import edits_for
 from tritonamp.diagnosis.replay.faults import BFLOAT16, WHOLE, listed
 from tritonamp.diagnosis.replay.user_calls import Patch
+from tritonamp.diagnosis.replay.verdicts import GOOD_SCALE
 
 MOST_MODULES = 4  # in FP32 together
 MOST_EDITS = 2  # that are advised
 MOST_RUNS = 6  # of edits
-NOT_OF_CODE = frozenset("data parameters propagated own_backward scale_too_high".split())
+NOT_OF_CODE = frozenset("data parameters propagated own_backward".split())
 """Kinds of faults that neither an edit of the model nor another precision cures."""
 
 
@@ -62,9 +63,10 @@ def remedy_of(
     """
     if fault.kind == "data":
         return _of_data(fault, search)
-    if fault.kind in NOT_OF_CODE:
+    is_scale = fault.kind == "scale_too_high" and (fault.fits or 0.0) >= GOOD_SCALE
+    if fault.kind in NOT_OF_CODE or is_scale:
         return None
-    tried = _Trials(search)
+    tried = _Trials(search, fault)
     for patch in edits_for(fault):
         if len(tried.passed) < MOST_EDITS and len(tried.passed) + len(tried.vain) < MOST_RUNS:
             tried.edit(patch)
@@ -75,6 +77,8 @@ def remedy_of(
     found = tried.precision(fault, healing)
     is_overflow = fault.event.overflowed and fault.event.phase == "forward"
     too_large = is_overflow and any(found.modules)
+    if not found.helps:
+        tried.add_moves()
     return found._replace(edits=tuple(tried.passed), vain=tuple(tried.vain), too_large=too_large)
 
 
@@ -86,8 +90,10 @@ class _Trials:
         vain: words of the others.
     """
 
-    def __init__(self, search: Callable[..., FaultReport | None]) -> None:
+    def __init__(self, search: Callable[..., FaultReport | None], fault: FaultReport) -> None:
         self._search = search
+        self._fault = fault
+        self._moves: list[str] = []  # edits after which another line has the fault
         self.passed: list[str] = []
         self.vain: list[str] = []
         self._forms: set[str] = set()  # of edits that passed
@@ -100,13 +106,24 @@ class _Trials:
         if patch.form and patch.form in self._forms:
             return
         try:
-            passes = _passes(self._search(patch=patch))
+            left = self._search(patch=patch)
         except Exception:  # the call cannot be changed like that
             return
-        if passes:
+        if not patch.used:
+            return
+        if left is None or _passes(left):
             self._forms.add(patch.form)
-        if patch.used:
-            (self.passed if passes else self.vain).append(patch.words)
+            self.passed.append(patch.words)
+        elif left.event.place == self._fault.event.place:
+            self.vain.append(patch.words)
+        else:
+            then = f"(tried: it helps here, and then {left.event.place} has a {left.title})"
+            self._moves.append(f"{patch.words} {then}")
+
+    def add_moves(self) -> None:
+        """Where nothing passes, advise the first edit that only moves the fault."""
+        if self._moves and not self.passed:
+            self.passed.append(self._moves[0])
 
     def block(self, words: str, around: AbstractContextManager[None], keep: bool = True) -> bool:
         """Return whether the batch passes inside a block; ``keep`` adds it to ``passed``."""
@@ -182,8 +199,9 @@ def _of_data(fault: FaultReport, search: Callable[..., FaultReport | None]) -> R
     tensor = fault.event.tensor
     if tensor is None:
         return None
-    samples = f"samples {listed(fault.event.samples)} of dim 0" if fault.event.samples else "it"
-    words = f"drop or repair {samples} before the model, for example x.nan_to_num(0, 0, 0)"
+    samples = fault.event.samples
+    repair = f"drop or repair samples {listed(samples)} of dim 0" if samples else "repair it"
+    words = f"{repair} before the model, for example x.nan_to_num(0, 0, 0)"
     try:
         left = search(around=_repaired(tensor))
     except Exception:  # no memory for it, or memory that must not be written

@@ -33,7 +33,8 @@ Rerun = tuple[Callable[[], Any], dict[str, Any]]
 
 _NOT_ALONE = "Not replayed: a batch would run again on each rank by itself, which takes {why}."
 _NOTHING_TO_RUN = (
-    "Not replayed: no forward led to it that could be run again (a compiled one leaves no trace)."
+    "Not replayed: no forward of the enabled model is known. It was compiled, or only parts of the "
+    f"model were called. {BY_FUNCTION} runs a function."
 )
 _SCALE = (
     "Its forward is finite: gradients overflowed at loss scale {scale:g}, and the next lower scale "

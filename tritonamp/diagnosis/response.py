@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tritonamp.casts.healing import Healing
-from tritonamp.diagnosis.fault_counts import HEAL_AFTER, FaultCounts, is_power_of_two
+from tritonamp.diagnosis.fault_counts import FIRST_REPLAYS, HEAL_AFTER, FaultCounts, is_power_of_two
 from tritonamp.diagnosis.joint import Finding, explanation_of_all, finding_of_all
 from tritonamp.diagnosis.kept_buffers import KeptBuffers
 from tritonamp.diagnosis.live_faults import STEPS, LiveFaults
@@ -72,6 +72,7 @@ class Response:
     _buffers: KeptBuffers
     _live: LiveFaults
     counts: FaultCounts = dataclasses.field(default_factory=FaultCounts)  # of the faults so far
+    _long_text: Explanation | None = None  # whose text was written whole
     _reported: tuple[Explanation | None, str] = (None, "")  # skip of the last report, and its text
     _shown: _Shown = dataclasses.field(default_factory=_Shown)
     _unexplained: int = 0  # faults that a replay did not show
@@ -130,24 +131,32 @@ class Response:
                 return
             replayable = explanation.cause.replayable
             counts = self.counts = self.counts.with_fault(replayable)
-            text = explanation.text
+            runs_again = replayable and (watched or counts.wants_replay)
+            text = explanation.text if runs_again else self._text_of(explanation)
             found = Finding("")
             if replayable and self._ranks.may_be_missing:
                 text += " Nothing runs again inside of model.join(), where ranks may be missing."
-            elif replayable and (watched or counts.wants_replay):
+            elif runs_again:
                 found = self._found(watched, fault)
                 text += f"\n{self._report(explanation, found)}"
-            elif replayable:
-                text += (
-                    f" Fault {counts.seen}: only those at powers of two run again by themselves "
-                    "now."
-                )
+            elif replayable and counts.seen == FIRST_REPLAYS + 1:
+                text = text.rstrip(".") + ". Of later faults, the 16th, 32nd, 64th... run again."
         if self._policy.on_nonfinite == "heal":
             text += self._heal_after_faults(found.faults)
         if self._policy.on_nonfinite == "raise" and counts.in_a_row >= self._policy.raise_after:
             raise NonFiniteError(text)
         is_news = is_power_of_two(counts.in_a_row) or "Healed" in text
         logger.log(logging.WARNING if is_news else logging.INFO, text)
+
+    def _text_of(self, explanation: Explanation) -> str:
+        """Return the text of a skip; if skips in a row are alike, a reference to the first."""
+        earlier = self._long_text or explanation
+        in_this_row = 0 < explanation.skip.step - earlier.skip.step < self.counts.in_a_row
+        can_refer = in_this_row and self._policy.on_nonfinite != "raise"
+        if can_refer and explanation.repeats(earlier):
+            return explanation.short_line(earlier)
+        self._long_text = explanation
+        return explanation.text
 
     def _explained(self, mine: Explanation | None) -> Explanation | None:
         """Return and store one explanation for all ranks; None: no rank skipped a step."""

@@ -125,7 +125,7 @@ DATA = [
     Planted(
         "a constant feature is standardised",
         Plain,
-        r"repair",
+        r"[Rr]epair",
         kind="data",
         cause="data",
         data=constant_feature,
@@ -145,7 +145,7 @@ DATA = [
     Planted(
         "targets beyond half",
         Plain,
-        r"repair",
+        r"[Rr]epair",
         kind="data",
         module=None,
         data=half_targets,

@@ -144,6 +144,8 @@ def following(setup: Setup, report: Report) -> Setup:
         return setup
     if setup.advice.startswith("drop or repair"):
         return without_samples(setup, report)
+    if setup.advice.lower().startswith("repair it"):  # all samples are bad
+        return replace(setup, nan_to_num=True)
     if "log_softmax" in setup.advice:
         return replace(setup, told=True)
     return replace(setup, edit=(report.line, report.op, setup.advice))

@@ -365,7 +365,7 @@ RECIPES = [
     Planted(
         "targets divided by a count of 0",
         Plain,
-        r"repair",
+        r"[Rr]epair",
         kind="data",
         module=None,
         says="samples 1, 4",

@@ -156,7 +156,9 @@ def _of_size(event: Event, name: str) -> Edits:
                 f"clamp the argument: {name}(x.clamp({limits}))",
                 on_argument(0, _clamped(least, most)),
             )
-        words = "if it is a softmax by hand, subtract the maximum: "
+        words = (
+            "if it is a softmax by hand, subtract the maximum of each sum first, here of dim -1: "
+        )
         yield (
             f"{words}{name}(x - x.amax(-1, keepdim=True))",
             on_argument(0, lambda x: x - x.amax(-1, keepdim=True)),

@@ -66,7 +66,9 @@ class Remedy(NamedTuple):
     @property
     def words(self) -> str:
         """Advice: all remedies that passed; "" if none did."""
-        edits = [f"{edit} ({self._passes})" for edit in self.edits]
+        edits = [
+            e if e.endswith(")") and "(tried" in e else f"{e} ({self._passes})" for e in self.edits
+        ]
         in_fp32 = list(self._in_fp32())
         found = [*in_fp32, *edits] if self.too_large else [*edits, *in_fp32]
         if self.bfloat16:
@@ -163,7 +165,8 @@ class FaultReport:
         """Advice: remedies that were tried, else those that could not be, and why."""
         hint = VERDICTS[self.kind].hint.format(**self._words())
         if self.kind == "scale_too_high":
-            return hint
+            more = self.remedy.words if self.remedy is not None else ""
+            return f"{hint} Or: {more[0].lower()}{more[1:]}" if more else hint
         if self.remedy is None:
             return f"{hint} (Not tried: {_UNTRIED.get(self.kind, self.untried)}.)"
         if self.remedy.words:
@@ -203,12 +206,16 @@ class FaultReport:
         return REASONS.get(self.op, "0 * inf, 0/0 or a slope that is infinite there")
 
     @property
+    def title(self) -> str:
+        """The kind in words."""
+        return self.kind.replace("_", " ")
+
+    @property
     def heading(self) -> str:
         """Kind, phase, module, op, line and rank."""
         silent = "silent " if self.silent else "vanished " if self.harmless else ""
         rank = "" if self.rank is None else f", on rank {self.rank}"
-        kind = self.kind.replace("_", " ")
-        return f"{silent}{kind}, {self.event.phase}: {self.event.place}{rank}"
+        return f"{silent}{self.title}, {self.event.phase}: {self.event.place}{rank}"
 
     def __str__(self) -> str:
         event = self.event
@@ -256,7 +263,7 @@ class FaultReport:
         return self.difference is not None and self.difference[0] <= 0.01 * self.difference[1]
 
 
-NOT_REPRODUCED = "not reproduced: run again, nothing is inf or NaN"
+NOT_REPRODUCED = "not reproduced: run again, nothing is inf or NaN (was it another batch?)"
 NO_PRECISION_HELPS = "FP32 does not help, nor does bfloat16: both were tried on this batch."
 _NONE_HELPS = "No remedy that was tried helps: look where its inputs come from."
 _UNTRIED = {

@@ -1,5 +1,6 @@
 """Small numbers in a run: an eps that was added, probabilities of a softmax, and divisors."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,11 @@ class SmallNumbers:
             known_ops.is_softmax(name) or call.moves or known_ops.keeps_probabilities(name)
         ):
             for t in results:
-                if bool((t.abs() < SMALL_DIVISOR).any()):
+                small = t.abs() < SMALL_DIVISOR
+                if known_ops.is_softmax(name):  # a masked entry is 0 in any format
+                    same = [x for x in call.inputs() if x.shape == t.shape]
+                    small = small & (same[0] > -math.inf) if same else small
+                if bool(small.any()):
                     self._memories.of(t).softmax = softmax
 
     def _note_eps(self, call: OpCall, place: Place, results: list[Tensor]) -> None:

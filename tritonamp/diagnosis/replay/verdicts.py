@@ -254,6 +254,7 @@ FORWARD: list[tuple[str, Callable[[Event], bool]]] = [
 ]
 """Kinds of a forward fault. The first match wins."""
 
+GOOD_SCALE = 2.0**8  # dynamic scaling reaches it from 2^16 after few skips
 SMALL_DIVISOR = 1e-4  # a gradient divides by its square, which float16 rounds to 0
 
 REASONS = {
@@ -284,7 +285,7 @@ def judge(event: Event, fits: float | None = None) -> str:
             return "own_backward"
         if "ctc_loss" in event.place.op and not event.overflowed:
             return "ctc_length"
-        fits_well = fits is not None and fits >= 1
+        fits_well = fits is not None and fits >= GOOD_SCALE
         if event.softmax is not None and _is("log", "divide")(event) and not fits_well:
             return "softmax_gradient"
         small = event.divisor is not None and 0.0 < event.divisor < SMALL_DIVISOR

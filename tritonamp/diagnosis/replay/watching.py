@@ -270,7 +270,8 @@ class Watch(PlacedOps):
             source = "data"
             name = memory.label or f"a tensor of shape {tuple(tensor.shape)} from outside the model"
             if tensor.dim() > 1:
-                samples = tuple(nonfinite_samples(tensor))
+                bad = nonfinite_samples(tensor)
+                samples = tuple(bad) if len(bad) < len(tensor) else ()
         event = Event(place, self.phase, tensor.dtype, nan=nan, quiet=quiet, source=source)
         event.names, event.samples = (name,), samples
         event.tensor = tensor if source == "data" else None
