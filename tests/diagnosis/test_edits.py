@@ -277,3 +277,15 @@ def test_softmin_does_not_become_log_softmax() -> None:
         (patch,) = [p for p in edits_for(fault) if "log_softmax" in p.words]
         assert find_fault(model, run, patch=patch) is not None
     assert not patch.used
+
+
+@pytest.mark.parametrize("function", [F.normalize, F.group_norm, torch.renorm])
+def test_what_is_no_norm_is_not_replaced_by_one(function: Any) -> None:
+    found = edits(function, "small_divisor", "backward", op="div")
+    assert not any("in place of the norm" in words for words in found)
+
+
+@pytest.mark.parametrize("function", [torch.norm, Tensor.norm, torch.linalg.vector_norm])
+def test_a_norm_is_replaced_by_squares(function: Any) -> None:
+    found = edits(function, "backward_nan", "backward")
+    assert any("in place of the norm" in words for words in found)

@@ -29,6 +29,7 @@ _COMPUTED_IN_FP32 = frozenset(
 _PRODUCTS = "matmul mm bmm mv linear conv1d conv2d conv3d".split()
 _WITH_EPS = """normalize cosine_similarity pairwise_distance layer_norm rms_norm group_norm
     instance_norm batch_norm""".split()
+_NORMS = "norm linalg_norm linalg_vector_norm linalg_matrix_norm".split()
 _GROWING = "exp exp2 expm1 sinh cosh".split()
 _INSIDE = "acos asin arccos arcsin atanh arctanh erfinv".split()  # have a value from -1 to 1
 _ABOVE = {
@@ -121,7 +122,7 @@ def _of_statistics(event: Event, name: str) -> Edits:
         yield f"write {name}(..., correction=0)", with_keywords(correction=0)
     if name == "std":
         yield "write (x.var(...) + 1e-6).sqrt() in place of std", rewrites.std_by_var
-    if "norm" in name and not forward:
+    if name in _NORMS and not forward:
         words = "write (x.square().sum(...) + 1e-6).sqrt() in place of the norm"
         yield words, rewrites.norm_by_squares
 
