@@ -217,8 +217,9 @@ CHOSEN = torch.tensor([[0], [1], [2], [3]] * 2)
             lambda logs: logs[:, :2] / math.log(10),
         ),
         (lambda p: torch.log(p.gather(1, CHOSEN)), lambda logs: logs.gather(1, CHOSEN)),
+        (lambda p: p.detach().t().diagonal().log(), lambda logs: logs.t().diagonal()),
     ],
-    ids=["log", "log2 of a cast", "log10 of a choice with eps", "gather"],
+    ids=["log", "log2 of a cast", "log10 of a choice with eps", "gather", "diagonal"],
 )
 def test_the_logarithm_of_a_softmax_becomes_log_softmax(log: Any, of_logs: Any) -> None:
     torch.manual_seed(0)

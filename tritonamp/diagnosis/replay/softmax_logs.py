@@ -13,7 +13,8 @@ _UNITS = {"log": 1.0, "log2": 1 / math.log(2), "log10": 1 / math.log(10)}
 _CASTS = "float half bfloat16 to type contiguous clone".split()
 _SHIFTS = "add __add__ __radd__ clamp clamp_min".split()
 _PICKS = """reshape view flatten squeeze unsqueeze transpose permute __getitem__ gather index_select
-    select narrow take_along_dim""".split()
+    select narrow take_along_dim masked_select t swapaxes swapdims movedim flip expand diagonal
+    detach""".split()
 
 
 class LogSoftmax(Patch):
