@@ -257,6 +257,22 @@ def test_each_of_two_models_has_the_statistics_of_the_step_before() -> None:
         assert_same(dict(model.named_buffers()), values)
 
 
+def test_a_module_of_two_models_has_the_statistics_of_the_step_before() -> None:
+    torch.manual_seed(0)
+    shared = nn.BatchNorm1d(8)
+    models = [nn.Sequential(nn.Linear(6, 8), shared) for _ in range(2)]
+    optimizer = torch.optim.SGD({p for m in models for p in m.parameters()})
+    with tritonamp.enable(models, optimizer, on_nonfinite="explain") as amp:
+        for scale in (1.0, 1.0, math.nan):
+            before = {name: b.clone() for name, b in shared.named_buffers()}
+            outputs = [m(x * torch.randn(4, 6)) for m, x in zip(models, (1.0, scale), strict=True)]
+            amp.backward(sum(outputs).float().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert amp.stats()["skipped"] == 1
+    assert_same(dict(shared.named_buffers()), before)
+
+
 class Best(nn.Module):
     """Holds the least loss so far, which the program sets to inf to begin again."""
 

@@ -39,7 +39,7 @@ class KeptBuffers(Spectator):
     for ever, although its step is skipped. ``restore`` writes back the values from before that
     forward.
 
-    The first forward of each model after a decision copies the buffers that may have changed, and
+    The first forward of each module after a decision copies the buffers that may have changed, and
     reads on the host which are finite. It does nothing in forwards that torch.compile or a CUDA
     graph runs.
 
@@ -50,7 +50,7 @@ class KeptBuffers(Spectator):
     def __init__(self, names: Callable[[], Mapping[Tensor, str]]) -> None:
         self._names = names
         self._kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
-        self._ran: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models, since a decision
+        self._ran: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules, since a decision
 
     def decided(self) -> None:
         """Note a decision: the next forwards belong to another step."""
@@ -61,25 +61,28 @@ class KeptBuffers(Spectator):
         """Copy the buffers that may have changed, before a forward in training writes them."""
         if torch.is_grad_enabled() and not is_traced():
             self._keep(model)
-            self._ran.add(model)
         return None
 
     @leaves_inference_mode
     @torch.no_grad()
     def _keep(self, model: nn.Module) -> None:
-        changed, is_first = [], model not in self._ran
+        changed = []
         for module in model.modules():
             own = _plain(module)
             seen = [(id(t), t._version) for t in own.values() if t.is_floating_point()]
-            known = self._kept.get(module)
+            if not seen:
+                continue
+            known, is_first = self._kept.get(module), module not in self._ran
+            self._ran.add(module)
             is_uncounted = is_first and _has_running(own)
-            if seen and (known is None or known.seen != seen or is_uncounted):
-                changed.append((module, own, seen, known.buffers if known else {}))
+            if known is None or known.seen != seen or is_uncounted:
+                before = known.buffers if known else {}
+                changed.append((module, own, seen, before, is_first))
         if not changed or is_capturing(next(iter(changed[0][1].values())).device):
             return
-        bad = _nonfinite(t for _, own, _, _ in changed for t in own.values())
+        bad = _nonfinite(t for _, own, *_ in changed for t in own.values())
         copies: list[tuple[Tensor, Tensor]] = []
-        for module, own, seen, before in changed:
+        for module, own, seen, before, is_first in changed:
             # other bad buffers are no fault: masks, those that have never been finite, and, before
             # the first forward of a step, those that the user's program has written
             tracked = {
