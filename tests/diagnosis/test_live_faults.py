@@ -184,6 +184,20 @@ def test_a_mode_of_the_user_around_the_loss_sees_all(run: OwnLoss, caplog: Any) 
     assert "outside the model, op log" in faults_told(caplog)[0]
 
 
+def test_an_infinite_loss_is_no_matter_of_a_backward_that_overflows(caplog: Any) -> None:
+    """The gradient of the loss is finite, and far too large for the model's backward."""
+
+    def infinite(output: Tensor) -> Tensor:
+        return (1e30 * output).half().float().sum()
+
+    with OwnLoss() as run:
+        run.step(infinite)
+        assert "gradient overflow" not in caplog.text and "(tried:" not in caplog.text
+        assert "the model's forward is finite" in caplog.text
+        run.step(infinite)
+        assert "outside the model, op to_copy at" in caplog.text
+
+
 def test_a_compiled_loss_runs_in_a_watched_step(run: OwnLoss, caplog: Any) -> None:
     compiled = torch.compile(no_log, backend="eager", fullgraph=True)
     run.step(compiled)

@@ -132,6 +132,8 @@ class Replays:
                 return Finding(f"Not replayed: {error}, or give a function: {BY_FUNCTION}.")
             except Exception as error:  # the user's code raised: training goes on without a report
                 return Finding(f"The replay failed: {type(error).__name__}: {error}")
+            if fault is not None and facts and self._is_of_the_loss(fault):
+                continue
             if fault is not None and self._ranks.several:
                 fault = dataclasses.replace(fault, rank=rank())
             if fault is not None and fault.harmless:
@@ -147,6 +149,11 @@ class Replays:
         if vanished and self._log.last is None:
             return Finding(vanished)
         return Finding("\n".join(filter(None, [self._nothing_found(runs), vanished])))
+
+    def _is_of_the_loss(self, fault: FaultReport) -> bool:
+        """Return whether a fault of a backward hides that the loss was inf or NaN before it."""
+        last = self._log.last
+        return last is not None and last.cause is Cause.FORWARD and fault.event.phase == "backward"
 
     def _compared(self, fault: FaultReport, run: Callable[[], Any]) -> FaultReport:
         """Return the report with the difference from FP32's result, where FP32 can run."""
@@ -201,7 +208,8 @@ class Replays:
         names = ", ".join(map(repr, self._healing.names))
         healed = f" Healed modules: {names}." if names else ""
         if any(facts for _, facts in runs):  # a recorded forward, without its loss
-            ran = "forward" if ran_forward_only else "forward and backward"
+            in_the_loss = last.cause is Cause.FORWARD
+            ran = "forward" if ran_forward_only or in_the_loss else "forward and backward"
             return f"{_FINITE.format(ran=ran)}{healed} {_ELSEWHERE}"
         return f"{NOT_REPRODUCED}.{healed}"
 
