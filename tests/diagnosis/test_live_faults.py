@@ -198,6 +198,14 @@ def test_an_infinite_loss_is_no_matter_of_a_backward_that_overflows(caplog: Any)
         assert "outside the model, op to_copy at" in caplog.text
 
 
+def test_a_loop_that_leaves_losses_out_is_not_watched_for_ever(run: OwnLoss) -> None:
+    for i in range(live_faults.FORWARDS + 1):
+        run.model(run.x)
+        assert torch._C._len_torch_dispatch_stack() == 1, i
+    run.model(run.x)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
 def test_a_compiled_loss_runs_in_a_watched_step(run: OwnLoss, caplog: Any) -> None:
     compiled = torch.compile(no_log, backend="eager", fullgraph=True)
     run.step(compiled)

@@ -21,6 +21,7 @@ from tritonamp.watched.graph import nodes
 from tritonamp.watched.ops import is_finite
 
 _UNTRIED = f"{BY_FUNCTION} runs the loss again, and tries remedies"
+FORWARDS = 64  # of a step; more come from a loop that leaves losses out, or from an evaluation
 STEPS = 4  # most steps that are watched after an unexplained fault
 
 
@@ -48,6 +49,7 @@ class LiveFaults(Spectator):
         self._scaler = scaler
         self._can_watch = can_watch
         self._steps_left = 0
+        self._forwards = 0  # since the watch began
         self._loop: set[tuple[int, CodeType]] = set()  # the frames around the last decision
         self._watch: Any = None  # a LiveWatch, from the first forward to the loss
         self.is_watching = False
@@ -72,8 +74,10 @@ class LiveFaults(Spectator):
     @never_alone
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> Any:
         """Begin to watch at the first forward of a step, if ``arm`` was called."""
-        if self._watch is not None and self._watch.passive:
+        self._forwards += 1
+        if self._watch is not None and (self._watch.passive or self._forwards > FORWARDS):
             self._end()
+            self._steps_left = 0 if self._forwards > FORWARDS else self._steps_left
         if self._watch is not None or not self._steps_left or self._fault is not None:
             return None
         if not torch.is_grad_enabled() or is_traced() or _is_in_backward() or _captures(model):
@@ -98,6 +102,7 @@ class LiveFaults(Spectator):
         from tritonamp.diagnosis.live_watch import LiveWatch  # here, because few runs watch
         from tritonamp.diagnosis.replay.search import Replay
 
+        self._forwards = 0
         self._replay = Replay(list(self._models), 1.0)
         self._watch = watch = self._replay.watch = LiveWatch(self._replay.names, loop)
         watch.begin()
