@@ -58,7 +58,7 @@ USUAL = Skip(
         ({"loss": None, "amax": {"a": NAN, "b": 4095.0}}, Cause.SCALE),
         ({"loss": None, "amax": {"a": NAN}}, Cause.SCALE),
     ],
-    ids=str,
+    ids=lambda value: value.value if isinstance(value, Cause) else ",".join(value),
 )
 def test_nan_at_three_scales(fields: dict[str, Any], cause: Cause) -> None:
     assert find_cause(USUAL._replace(**fields), [], {}).cause is cause
