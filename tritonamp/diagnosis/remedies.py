@@ -117,7 +117,7 @@ class _Trials:
         elif left.event.place == self._fault.event.place:
             self.vain.append(patch.words)
         else:
-            then = f"(tried: it helps here, and then {left.event.place} has a {left.title})"
+            then = f"(tried: it helps here; {left.title} follows in {left.event.place})"
             self._moves.append(f"{patch.words} {then}")
 
     def add_moves(self) -> None:
