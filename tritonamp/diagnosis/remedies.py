@@ -217,9 +217,11 @@ def _of_data(fault: FaultReport, search: Callable[..., FaultReport | None]) -> R
 def _repaired(tensor: Tensor) -> Iterator[None]:
     """Put zeros in place of inf and NaN inside the block."""
     values = tensor.detach().clone()
+    # the batch of a recorded forward runs again only if it was not written to
     with torch.no_grad(), preserve_versions((tensor,)):
         tensor.detach().nan_to_num_(0.0, 0.0, 0.0)
-        try:
-            yield
-        finally:
+    try:
+        yield
+    finally:
+        with torch.no_grad(), preserve_versions((tensor,)):
             tensor.detach().copy_(values)
