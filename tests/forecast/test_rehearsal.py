@@ -90,6 +90,7 @@ def test_steps_that_fail_in_fp32_as_well():
     assert not forecast.problems
     assert str(forecast.rehearsal).startswith("the policy fails on this batch: loss ")
     assert "2 of 3 steps skipped. FP32 fails as well: loss " in str(forecast.rehearsal)
+    assert str(forecast.rehearsal).endswith("so look at the learning rate")
 
 
 class Unforeseen(nn.Module):

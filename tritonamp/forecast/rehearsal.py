@@ -72,7 +72,11 @@ class Rehearsal:
         fp32, failure = self.in_fp32, f"the policy fails on this batch: {self.seen}"
         if fp32 is None:
             return failure
-        return f"{failure}. FP32 {'passes' if fp32.went_well else 'fails as well'}: {fp32.seen}"
+        if fp32.went_well:
+            return f"{failure}. FP32 passes: {fp32.seen}"
+        begins_well = self.optimizer and math.isfinite((*fp32.losses, math.nan)[0])
+        lr = ". The first loss is finite, so look at the learning rate" if begins_well else ""
+        return f"{failure}. FP32 fails as well: {fp32.seen}{lr}"
 
 
 def rehearse(
