@@ -41,7 +41,7 @@ def outlier(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def half_targets(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Targets in dollars, stored in half."""
-    return x, (1e5 * (y + 3)).half()
+    return x, (1e5 * (y + 3)).half().float()
 
 
 def nan_weight(model: nn.Module) -> None:
