@@ -16,6 +16,7 @@ _DTYPE = re.compile(
     r"\b(?:c10::|at::|torch\.(?:cuda\.)?)?"
     r"(?:half|float|bfloat16|float16|float32|fp16|bf16|fp32)(?:tensor)?\b"
 )
+_SHORT = len("skipped of")  # the start of each line about a skip, which counts if nothing else does
 _WORD = re.compile(r"[^\W\d_]+")
 
 
@@ -65,6 +66,7 @@ def find(text: str, pages: Sequence[Section]) -> list[Section]:
     """
     given = words(text)
     found = sorted(_places(given, pages), reverse=True)
+    found = [place for place in found if place[1] > _SHORT] or found
     if found:
         return [pages[index] for index in dict.fromkeys(index for _, _, index in found)]
     holders = [page for page in pages if any(_holds(known, given) for known in _known(page))]
