@@ -10,6 +10,7 @@ from runs import Training
 from torch import Tensor, nn
 
 import tritonamp
+from tritonamp.commands.error_pages import find, sections
 from tritonamp.diagnosis.replay.search import find_fault
 
 
@@ -104,3 +105,35 @@ def test_a_batch_that_stays_bad_fills_no_log(caplog: pytest.LogCaptureFixture) -
     first, *later = [text for text in caplog.messages if text.startswith("step ")]
     assert "inf or NaN in all" in first
     assert [text.partition(", as in ")[2][:6] for text in later] == ["step 1"] * 4
+
+
+def test_an_exact_result_is_that_of_the_same_position() -> None:
+    """The sign of a determinant has the shape of its logarithm, and is finite."""
+    with Training(lambda: nn.Linear(6, 6)) as run:
+
+        def loss() -> Tensor:
+            output = run.model(run.x).float()
+            return -torch.logdet((output.mT @ output) * 0)
+
+        fault = find_fault(run.model, loss)
+    assert fault is not None and fault.event.exact == float("inf")
+    assert fault.kind == "unknown" and "slogdet" in fault.op
+
+
+def test_where_nothing_helps_the_report_says_so() -> None:
+    """A divisor of the difference of equal numbers: no edit of the division helps."""
+    with training(lambda h: 1e3 * h / (h - h)) as run:
+        text = run.amp.explain(replay=run.loss)
+    assert to_do(text) == "No remedy that was tried helps: look where its inputs come from."
+    in_vain = text.partition("in vain:")[2]
+    assert "torch.where(d == 0, 0.001, d)" in in_vain and "fp32_modules=['1']" in in_vain
+    assert "(Not tried" not in text
+
+
+def test_a_line_of_the_log_opens_one_section() -> None:
+    """All lines about a skip begin alike, with the words of the first section."""
+    pages = sections()
+    line = "step 17 skipped (3 of 17): forward fault: the loss itself was inf or NaN"
+    assert [page.title.partition(":")[0] for page in find(line, pages)] == ["forward fault"]
+    (first,) = find("step 17 skipped (3 of 17): something else", pages)
+    assert first.title == "step 17 skipped (3 of 17): scale overflow"
