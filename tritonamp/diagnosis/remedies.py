@@ -207,7 +207,8 @@ def _of_data(fault: FaultReport, search: Callable[..., FaultReport | None]) -> R
     except Exception:  # no memory for it, or memory that must not be written
         return None
     if _passes(left):
-        return Remedy(edits=(words,))
+        run = "batch" if fault.has_backward else "forward"
+        return Remedy(edits=(f"{words} (tried: with zeros in their place the {run} passes)",))
     if left is not None and left.kind == "data" and left.event.tensor is not tensor:
         return None  # the run makes its batch itself
     return Remedy(vain=(words,))
