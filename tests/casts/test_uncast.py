@@ -127,3 +127,18 @@ def test_a_cast_input_has_no_attributes(handles: Any) -> None:
     model.reader.register_forward_pre_hook(lambda _, args: given.append(args[0]))
     model(torch.ones(2, 4))
     assert given[0].dtype is torch.float16 and not vars(given[0])
+
+
+class Labelled(Tensor):
+    """A tensor with a class of its own, as torchvision's images have."""
+
+
+@pytest.mark.parametrize("view", ["itself", "flat"])
+def test_an_input_of_another_class(handles: Any, view: str) -> None:
+    model, x = Model(VIEWS[view]), inputs(3, 2, 4)
+    handles(model, level="O2", cast_inputs=True, fp32_modules=["reader"])
+    given: list[Tensor] = []
+    model.reader.register_forward_hook(lambda _, args, output: given.append(output))
+    model(x.as_subclass(Labelled))
+    assert type(given[0]) is Labelled
+    assert torch.equal(given[0].as_subclass(Tensor), VIEWS[view](x) / LARGE)

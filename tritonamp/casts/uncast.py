@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# by cast tensor, the tensor that it came from; both are weak, because the caller holds the original
-# during the forward only, and autograd may hold the cast tensor for much longer
+# by cast tensor or its base, the tensor that it came from; both are weak, because the caller holds
+# the original during the forward only, and autograd may hold the cast tensor for much longer
 _originals: Any = WeakTensorKeyDictionary()
 
 
@@ -24,8 +25,8 @@ def remember(given: Iterable[Any], cast: Iterable[Any]) -> None:
         cast: the same arguments, as the model gets them.
     """
     for old, new in zip(given, cast, strict=True):
-        if new is not old and type(new) is Tensor:
-            _originals[new] = weakref.ref(old)
+        if new is not old and _is_one_tensor(new):
+            _originals[_base(new)] = weakref.ref(old)
 
 
 def uncast(value: Any) -> Any:
@@ -33,9 +34,9 @@ def uncast(value: Any) -> Any:
 
     Returns ``value`` if there is none, or if ``value`` was written to since.
     """
-    if torch.compiler.is_compiling() or not len(_originals) or type(value) is not Tensor:
+    if torch.compiler.is_compiling() or not len(_originals) or not _is_one_tensor(value):
         return value
-    base: Any = value._base if value._is_view() else value
+    base = _base(value)
     original = _originals.get(base, lambda: None)()
     if original is None or value._version:
         return value
@@ -45,3 +46,15 @@ def uncast(value: Any) -> Any:
         return value
     offset = value.storage_offset() - base.storage_offset() + original.storage_offset()
     return original.as_strided(value.size(), value.stride(), offset)
+
+
+def _base(tensor: Any) -> Any:
+    """Return the tensor that ``tensor`` is a view of, as one of a subclass mostly is, or itself."""
+    return tensor._base if tensor._is_view() else tensor
+
+
+def _is_one_tensor(value: Any) -> bool:
+    """Return whether ``value`` is a tensor that does not wrap others, as a ``DTensor`` does."""
+    return type(value) is Tensor or (
+        isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
+    )
