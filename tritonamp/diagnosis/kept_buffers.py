@@ -15,6 +15,7 @@ from tritonamp.kernels._dynamo import never_alone
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels.device import is_capturing
 from tritonamp.watched.forwards import Spectator
+from tritonamp.watched.ops import has_memory
 
 RUNNING = ("running_mean", "running_var")  # torch counts no writes of batch_norm there
 _CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -129,7 +130,7 @@ def _plain(module: nn.Module) -> dict[str, Tensor]:
         name: t
         for name, t in module._buffers.items()
         if t is not None
-        and type(t) in (Tensor, nn.Buffer)
+        and has_memory(t)
         and t.layout is torch.strided
         and t.device.type != "meta"
         and t.numel() > 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-TORCH_CLASSES = {Tensor, nn.Parameter, nn.Buffer}  # tensors of a subclass may be no memory
+TORCH_CLASSES = {Tensor, nn.Parameter, nn.Buffer}
 READ_NO_VALUES = frozenset(
     """zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full
     new_empty empty_like""".split()
@@ -30,11 +30,16 @@ MOVES = frozenset("_unsafe_view clone _reshape_alias expand_copy lift_fresh _to_
 """Ops other than views whose result has the values of the input."""
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor is of torch's own class. One of a subclass may be no memory."""
+    return type(tensor) in TORCH_CLASSES
+
+
 def is_watched(value: Any) -> bool:
     """Return whether a value can hold inf: a floating, dense tensor of torch's class or unread."""
     return (
         isinstance(value, Tensor)
-        and (type(value) in TORCH_CLASSES or hasattr(type(value), "has_no_memory"))
+        and (has_memory(value) or hasattr(type(value), "has_no_memory"))
         and value.dtype.is_floating_point
         and value.dtype.itemsize > 1  # few ops know the formats of 8 bits
         and value.layout is torch.strided
