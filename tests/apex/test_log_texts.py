@@ -38,3 +38,18 @@ def test_the_call_that_the_log_names(
     )
     assert "skipped" in report
     handle.disable()
+
+
+def test_the_calls_that_a_report_names() -> None:
+    """A replay of the forward finds nothing where the loss is at fault, and names a call."""
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    handle = tritonamp.handle(model)
+    with amp.scale_loss(model(torch.randn(8, 8)).sum() * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    _, report = handle.explain(replay=True).splitlines()
+    assert "tritonamp.handle(model).explain(replay=" in report
+    assert not re.search(r"(?<!\w)amp\.\w+\(", report)
+    handle.disable()

@@ -113,7 +113,8 @@ def test_a_step_whose_eps_is_zero_in_half(
     assert (
         f"Step {wrote} wrote them ({kind.__name__}, lr=0.001): eps={eps:g} is 0 in float16, so a "
         "small gradient is divided by 0. Give an eps of 0.0001 or more, or level='O2', which "
-        "steps in FP32. Load the last good checkpoint."
+        "steps in FP32. (Not tried: it would need the earlier steps again.) Load the last good "
+        "checkpoint."
     ) in amp.history[-1].detail
     amp.disable()
 

@@ -107,6 +107,7 @@ def test_explain_names_the_operation(
     op = "matmul" if device.type == "cpu" else "bmm"  # CUDA's autocast shows what it runs
     assert f"{NAMED}{op} at " in text and "test_response.py" in text
     assert "scores = self.q(x) @ self.k(x).transpose(-1, -2)" in text
+    assert "A lower scale cannot help." in text and "Look in" not in text, "the place is known"
     assert run.amp.explain() == text
     run.step(1, size=1.0)
     assert run.amp.explain() == text
@@ -186,7 +187,7 @@ def test_a_fault_of_the_loss_is_not_blamed_on_the_model(start: Any, caplog: Any)
         run.amp.backward(run.loss(0, size=1.0) * float("inf"))
         run.optimizer.step()
     (text,) = caplog.messages
-    assert "overflow, forward" not in text
+    assert "overflow, forward" not in text and "Look in the model and the loss for" in text
     assert "The loss is computed from it outside of the model, and did not run again" in text
 
 

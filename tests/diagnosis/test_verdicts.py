@@ -1,12 +1,13 @@
 """The table of verdicts, and the report made of it."""
 
+import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from tritonamp.diagnosis.replay.faults import FaultReport
+from tritonamp.diagnosis.replay.faults import WHOLE, FaultReport, Remedy
 from tritonamp.diagnosis.replay.known_ops import family
 from tritonamp.diagnosis.replay.verdicts import VERDICTS, Eps, Event, OpInput, judge
 from tritonamp.watched.places import Place
@@ -88,12 +89,15 @@ def test_report() -> None:
     lines = str(fault).splitlines()
     assert lines[0] == f"matmul overflow, forward: encoder.layer.3.attn, op matmul at {__file__}:1"
     assert lines[1] == '  code:    """The table of verdicts, and the report made of it."""'
-    assert lines[2] == "  why:     the product is 1.31e+05, 2 times the 65504 that float16 ends at"
+    why = "the product is 1.31e+05, 2 times the largest number of float16, 65504"
+    assert lines[2] == f"  why:     {why}"
     assert lines[3] == "  inputs:  float16[2, 3] up to 12.5 (aten.x)"
     assert lines[4].startswith(
         "  then:    3 later ops not finite; first NaN in encoder.layer.3.attn"
     )
     assert lines[4].endswith("; the loss is NaN")
     assert lines[5].endswith("(Not tried: the batch could not run again.)")
+    untried = dataclasses.replace(fault, remedy=Remedy(vain=(WHOLE,))).advice
+    assert untried.endswith("(Not tried: no edit of this call alone does it.)")
     assert lines[6] == "  replay:  forward output bit-identical to the first"
     assert (fault.module, fault.amax, fault.multiple) == ("encoder.layer.3.attn", 12.5, 2.0)

@@ -14,6 +14,7 @@ from tritonamp.kernels._decision import FAULT, HUGE, OUTLIER, OVERFLOW, VETO
 from tritonamp.watched.ops import nonfinite_samples
 
 _SHOWN = 8  # names or samples in a text
+_NOT_TRIED = "(Not tried: it would need the earlier steps again.)"
 _BACKED_OFF = (
     " The loss scale was lowered all the same, because the device does not read the batch."
 )
@@ -68,7 +69,9 @@ def _in_gradients(
         found = _in_steps(skip, parameters, steps)
     elif skip.before:  # a step was taken, which may have spoilt the weights
         found = _in_growth(skip, steps)
-    return found or Explanation(skip, cause, why_overflow(skip, names, cause), names)
+    reason = why_overflow(skip, names, cause)
+    search = cause.advice if cause is Cause.BACKWARD else ""
+    return found or Explanation(skip, cause, reason, names, search=search)
 
 
 def _why_outlier(numbers: Sequence[float]) -> str:
@@ -111,8 +114,8 @@ def _in_steps(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Exp
     advice = Cause.PARAMETERS.advice_of(skip)
     if writer is not None:
         advice = (
-            f"Step {skip.wrote} wrote them ({writer}): {writer.fault}. Load the last good "
-            "checkpoint."
+            f"Step {skip.wrote} wrote them ({writer}): {writer.fault}. {_NOT_TRIED} Load the "
+            "last good checkpoint."
         )
     reason = (
         f"{len(names)} parameter(s) of the model were inf or NaN already, seen {when}: "
@@ -156,7 +159,7 @@ def _against_growth(away: Sequence[Writer], writers: Sequence[Writer], clips: bo
         return (
             f"Lower {lower} ({w}, weight_decay={w.decay:g}): lr * weight_decay is "
             f"{w.lr * w.decay:g}, so each step multiplies the weights by {1 - w.lr * w.decay:g}. "
-            f"A product below 1 makes them smaller. {Cause.DIVERGENCE.advice}"
+            f"A product below 1 makes them smaller. {_NOT_TRIED} {Cause.DIVERGENCE.advice}"
         )
     rates = sorted(map(str, writers))
     lower = f"Lower the learning rate{f' ({listed(rates)})' if rates else ''}"
@@ -164,7 +167,7 @@ def _against_growth(away: Sequence[Writer], writers: Sequence[Writer], clips: bo
     clip = " Clip gradients: amp.clip_grad_norm_(1.0)." if may_clip else ""
     return (
         f"{lower}, warm it up over the first steps, and look for outliers in data and "
-        f"targets.{clip} {Cause.DIVERGENCE.advice}"
+        f"targets.{clip} {_NOT_TRIED} {Cause.DIVERGENCE.advice}"
     )
 
 
@@ -182,7 +185,7 @@ def _in_forward(skip: Skip, knows_batch: bool) -> Explanation:
     suspects = "the model and the loss" if knows_batch else "the batch, the model and the loss"
     advice = Cause.FORWARD.advice_of(skip).format(where=suspects)
     reason = f"the loss itself was inf or NaN (loss scale {skip.scale:g}){batch}. {advice}"
-    return Explanation(skip, Cause.FORWARD, reason)
+    return Explanation(skip, Cause.FORWARD, reason, search=advice[advice.index("Look in") :])
 
 
 def _in_data(

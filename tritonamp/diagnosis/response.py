@@ -16,7 +16,7 @@ from tritonamp.diagnosis.remedies import NOT_OF_CODE
 from tritonamp.diagnosis.replay import FaultReport, Remedy
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.replays import Replays
-from tritonamp.diagnosis.skips import Cause, Explanation
+from tritonamp.diagnosis.skips import Cause, Explanation, in_terms_of
 from tritonamp.distributed.replay_ranks import ReplayRanks
 from tritonamp.kernels.device import rank
 from tritonamp.policy import Policy
@@ -73,7 +73,7 @@ class Response:
     _live: LiveFaults
     counts: FaultCounts = dataclasses.field(default_factory=FaultCounts)  # of the faults so far
     _long_text: Explanation | None = None  # whose text was written whole
-    _reported: tuple[Explanation | None, str] = (None, "")  # skip of the last report, and its text
+    _reported: tuple[Explanation | None, Finding] = (None, Finding(""))  # last skip with a report
     _shown: _Shown = dataclasses.field(default_factory=_Shown)
     _unexplained: int = 0  # faults that a replay did not show
     _restored: tuple[int, str] = (0, "")  # the last step with restored buffers, and a sentence
@@ -138,7 +138,7 @@ class Response:
                 text += " Nothing runs again inside of model.join(), where ranks may be missing."
             elif runs_again:
                 found = self._found(watched, fault)
-                text += f"\n{self._report(explanation, found)}"
+                text = explanation.with_report(self._report(explanation, found), bool(found.faults))
             elif replayable and counts.seen == FIRST_REPLAYS + 1:
                 text = text.rstrip(".") + ". Of later faults, the 16th, 32nd, 64th... run again."
         if self._policy.on_nonfinite == "heal":
@@ -204,7 +204,7 @@ class Response:
                 live = f"\n{_WATCHES}"
             if shown.faults:
                 return f"{_NOT_AGAIN.format(step=shown.step)} {shown.headings}.{live}"
-        self._reported = explanation, found.report
+        self._reported = explanation, found
         now = _Shown.of(found, explanation.skip.step)
         if found.faults and shown.faults == now.faults and self._policy.on_nonfinite != "raise":
             return f"{now.headings}: as at step {shown.step}."
@@ -282,20 +282,21 @@ class Response:
             held = bool(self._forwards.recent)
             runs_again = callable(replay) or (replay and any(self._ranks.gather(held).values()))
             found += [self._replays.replay(replay).report] if runs_again else [self._vanished]
-            return "\n".join(["No step was skipped.", *filter(None, found)])
+            told = "\n".join(["No step was skipped.", *filter(None, found)])
+            return in_terms_of(self._log.handle, told)
         return self._with_report(explanation, replay) + (f"\nThen {drift}" if drift else "")
 
     def _with_report(self, explanation: Explanation, replay: bool | Callable[[], Any]) -> str:
         if explanation.cause is Cause.DIVERGENCE:  # no operation is to blame
             return explanation.text
-        of, report = self._reported
+        of, last = self._reported
         fits = of is not None and of.cause is explanation.cause
         if replay is not False:
             found = self._replays.replay(replay)
             # a fault of a watched step may be in the loss, which a replay of forwards does not run
             if found.faults or callable(replay) or not (fits and self._shown.faults):
-                return f"{explanation.text}\n{found.report}"
+                return explanation.with_report(found.report, bool(found.faults))
         if of is None or not fits:
             return explanation.text + explanation.hint
         earlier = "" if of.skip.step == explanation.skip.step else f"Of step {of.skip.step}:\n"
-        return f"{explanation.text}\n{earlier}{report}"
+        return explanation.with_report(f"{earlier}{last.report}", bool(last.faults))

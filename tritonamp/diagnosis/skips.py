@@ -242,6 +242,11 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
 
+def in_terms_of(handle: str, text: str) -> str:
+    """Return a text whose calls of the handle, written ``amp.``, are those of an expression."""
+    return re.sub(r"\bamp\.(?=\w+\()", f"{handle}.", text)
+
+
 class Explanation(NamedTuple):
     """The explanation of a skip."""
 
@@ -250,6 +255,7 @@ class Explanation(NamedTuple):
     reason: str  # the reason in words, and advice
     parameters: tuple[str, ...] = ()  # whose gradients, or values, were not finite
     handle: str = "amp"  # expression for the handle, in texts
+    search: str = ""  # the part of ``reason`` that says where to look
 
     @property
     def text(self) -> str:
@@ -258,7 +264,20 @@ class Explanation(NamedTuple):
 
     def line(self, *facts: str) -> str:
         """Return ``text`` with more facts inside its parentheses."""
-        return f"{self._start(facts)}: {self._to_call(self.reason)}"
+        return f"{self._start(facts)}: {in_terms_of(self.handle, self.reason)}"
+
+    def with_report(self, report: str, names_place: bool) -> str:
+        """Return ``text``, and the report of a replay below it.
+
+        Args:
+            report: the report.
+            names_place: whether it names the place of the fault. Then the text does not say where
+                to look.
+        """
+        told = self
+        if names_place and self.search:
+            told = self._replace(reason=self.reason.replace(f" {self.search}", ""))
+        return f"{told.text}\n{in_terms_of(self.handle, report)}"
 
     def short_line(self, earlier: "Explanation", *facts: str) -> str:
         """Return a line that refers to an earlier explanation, which this one ``repeats``."""
@@ -286,13 +305,10 @@ class Explanation(NamedTuple):
     def hint(self) -> str:
         """Advice on how to find out more, to append to the text; "" where nothing would help."""
         if self.cause is Cause.SCALE and self.skip.is_one_of_many:
-            return self._to_call(_BY_FUNCTION)
+            return in_terms_of(self.handle, _BY_FUNCTION)
         if not self.cause.replayable:
             return ""
-        return _REPLAY if self.handle == "amp" else self._to_call(_BY_FUNCTION)
-
-    def _to_call(self, text: str) -> str:
-        return re.sub(r"\bamp\.(?=\w+\()", f"{self.handle}.", text)
+        return _REPLAY if self.handle == "amp" else in_terms_of(self.handle, _BY_FUNCTION)
 
     @property
     def needs_help(self) -> bool:

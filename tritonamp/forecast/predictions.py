@@ -102,6 +102,7 @@ def _of_hazard(hazard: Hazard, dtype: torch.dtype) -> Finding:
     module, line = place.module or "", place.line
     where = LOSS if place.module is None else module
     half, info = short(dtype), torch.finfo(dtype)
+    beyond = f"{detail}: the largest number of {half} is {info.max:.5g}"
     if kind == "bce":
         return bce(where, line)
     if kind == "early gradients":
@@ -116,12 +117,12 @@ def _of_hazard(hazard: Hazard, dtype: torch.dtype) -> Finding:
     weight, why, advice = {
         "constant": (
             1e3,
-            f"{detail}: {half} ends at {info.max:.5g}, so torch refuses it or makes it inf",
+            f"{beyond}, so torch refuses it or makes it inf",
             'for masks use float("-inf") or torch.finfo(x.dtype).min',
         ),
         "infinite": (
             1e3,
-            f"{detail}: {half} ends at {info.max:.5g}",
+            beyond,
             "make it in FP32, or of smaller values",
         ),
         "eps": (

@@ -171,7 +171,7 @@ class FaultReport:
             return f"{hint} (Not tried: {_UNTRIED.get(self.kind, self.untried)}.)"
         if self.remedy.words:
             return self.remedy.words
-        return _NONE_HELPS if self.remedy.tried_edits else f"{hint} (Not tried.)"
+        return _NONE_HELPS if self.remedy.tried_edits else f"{hint} (Not tried: {_NO_EDIT}.)"
 
     def _words(self) -> dict[str, str]:
         event = self.event
@@ -273,6 +273,7 @@ _UNTRIED = {
     "propagated": "no op of torch made it",
 }
 """Why nothing could be tried, by kind of fault."""
+_NO_EDIT = "no edit of this call alone does it"
 
 
 def number(value: float | None) -> str:

@@ -101,33 +101,33 @@ class Verdict(NamedTuple):
 
 VERDICTS = {
     "matmul_overflow": Verdict(
-        "the product is {value}, {multiple} times the {limit} that {format} ends at",
+        "the product is {value}, {multiple} times the largest number of {format}, {limit}",
         "Normalise or scale what goes into it: in attention scale q before q @ k.",
     ),
     "square_overflow": Verdict(
-        "a square is {value}, {multiple} times the {limit} that {format} ends at",
+        "a square is {value}, {multiple} times the largest number of {format}, {limit}",
         "Make the numbers smaller before the square.",
     ),
     "reduction_overflow": Verdict(
-        "the sum is {value}, {multiple} times the {limit} that {format} ends at",
+        "the sum is {value}, {multiple} times the largest number of {format}, {limit}",
         "Sum in FP32: x.sum(dtype=torch.float32).",
     ),
     "exp_overflow": Verdict(
-        "the exponential of {amax} is {value}, beyond the {limit} that {format} ends at",
+        "the exponential of {amax} is {value}, above the largest number of {format}, {limit}",
         "Subtract the maximum before exp (softmax and logsumexp do), or clamp its input.",
     ),
     "overflow": Verdict(
-        "the result is {value}, {multiple} times the {limit} that {format} ends at",
+        "the result is {value}, {multiple} times the largest number of {format}, {limit}",
         "Make its inputs smaller.",
     ),
     "constant_overflow": Verdict(
-        "the constant {scalar} does not fit {format}, which ends at {limit}",
+        "the constant {scalar} does not fit {format}, whose largest number is {limit}",
         "Write float('-inf') or torch.finfo(x.dtype).min for a mask; for other constants compute "
         "in FP32.",
     ),
     "cast_overflow": Verdict(
-        "{named}a finite {value}{made} was cast to {format}, {multiple} times the {limit} that it "
-        "ends at",
+        "{named}a finite {value}{made} was cast to {format}, {multiple} times its largest "
+        "number, {limit}",
         "Bring the value into range before the cast.",
     ),
     "masked_row": Verdict(
@@ -195,14 +195,14 @@ VERDICTS = {
         "Look there: behind an output is the loss, behind a kernel of your own its inputs.",
     ),
     "scale_too_high": Verdict(
-        "the gradient is {value} at loss scale {scale}, {multiple} times the {limit} that "
-        "{format} ends at; all gradients fit at {fits}",
+        "the gradient is {value} at loss scale {scale}, {multiple} times the largest "
+        "number of {format}, {limit}; all gradients fit at {fits}",
         "Nothing, if it is rare: the scale comes down by itself, or begins there, with "
         "scaler=tritonamp.GradScaler(init_scale={init_scale}) (tried: all gradients fit).",
     ),
     "gradient_overflow": Verdict(
-        "the gradient is {value} at loss scale {scale}, {multiple} times the {limit} that "
-        "{format} ends at, and no loss scale from 1 up fits",
+        "the gradient is {value} at loss scale {scale}, {multiple} times the largest "
+        "number of {format}, {limit}, and no loss scale from 1 up fits",
         "Make the loss or the gradient of this op smaller.",
     ),
     "backward_nan": Verdict(
