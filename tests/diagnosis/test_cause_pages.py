@@ -1,5 +1,7 @@
 """A line of the log leads to the section of errors.md about its cause."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,11 @@ from torch import nn
 from tritonamp.commands.error_pages import find, sections
 from tritonamp.diagnosis.causes import find_cause
 from tritonamp.diagnosis.divergence import Fp32Run, Growth
+from tritonamp.diagnosis.replay.faults import FaultReport
+from tritonamp.diagnosis.replay.verdicts import VERDICTS, Event
 from tritonamp.diagnosis.skips import Cause, Explanation, Skip, Steps, Writer
 from tritonamp.kernels._decision import FAULT, HUGE, OUTLIER, OVERFLOW, VETO
+from tritonamp.watched.places import Place
 
 INF = float("inf")
 NANS = torch.full((2,), torch.nan)
@@ -67,3 +72,25 @@ def test_a_line_of_the_log_leads_to_its_cause(cause: Cause) -> None:
         for text in (line, found.short_line(found)):
             page, *_ = find(text, SECTIONS)
             assert page.title.startswith(title), (text, page.title)
+
+
+BACKWARD = frozenset(
+    """softmax_gradient small_divisor own_backward backward_nan scale_too_high
+    gradient_overflow""".split()
+)
+HEADINGS = {"data": "data: ", "parameters": "bad parameters: "}
+PHASES = [
+    *((kind, "backward") for kind in sorted(BACKWARD)),
+    *((kind, "backward") for kind in ("ctc_length", "parameters", "propagated")),
+    *((kind, "forward") for kind in sorted(VERDICTS.keys() - BACKWARD)),
+]
+
+
+@pytest.mark.parametrize(("kind", "phase"), PHASES)
+def test_the_heading_of_a_report_leads_to_its_section(kind: str, phase: str) -> None:
+    place = Place("encoder.0", "Linear", "mm", "train.py", 11)
+    report = FaultReport(kind, Event(place, phase, torch.float16, exact=1e6), names=("a",))
+    (page,) = find(report.heading, SECTIONS)
+    assert page.title.startswith(HEADINGS.get(kind, "overflow, forward"))
+    (silent,) = find(dataclasses.replace(report, silent=True).heading, SECTIONS)
+    assert silent is page

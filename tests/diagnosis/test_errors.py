@@ -31,6 +31,7 @@ OWN = (
     "bad parameters",
     "divergence",
     "forward fault",
+    "overflow, forward",
     "backward fault",
     "outlier",
     "veto",
