@@ -138,7 +138,10 @@ class Response:
                 text += " Nothing runs again inside of model.join(), where ranks may be missing."
             elif runs_again:
                 found = self._found(watched, fault)
-                text = explanation.with_report(self._report(explanation, found), bool(found.faults))
+                if found.faults:
+                    explanation = explanation.with_place()
+                    self._log.explain_by(explanation)
+                text = explanation.with_report(self._report(explanation, found))
             elif replayable and counts.seen == FIRST_REPLAYS + 1:
                 text = text.rstrip(".") + ". Of later faults, the 16th, 32nd, 64th... run again."
         if self._policy.on_nonfinite == "heal":
@@ -295,8 +298,10 @@ class Response:
             found = self._replays.replay(replay)
             # a fault of a watched step may be in the loss, which a replay of forwards does not run
             if found.faults or callable(replay) or not (fits and self._shown.faults):
-                return explanation.with_report(found.report, bool(found.faults))
+                told = explanation.with_place() if found.faults else explanation
+                return told.with_report(found.report)
         if of is None or not fits:
             return explanation.text + explanation.hint
         earlier = "" if of.skip.step == explanation.skip.step else f"Of step {of.skip.step}:\n"
-        return explanation.with_report(f"{earlier}{last.report}", bool(last.faults))
+        told = explanation.with_place() if last.faults else explanation
+        return told.with_report(f"{earlier}{last.report}")

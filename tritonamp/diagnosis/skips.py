@@ -266,18 +266,15 @@ class Explanation(NamedTuple):
         """Return ``text`` with more facts inside its parentheses."""
         return f"{self._start(facts)}: {in_terms_of(self.handle, self.reason)}"
 
-    def with_report(self, report: str, names_place: bool) -> str:
-        """Return ``text``, and the report of a replay below it.
+    def with_place(self) -> "Explanation":
+        """Return the explanation without advice where to look, because a report names the place."""
+        if not self.search:
+            return self
+        return self._replace(reason=self.reason.replace(f" {self.search}", ""), search="")
 
-        Args:
-            report: the report.
-            names_place: whether it names the place of the fault. Then the text does not say where
-                to look.
-        """
-        told = self
-        if names_place and self.search:
-            told = self._replace(reason=self.reason.replace(f" {self.search}", ""))
-        return f"{told.text}\n{in_terms_of(self.handle, report)}"
+    def with_report(self, report: str) -> str:
+        """Return ``text``, and the report of a replay below it."""
+        return f"{self.text}\n{in_terms_of(self.handle, report)}"
 
     def short_line(self, earlier: "Explanation", *facts: str) -> str:
         """Return a line that refers to an earlier explanation, which this one ``repeats``."""
