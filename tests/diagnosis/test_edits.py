@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tritonamp
-from tritonamp.diagnosis.replay.edits import edits_for
+from tritonamp.diagnosis.replay.edits import edits_for, edits_of
 from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.search import find_fault
 from tritonamp.diagnosis.replay.user_calls import Patch, Site
-from tritonamp.diagnosis.replay.verdicts import Event
+from tritonamp.diagnosis.replay.verdicts import Event, OpInput
 from tritonamp.watched.places import Place
 
 HALF, FULL = torch.float16, torch.float32
@@ -67,17 +67,17 @@ CASES: list[tuple[Any, str, Callable[[], Any], tuple[Any, ...], dict[str, Any]]]
      "-1: "
      "exp(x - x.amax(-1, keepdim=True))",
      lambda: (X - X.amax(-1, keepdim=True)).exp(), (X,), {}),
-    (torch.matmul, "scale the first factor of matmul by 2^-3",
+    (torch.matmul, "scale the first factor of matmul, and so its result, by 2^-3",
      lambda: (X * 2.0**-3) @ X.mT, (X, X.mT), {"dtype": HALF, "exact": 4 * 65504.0}),
     (torch.cumsum, "sum in FP32: cumsum(dtype=torch.float32)",
      lambda: X.cumsum(-1), (X.half(), -1), {"dtype": HALF, "exact": 1e5}),
     (torch.softmax, "write zeros over rows that are masked completely, before the softmax: "
-     "torch.where((x == -inf).all(-1, keepdim=True), 0, x)",
+     "torch.where((x == -torch.inf).all(-1, keepdim=True), 0, x)",
      lambda: torch.tensor([[0.5, 0.5], [0.0, 1.0]]), (MASKED, -1), {"masked": True}),
     (torch.add, "write torch.finfo(x.dtype).min in place of -1e+09",
      lambda: X.half() + torch.finfo(HALF).min, (X.half(), -1e9),
      {"dtype": HALF, "scalars": (-1e9,)}),
-    (torch.mul, "write torch.where(mask != 0, -inf, 0), which is masked_fill, for mask * -inf",
+    (torch.mul, "write torch.where(mask != 0, -torch.inf, 0), which is masked_fill, for mask * -inf",
      lambda: torch.zeros(2, 4).masked_fill(X > 1, -math.inf), (X > 1, -math.inf),
      {"constant": True}),
     (torch.sub, "write torch.finfo(x.dtype).min in place of -inf",
@@ -122,6 +122,28 @@ def test_an_edit_computes_a_call_in_fp32(inside: bool) -> None:
     assert patch.words == f"write {'with tritonamp.disable_casts(): ' if inside else ''}{call}"
     result = applied(patch, torch.mul, torch.full((2,), 300.0).half(), 1000.0)
     assert result.dtype is FULL and result.tolist() == [300000.0] * 2
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fields", "arguments"),
+    [
+        (2, {}, "x.float(), y.float()"),
+        (1, {"scalars": (10.0,)}, "x.float(), ..."),
+        (4, {}, "x.float(), y.float(), z.float(), ..."),
+        (2, {"phase": "backward"}, "x.float()"),
+        (2, {"maker": Place("block", "", "mul", "f.py", 1, torch.mul)}, "x.float()"),
+    ],
+    ids=str,
+)
+def test_a_call_in_fp32_is_written_with_all_its_arguments(
+    tensors: int, fields: dict[str, Any], arguments: str
+) -> None:
+    """So that it runs as it is printed: a square has two arguments."""
+    place = Place("block", "", "mul", "f.py", 1, torch.mul)
+    inputs = (OpInput(HALF, (2,), 300.0),) * tensors
+    event = Event(place, **{"phase": "forward", "dtype": HALF, "inputs": inputs, **fields})
+    words = [p.words for p in edits_of(event, in_fp32=True)]
+    assert f"write with tritonamp.disable_casts(): mul({arguments})" in words
 
 
 @pytest.mark.parametrize(

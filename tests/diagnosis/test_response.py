@@ -447,7 +447,7 @@ def first_line(text: str) -> str:
 def test_a_module_that_cures_it_is_named(device: torch.device, level: str) -> None:
     assert first_line(advice(device, Chain(2), level=level)) == (
         "Keep it in FP32: fp32_modules=['links.1'] (tried: the forward passes); or scale the first "
-        "factor of linear by 2^-6 (tried: the forward passes)."
+        "factor of linear, and so its result, by 2^-6 (tried: the forward passes)."
     )
 
 
@@ -543,7 +543,10 @@ def test_a_trial_that_fails_promises_nothing(start: Any, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(run.amp._parts.enabled_models.dtypes, "widened", fail)
     text = run.amp.explain(replay=True)
-    assert "Scale the first factor of matmul by 2^-" in text and "fp32_modules" not in text
+    assert (
+        "Scale the first factor of matmul, and so its result, by 2^-" in text
+        and "fp32_modules" not in text
+    )
 
 
 # Scale overflows

@@ -214,7 +214,7 @@ def _where_masked() -> Edit:
         first, second = call.operands
         for mask, infinite in ((first, second), (second, first)):
             if _is_number(infinite, -math.inf):
-                return _filled("torch.where(mask != 0, -inf, 0)", mask=mask)
+                return _filled("torch.where(mask != 0, -torch.inf, 0)", mask=mask)
         return None
 
     return _of_calls("mul", change)
@@ -253,16 +253,20 @@ FORMS: list[tuple[str, Callable[..., Edit]]] = [
     (r"write zeros over rows .*, before the (softmax): (torch\.where.*)", _operand),
     (r"write (.*) in place of the divisor d", _divisor),
     (r"clamp the divisor d: (d\..*)", _divisor),
-    (rf"write with tritonamp\.disable_casts\(\): {_NAME}\(x\.float\(\)\)", _uncast),
+    (rf"write with tritonamp\.disable_casts\(\): {_NAME}\(x\.float\(\)(?:, .*)?\)", _uncast),
+    (rf"write {_NAME}\(x\.float\(\), .*\)", _uncast),
     (rf"(?:write |.*: ){_NAME}\((x(?:\.| - ).*)\)", _operand),
     (rf"write {_NAME}\(\.\.\., reduction='sum'\) divided by .*", _mean_over_targets),
     (rf"(?:write |.*: ){_NAME}\((?:x, |\.\.\., )?(\w+)=([^,]+)\)", _keyword),
     (rf"pass (\w+)=(\w+) to {_NAME}", _passed),
     (r"take a larger eps: (\S+) in place of (\S+)", _number),
     (r"write (torch\.finfo\(x\.dtype\)\.m..) in place of (\S+)", _number),
-    (r"write torch\.where\(mask != 0, -inf, 0\).* mask \* -inf", _where_masked),
+    (r"write torch\.where\(mask != 0, -torch\.inf, 0\).* mask \* -inf", _where_masked),
     (r"write (torch\.where\(x.*\)) in place of the second argument x of (\w+)", _second),
-    (rf"scale the first factor (?:of|before) {_NAME},? by 2\^(-?\d+)", _scaled),
+    (
+        rf"scale the first factor (?:of|before) {_NAME},?(?: and so its result,)? by 2\^(-?\d+)",
+        _scaled,
+    ),
     (r"write (\(?x\.\S* .*\)) in place of (?:the )?(\w+).*", _in_place_of),
 ]
 """Patterns of advice, and functions of their groups."""

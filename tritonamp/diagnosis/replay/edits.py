@@ -68,10 +68,19 @@ def edits_of(event: Event, in_fp32: bool) -> Iterator[Patch]:
     for words, change in _changes(event, name_of(place.function)):
         yield Patch(words, {Site.of(place): change}, _form(words))
     if in_fp32:
-        call = f"{name_of(place.function)}(x.float())"
+        call = f"{name_of(place.function)}({_floats(event, place)})"
         inside = place.module is not None
         words = f"write with tritonamp.disable_casts(): {call}" if inside else f"write {call}"
         yield Patch(words, {Site.of(place): rewrites.in_fp32})
+
+
+def _floats(event: Event, place: Place) -> str:
+    """Return the arguments of the call at ``place`` in FP32, in words."""
+    if place is not event.place or event.phase == "backward":  # its inputs are not known
+        return "x.float()"
+    tensors = [f"{name}.float()" for name in "xyz"[: len(event.inputs)]] or ["x.float()"]
+    has_more = bool(event.scalars) or len(event.inputs) > len(tensors)
+    return ", ".join([*tensors, *["..."] * has_more])
 
 
 def _form(words: str) -> str:
@@ -131,7 +140,7 @@ def _of_constants(event: Event, name: str) -> Edits:
     if event.masked and "softmax" in name:
         words = (
             "write zeros over rows that are masked completely, before the softmax: "
-            "torch.where((x == -inf).all(-1, keepdim=True), 0, x)"
+            "torch.where((x == -torch.inf).all(-1, keepdim=True), 0, x)"
         )
         yield words, on_argument(0, rewrites.unmasked)
     largest = torch.finfo(event.dtype).max
@@ -140,7 +149,7 @@ def _of_constants(event: Event, name: str) -> Edits:
         words = f"write torch.finfo(x.dtype).{end} in place of {constant:g}"
         yield words, rewrites.on_numbers(rewrites.within)
     if event.constant and name == "mul":
-        words = "write torch.where(mask != 0, -inf, 0), which is masked_fill, for mask * -inf"
+        words = "write torch.where(mask != 0, -torch.inf, 0), which is masked_fill, for mask * -inf"
         yield words, rewrites.where_masked
     if event.constant:
         yield "write torch.finfo(x.dtype).min in place of -inf", rewrites.finite_infinities
@@ -166,7 +175,7 @@ def _of_size(event: Event, name: str) -> Edits:
         )
     if name in _PRODUCTS:
         power = -math.ceil(math.log2(max(event.multiple or 1.0, 1.0)) + 1)
-        words = f"scale the first factor of {name} by 2^{power}"
+        words = f"scale the first factor of {name}, and so its result, by 2^{power}"
         yield words, on_argument(0, _scaled(power))
     if name in ("sum", "mean", "prod", "cumsum", "cumprod"):
         yield (
