@@ -77,7 +77,8 @@ CASES: list[tuple[Any, str, Callable[[], Any], tuple[Any, ...], dict[str, Any]]]
     (torch.add, "write torch.finfo(x.dtype).min in place of -1e+09",
      lambda: X.half() + torch.finfo(HALF).min, (X.half(), -1e9),
      {"dtype": HALF, "scalars": (-1e9,)}),
-    (torch.mul, "write torch.where(mask != 0, -torch.inf, 0), which is masked_fill, for mask * -inf",
+    (torch.mul, "write torch.where(mask != 0, -torch.inf, 0), which is masked_fill, for mask "
+     "* -inf",
      lambda: torch.zeros(2, 4).masked_fill(X > 1, -math.inf), (X > 1, -math.inf),
      {"constant": True}),
     (torch.sub, "write torch.finfo(x.dtype).min in place of -inf",

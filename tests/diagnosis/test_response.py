@@ -664,3 +664,19 @@ def test_fakes_made_before_the_discriminators_step_are_the_generators(
         assert amp.stats()["healed"] == ["0"]
         assert len(amp._parts.forwards._snapshots) == 0, "no forward outlives its decision"
     assert "data, forward" not in caplog.text
+
+
+def test_a_remedy_for_one_of_several_models_runs_as_it_is_printed(device: torch.device) -> None:
+    """``fp32_modules`` does not know a model by its number; ``heal`` does."""
+    torch.manual_seed(0)
+    models = [nn.Linear(16, 16).to(device), Scores().to(device)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in models]
+    with tritonamp.enable(models, optimizers, level="O2") as amp:
+        x = 500 * torch.randn(4, 5, 16, device=device)
+        amp.backward(models[1](x).square().mean(), optimizers[1])
+        optimizers[1].step()
+        report = amp.explain(replay=True)
+        assert "Keep it in FP32: amp.heal('1.attention') (tried: the forward passes)" in report
+        assert "fp32_modules" not in report
+        amp.heal("1.attention")
+        assert models[1](x).isfinite().all()

@@ -16,7 +16,16 @@ from tritonamp.diagnosis.divergence import Fp32Run, Growth, WeightSizes, growth_
 from tritonamp.diagnosis.fault_counts import is_power_of_two
 from tritonamp.diagnosis.history import History
 from tritonamp.diagnosis.records import StepRecord
-from tritonamp.diagnosis.skips import Cause, Explanation, Overflow, Skip, Steps, Writer
+from tritonamp.diagnosis.skips import (
+    IN_A_LOOP,
+    Cause,
+    Explanation,
+    Overflow,
+    Skip,
+    Steps,
+    Terms,
+    Writer,
+)
 from tritonamp.kernels._decision import (
     AMAX,
     CLEAN,
@@ -65,7 +74,7 @@ class StepLog:
         sizes: sizes of the weights in some steps.
         history: outcomes of the last steps.
         clips: function that returns whether the loop clips gradients.
-        handle: expression for the handle in texts; not "amp" if that name is taken.
+        terms: how texts name the handle and its settings.
         last: explanation of the last skip; None: no step was skipped.
         batches: forwards of the last skip.
     """
@@ -80,7 +89,7 @@ class StepLog:
         self.sizes = WeightSizes(names.tensors)
         self.history = History()
         self.clips: Callable[[], bool] = bool
-        self.handle = "amp"
+        self.terms: Terms = IN_A_LOOP
         self.last: Explanation | None = None
         self.batches: Sequence[Snapshot] = ()
         self._said: dict[Cause, tuple[Explanation, int]] = {}  # last long texts, and their levels
@@ -176,7 +185,7 @@ class StepLog:
         growth = functools.partial(self._growth, skip.loss)
         steps = Steps(self._model_names.writers(), growth, in_fp32, self.clips())
         found = find_cause(skip, data_in(batches), self._model_names.tensors(), steps)
-        return found._replace(handle=self.handle)
+        return found._replace(terms=self.terms)
 
     def _growth(self, loss: float | None) -> Growth:
         good = [(r.step, r.loss, r.grad_norm) for r in self.history.records if r.cause is None]

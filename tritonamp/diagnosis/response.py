@@ -16,7 +16,7 @@ from tritonamp.diagnosis.remedies import NOT_OF_CODE
 from tritonamp.diagnosis.replay import FaultReport, Remedy
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.replays import Replays
-from tritonamp.diagnosis.skips import Cause, Explanation, in_terms_of
+from tritonamp.diagnosis.skips import Cause, Explanation
 from tritonamp.distributed.replay_ranks import ReplayRanks
 from tritonamp.kernels.device import rank
 from tritonamp.policy import Policy
@@ -286,7 +286,7 @@ class Response:
             runs_again = callable(replay) or (replay and any(self._ranks.gather(held).values()))
             found += [self._replays.replay(replay).report] if runs_again else [self._vanished]
             told = "\n".join(["No step was skipped.", *filter(None, found)])
-            return in_terms_of(self._log.handle, told)
+            return self._log.terms.told(told)
         return self._with_report(explanation, replay) + (f"\nThen {drift}" if drift else "")
 
     def _with_report(self, explanation: Explanation, replay: bool | Callable[[], Any]) -> str:

@@ -1,5 +1,6 @@
 """A skipped step: its facts, its possible causes, and the words for each."""
 
+import ast
 import enum
 import math
 import re
@@ -18,8 +19,8 @@ _FP32_MAX = torch.finfo(torch.float32).max
 _HALF_MAX = torch.finfo(torch.float16).max
 MANY = 3  # overflows in a row from which on the scale may not be the cause
 _BY_FUNCTION = (
-    " amp.explain(replay=lambda: criterion(model(x), y)), with the batch at hand, names the "
-    "operation."
+    " print(amp.explain(replay=lambda: criterion(model(x), y))), with that batch and your own "
+    "loss, names the operation."
 )
 _REPLAY = f" on_nonfinite='explain', or{_BY_FUNCTION}"
 
@@ -69,7 +70,8 @@ _ADVICE = {
     Cause.DATA: "Clean the data, or drop these samples.",
     Cause.FORWARD: (
         "A lower scale cannot help. Look in {where} for values above 65504, constants such as -1e9 "
-        "or eps=1e-8 that float16 cannot hold, 0/0 and rows that are masked completely."
+        "or eps=1e-8 that float16 cannot hold, 0/0, logarithms and roots of 0 or less, and rows "
+        "that are masked completely."
     ),
     Cause.SCALE: "single skips of this kind are how it finds its level.",
     Cause.BACKWARD: (
@@ -242,9 +244,35 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
 
-def in_terms_of(handle: str, text: str) -> str:
-    """Return a text whose calls of the handle, written ``amp.``, are those of an expression."""
-    return re.sub(r"\bamp\.(?=\w+\()", f"{handle}.", text)
+class Terms(NamedTuple):
+    """How texts name the handle, and the arguments with which it was made.
+
+    Attributes:
+        handle: expression for the handle; not "amp" if that name is taken.
+        takes_modules: whether ``fp32_modules`` can name modules as texts do. With several models
+            the number of a model comes first, and only ``amp.heal`` knows these names.
+        keywords: keyword of ``enable`` to the name that the user's own call has for it.
+    """
+
+    handle: str = "amp"
+    takes_modules: bool = True
+    keywords: Mapping[str, str] = {}
+
+    def told(self, text: str) -> str:
+        """Return a text, written for ``amp = enable(model, ...)``, in these terms."""
+        if not self.takes_modules:
+            text = re.sub(r"\bfp32_modules=(\[.*?\])", _heals, text)
+        for keyword, own in self.keywords.items():
+            text = re.sub(rf"\b{keyword}=(?=\"|torch\.bfloat16)", f"{own}=", text)
+        return re.sub(r"\bamp\.(?=\w+\()", f"{self.handle}.", text)
+
+
+def _heals(match: re.Match[str]) -> str:
+    return "; ".join(f"amp.heal({name!r})" for name in ast.literal_eval(match[1]))
+
+
+IN_A_LOOP = Terms()
+"""Terms of a loop with one model, as READMEs write it."""
 
 
 class Explanation(NamedTuple):
@@ -254,7 +282,7 @@ class Explanation(NamedTuple):
     cause: Cause
     reason: str  # the reason in words, and advice
     parameters: tuple[str, ...] = ()  # whose gradients, or values, were not finite
-    handle: str = "amp"  # expression for the handle, in texts
+    terms: Terms = IN_A_LOOP  # of its text
     search: str = ""  # the part of ``reason`` that says where to look
 
     @property
@@ -264,7 +292,7 @@ class Explanation(NamedTuple):
 
     def line(self, *facts: str) -> str:
         """Return ``text`` with more facts inside its parentheses."""
-        return f"{self._start(facts)}: {in_terms_of(self.handle, self.reason)}"
+        return f"{self._start(facts)}: {self.terms.told(self.reason)}"
 
     def with_place(self) -> "Explanation":
         """Return the explanation without advice where to look, because a report names the place."""
@@ -274,7 +302,7 @@ class Explanation(NamedTuple):
 
     def with_report(self, report: str) -> str:
         """Return ``text``, and the report of a replay below it."""
-        return f"{self.text}\n{in_terms_of(self.handle, report)}"
+        return f"{self.text}\n{self.terms.told(report)}"
 
     def short_line(self, earlier: "Explanation", *facts: str) -> str:
         """Return a line that refers to an earlier explanation, which this one ``repeats``."""
@@ -302,10 +330,10 @@ class Explanation(NamedTuple):
     def hint(self) -> str:
         """Advice on how to find out more, to append to the text; "" where nothing would help."""
         if self.cause is Cause.SCALE and self.skip.is_one_of_many:
-            return in_terms_of(self.handle, _BY_FUNCTION)
+            return self.terms.told(_BY_FUNCTION)
         if not self.cause.replayable:
             return ""
-        return _REPLAY if self.handle == "amp" else in_terms_of(self.handle, _BY_FUNCTION)
+        return self.terms.told(_REPLAY if self.terms.handle == "amp" else _BY_FUNCTION)
 
     @property
     def needs_help(self) -> bool:

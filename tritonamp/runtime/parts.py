@@ -24,7 +24,7 @@ from tritonamp.diagnosis.observer import StepObserver
 from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.response import Response
 from tritonamp.diagnosis.scaled_gradients import ScaledGradients
-from tritonamp.diagnosis.skips import Writer
+from tritonamp.diagnosis.skips import Terms, Writer
 from tritonamp.diagnosis.unseen_writes import UnseenWrites
 from tritonamp.distributed.fsdp import assumed_policies
 from tritonamp.distributed.ranks import Ranks, Resumable
@@ -165,6 +165,8 @@ class Parts:
         computes_half = policy.op_policy or policy.cast_model or policy.half_parameters
         dtype = policy.dtype if computes_half else torch.float32
         self.log = StepLog(self.decisions, names, dtype, log_skips)
+        if len(self.models) > 1:
+            self.log.terms = Terms(takes_modules=False)
         forwards, healing = self.forwards, self.healing
         self.replays = Replays(self.models, policy, self.log, forwards, healing, together)
         self.response = Response(

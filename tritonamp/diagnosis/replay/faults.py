@@ -263,7 +263,9 @@ class FaultReport:
         return self.difference is not None and self.difference[0] <= 0.01 * self.difference[1]
 
 
-NOT_REPRODUCED = "not reproduced: run again, nothing is inf or NaN (was it another batch?)"
+NOT_REPRODUCED = (
+    "not reproduced: run again, nothing is inf or NaN (was it another batch, or micro-batch?)"
+)
 NO_PRECISION_HELPS = "FP32 does not help, nor does bfloat16: both were tried on this batch."
 _NONE_HELPS = "No remedy that was tried helps: look where its inputs come from."
 _UNTRIED = {
