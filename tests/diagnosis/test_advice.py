@@ -200,7 +200,9 @@ def test_a_rate_far_too_high_is_said_before_the_scale_has_found_its_level(
         found = causes(amp)
     assert found.index("divergence") + 1 == by
     assert f"step {by} skipped" in caplog.messages[0]
-    assert f"Lower the learning rate ({make.func.__name__}, lr={rate:g}), w" in caplog.messages[0]
+    assert (
+        f"Lower the learning rate (now {make.func.__name__}, lr={rate:g}), f" in caplog.messages[0]
+    )
     assert "FP32 was not tried" in caplog.messages[0]
     assert "precision" not in caplog.messages[0] and "lip" not in caplog.messages[0]
     with train(mlp(), partial(make.func, lr=1e-2), batches(9), loss, level=level) as amp:

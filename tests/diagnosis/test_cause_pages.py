@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import tritonamp
 from tritonamp.commands.error_pages import find, sections
 from tritonamp.diagnosis.causes import find_cause
 from tritonamp.diagnosis.divergence import Fp32Run, Growth
@@ -94,3 +95,24 @@ def test_the_heading_of_a_report_leads_to_its_section(kind: str, phase: str) -> 
     assert page.title.startswith(HEADINGS.get(kind, "overflow, forward"))
     (silent,) = find(dataclasses.replace(report, silent=True).heading, SECTIONS)
     assert silent is page
+
+
+def test_what_a_replay_and_healing_say_leads_to_a_section(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].bias.fill_(6e4)
+        model[1].weight.fill_(1e3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+
+    def title(text: str) -> str:
+        return find(text, SECTIONS)[0].title.partition(":")[0]
+
+    with tritonamp.enable(model, optimizer, level="O1", on_nonfinite="heal") as amp:
+        for replay in (lambda: model(torch.zeros(2, 4)) * 0, lambda: {}["x"]):
+            assert title(amp.explain(replay=replay).partition("\n")[2]) == "not reproduced"
+        for _ in range(2):
+            amp.backward(model(torch.full((2, 4), 1e3)).square().mean())
+            optimizer.step()
+    assert title(caplog.messages[-1].splitlines()[-1]) == "Healed"

@@ -160,6 +160,30 @@ def test_a_step_is_not_blamed_for_what_other_code_wrote(
     amp.disable()
 
 
+def test_a_weight_beyond_half_is_told_from_a_spoilt_one(device: torch.device) -> None:
+    """No checkpoint helps: the weight is good, and the format is not."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(device)
+    with torch.no_grad():
+        model[1].weight[2, 3] = 7e4
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    amp = tritonamp.enable(model, optimizer, level="O2")
+    x = torch.randn(8, 6, device=device)
+    take_step(amp, optimizer, model(x).square().mean())
+    assert amp.explain() == (
+        "step 1 skipped (1 of 1): bad parameters: 1 parameter(s) of the model were inf or NaN "
+        "already, seen at step 1: 1.weight. Their FP32 masters are finite, but above 65504, the "
+        "largest number of the half format. Keep their modules in FP32: fp32_modules=['1'], or "
+        "train in bfloat16: dtype=torch.bfloat16. (Not tried: print(amp.explain(replay=True)) "
+        "tries it.)"
+    )
+    assert "fp32_modules=['1'] (tried: the forward passes)" in amp.explain(replay=True)
+    with torch.no_grad():
+        model[0].bias[0] = NAN
+    take_step(amp, optimizer, model(x).square().mean())
+    assert "something else wrote them: a loaded checkpoint" in amp.explain()
+    amp.disable()
+
+
 def test_a_step_of_ours_that_wrote_them_is_named(device: torch.device) -> None:
     """Without an eps to blame: half a parameter has left the format, one step at a time."""
     model = nn.Linear(4, 4, device=device)

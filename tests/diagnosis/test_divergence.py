@@ -107,7 +107,7 @@ def test_a_rate_far_too_high(
     needs_help = {cause for cause in run.causes if cause not in (None, "scale overflow")}
     assert needs_help <= {"divergence"}
     if needs_help:
-        assert f"Lower the learning rate ({rate}), warm it up" in text
+        assert f"Lower the learning rate (now {rate}), first to a tenth, warm it up" in text
     run.amp.disable()
 
 

@@ -32,6 +32,8 @@ OWN = (
     "divergence",
     "forward fault",
     "overflow, forward",
+    "not reproduced",
+    "Healed",
     "backward fault",
     "outlier",
     "veto",

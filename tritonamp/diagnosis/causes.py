@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tritonamp.diagnosis.kept_buffers import RUNNING
 from tritonamp.diagnosis.overflows import cause_of_overflow, why_overflow
-from tritonamp.diagnosis.replay.faults import listed
+from tritonamp.diagnosis.replay.faults import BFLOAT16, WHOLE, listed, number
 from tritonamp.diagnosis.skips import NO_STEPS, Cause, Explanation, Skip, Steps, Writer
 from tritonamp.kernels._decision import FAULT, HUGE, OUTLIER, OVERFLOW, VETO
 from tritonamp.watched.ops import nonfinite_samples
@@ -111,7 +111,7 @@ def _in_steps(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Exp
     if divergence is not None or not names:
         return divergence
     when = f"since step {skip.since}" if skip.since < skip.step else f"at step {skip.step}"
-    advice = Cause.PARAMETERS.advice_of(skip)
+    advice = _too_large(skip, names, steps.writers) or Cause.PARAMETERS.advice_of(skip)
     if writer is not None:
         advice = (
             f"Step {skip.wrote} wrote them ({writer}): {writer.fault}. {_NOT_TRIED} Load the "
@@ -162,12 +162,29 @@ def _against_growth(away: Sequence[Writer], writers: Sequence[Writer], clips: bo
             f"A product below 1 makes them smaller. {_NOT_TRIED} {Cause.DIVERGENCE.advice}"
         )
     rates = sorted(map(str, writers))
-    lower = f"Lower the learning rate{f' ({listed(rates)})' if rates else ''}"
+    lower = f"Lower the learning rate{f' (now {listed(rates)})' if rates else ''}"
     may_clip = bool(writers) and not clips and all(w.can_be_clipped for w in writers)
     clip = " Clip gradients: amp.clip_grad_norm_(1.0)." if may_clip else ""
     return (
-        f"{lower}, warm it up over the first steps, and look for outliers in data and "
-        f"targets.{clip} {_NOT_TRIED} {Cause.DIVERGENCE.advice}"
+        f"{lower}, first to a tenth, warm it up over the first steps, and look for outliers in "
+        f"data and targets.{clip} {_NOT_TRIED} {Cause.DIVERGENCE.advice}"
+    )
+
+
+def _too_large(skip: Skip, names: Sequence[str], writers: Mapping[str, Writer]) -> str:
+    """Return advice if the half format alone cannot hold these parameters; else ""."""
+    masters = [writers[name].master for name in names if name in writers]
+    amax = [m.detach().abs().max() for m in masters if m is not None]  # queued before one is read
+    if len(amax) < len(names) or not all(skip.limit < float(m) < math.inf for m in amax):
+        return ""
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    keep = f"Keep their modules in FP32: fp32_modules={modules}"
+    if "" in modules:
+        keep = f"Compute the whole model in FP32: {WHOLE}"
+    wider = f", or train in bfloat16: {BFLOAT16}" if skip.in_float16 else ""
+    return (
+        f"Their FP32 masters are finite, but above {number(skip.limit)}, the largest number of the "
+        f"half format. {keep}{wider}. (Not tried: print(amp.explain(replay=True)) tries it.)"
     )
 
 

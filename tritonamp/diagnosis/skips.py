@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tritonamp.diagnosis.divergence import Fp32Run, Growth
 from tritonamp.diagnosis.replay.faults import listed
@@ -114,6 +115,7 @@ class Writer(NamedTuple):
     zero_eps: float | None = None  # eps of the optimizer, if its step divides by an eps of zero
     least_eps: float = 1e-8  # an eps that its step can divide by
     decay: float | None = None  # weight_decay, if each step takes lr * weight_decay of a weight
+    master: Tensor | None = None  # the FP32 values of a half parameter
 
     def __str__(self) -> str:
         return self.name if self.lr is None else f"{self.name}, lr={self.lr:g}"

@@ -290,6 +290,7 @@ class _Names(NamedTuple):
                 vanishing_eps(optimizer, group, master.dtype),
                 least_eps(optimizer, master.dtype),
                 decay_of(optimizer, group),
+                None if master is param else to_local(master),
             )
             for optimizer, w in self.weights.items()
             for param, master, group in w.masters.with_groups()

@@ -14,16 +14,10 @@ import tritonamp
 from tritonamp.apex.amp._amp_state import _amp_state, master_params, maybe_print
 from tritonamp.apex.amp.scaler import LossScaler
 from tritonamp.apex.amp.stash import put_stash, take_stash
-from tritonamp.diagnosis.skips import Terms
 from tritonamp.kernels.device import is_capturing
 from tritonamp.readback import Readback
 
 _AHEAD = 16  # so many steps may the host be ahead of the device, and all skips are still printed
-_TERMS = Terms(
-    "tritonamp.handle(model)",  # ``amp`` is apex's module
-    takes_modules=False,  # nor does ``amp.initialize`` take them
-    keywords={"level": "opt_level", "dtype": "cast_model_type"},
-)
 
 
 class AmpRun:
@@ -53,7 +47,12 @@ class AmpRun:
             scaler=self.scalers[0].scaler if policy.loss_scale == "dynamic" else None,
             around_step=self._around_step,
         )
-        self._amp._parts.log.terms = _TERMS
+        log = self._amp._parts.log
+        log.terms = log.terms._replace(
+            handle="tritonamp.handle(model)",  # ``amp`` is apex's module
+            takes_modules=False,  # ``amp.initialize`` has no fp32_modules
+            keywords={"level": "opt_level", "dtype": "cast_model_type"},
+        )
         self._skips = Skips(self._amp)
         self._fed = set[Optimizer]()
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []

@@ -11,7 +11,7 @@ import torch
 from tritonamp.diagnosis.replay.verdicts import REASONS, VERDICTS, Event
 from tritonamp.names import short
 
-BY_FUNCTION = "amp.explain(replay=lambda: criterion(model(x), y))"
+BY_FUNCTION = "print(amp.explain(replay=lambda: criterion(model(x), y)))"
 """The call that runs a loss again."""
 WHOLE, BFLOAT16 = 'level="O0"', "dtype=torch.bfloat16"
 """Advice: compute the whole model in FP32, or in bfloat16."""
