@@ -188,6 +188,7 @@ def test_faults_that_come_again_widen_it_and_then_end_it(
         "undoes it.",
         *([] if helps else 2 * [IN_VAIN.format(" already")]),
     ]
+    assert ("Healed after this skip" in amp.explain()) is helps
 
 
 def test_several_modules_are_healed_together(caplog: Any) -> None:
@@ -204,6 +205,7 @@ def test_several_modules_are_healed_together(caplog: Any) -> None:
         "Healed: 1, 2 compute in FP32 from now on, after 2 faults in 1; amp.unheal('1'); "
         "amp.unheal('2') undoes it."
     ]
+    assert amp.explain().endswith("\nHealed after this skip: 1, 2.")
 
 
 def test_a_model_that_is_healed_before_its_first_forward(caplog: Any) -> None:

@@ -72,7 +72,7 @@ def test_running_statistics_are_those_before_the_faulty_forward(
         assert_same(buffers(run), before)
         (text,) = [t for t in caplog.messages if t.startswith("step 4 skipped")]
         assert (
-            "Buffers that became inf or NaN have the values of before it again: "
+            "Buffers that became inf or NaN were set back to their values before this step: "
             "2.running_mean, 2.running_var." in text
         )
         assert "reset_running_stats" not in text
@@ -112,7 +112,7 @@ def test_buffers_that_a_forward_averages_into_are_restored_and_masks_are_not() -
         assert bool(torch.isfinite(run.model[2].average).all())
         assert bool((run.model[2].mask == -math.inf).all())
         assert bool((run.model[2].lazy == -math.inf).all())
-        assert " again: 2.average." in run.amp.explain()
+        assert " before this step: 2.average." in run.amp.explain()
 
 
 def test_a_buffer_that_the_first_forward_fills_with_minus_infinity_stays_so() -> None:

@@ -333,7 +333,10 @@ def test_running_statistics_are_restored_on_all_ranks(pair: Pair, engine: str) -
     first = alike(with_statistics(pair, engine=engine))
     assert first["finite"]
     (said,) = first["said"]
-    assert "Buffers that became inf or NaN have the values of before it again: last.0" in said
+    assert (
+        "Buffers that became inf or NaN were set back to their values before this step: last.0"
+        in said
+    )
 
 
 # What is done about it

@@ -32,6 +32,7 @@ _WATCHES = (
 _NOT_AGAIN = (
     "Run again, the model shows no fault. The last fault that was found, at step {step}, is"
 )
+_SET_BACK = "Buffers that became inf or NaN were set back to their values before this step"
 
 
 class _Shown(NamedTuple):
@@ -77,6 +78,7 @@ class Response:
     _shown: _Shown = dataclasses.field(default_factory=_Shown)
     _unexplained: int = 0  # faults that a replay did not show
     _restored: tuple[int, str] = (0, "")  # the last step with restored buffers, and a sentence
+    _healed_at: int = 0  # number of the last step whose skip has healed modules
     _vanished: str = ""  # report about an overflow in the first good batch
 
     def __post_init__(self) -> None:
@@ -179,9 +181,7 @@ class Response:
         names = list(dict.fromkeys(name for own in found.values() for name in own))
         if not names:
             return ""
-        return (
-            f" Buffers that became inf or NaN have the values of before it again: {listed(names)}."
-        )
+        return f" {_SET_BACK}: {listed(names)}."
 
     def _found(self, watched: bool, fault: FaultReport | None) -> Finding:
         """Return the fault found in a watched step, else the findings of a replay.
@@ -249,6 +249,8 @@ class Response:
             return f"\nNot healed: {named} in FP32{already} does not help, nor does all in FP32."
         for name in more:
             self._healing.heal(name)
+        assert self._log.last is not None
+        self._healed_at = self._log.last.skip.step
         self.counts = self.counts._replace(seen=0)
         undo = "; ".join(f"amp.unheal({name!r})" for name in more)
         return (
@@ -303,5 +305,10 @@ class Response:
         if of is None or not fits:
             return explanation.text + explanation.hint
         earlier = "" if of.skip.step == explanation.skip.step else f"Of step {of.skip.step}:\n"
-        told = explanation.with_place() if last.faults else explanation
-        return told.with_report(f"{earlier}{last.report}")
+        told = (explanation.with_place() if last.faults else explanation).with_report(
+            f"{earlier}{last.report}"
+        )
+        names = [name or "the model" for name in self._healing.names]
+        if names and self._healed_at == explanation.skip.step:
+            told += f"\nHealed after this skip: {listed(names)}."
+        return told
