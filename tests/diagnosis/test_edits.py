@@ -313,3 +313,17 @@ def test_what_is_no_norm_is_not_replaced_by_one(function: Any) -> None:
 def test_a_norm_is_replaced_by_squares(function: Any) -> None:
     found = edits(function, "backward_nan", "backward")
     assert any("in place of the norm" in words for words in found)
+
+
+def test_an_edit_names_each_call_of_its_line(device: torch.device) -> None:
+    """It was tried on all of them, and one alone is in vain."""
+
+    def entropy(p: Tensor) -> Tensor:
+        return -(p * torch.log(p) + (1 - p) * torch.log(1 - p)).mean()
+
+    model = nn.Linear(4, 4).to(device)
+    x = torch.full((2, 4), 1e6, device=device)
+    fault = find_fault(model, lambda: entropy(model(x).sigmoid()))
+    assert fault is not None
+    words = [patch.words for patch in edits_for(fault)]
+    assert "clamp the argument: log(x.clamp(min=1e-06)), in each log of this line" in words

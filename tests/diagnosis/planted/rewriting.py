@@ -152,6 +152,7 @@ def _is_number(node: ast.expr, number: float) -> bool:
 
 
 def _edit(words: str) -> Edit:
+    words = re.sub(r", in each \w+ of this line$", "", words)  # as edits do here, said or not
     for pattern, make in FORMS:
         found = re.fullmatch(pattern, words)
         if found:

@@ -3,6 +3,7 @@
 An edit is advice in words, and a function that does to a call exactly what the words say.
 """
 
+import linecache
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -66,12 +67,20 @@ def edits_of(event: Event, in_fp32: bool) -> Iterator[Patch]:
     ):
         yield from _larger_eps(event.eps, event.eps.place)
     for words, change in _changes(event, name_of(place.function)):
-        yield Patch(words, {Site.of(place): change}, _form(words))
+        yield Patch(words + _of_each(place), {Site.of(place): change}, _form(words))
     if in_fp32:
         call = f"{name_of(place.function)}({_floats(event, place)})"
         inside = place.module is not None
         words = f"write with tritonamp.disable_casts(): {call}" if inside else f"write {call}"
         yield Patch(words, {Site.of(place): rewrites.in_fp32})
+
+
+def _of_each(place: Place) -> str:
+    """Return words for a line with several such calls, because a patch changes all of them."""
+    name = name_of(place.function)
+    code = linecache.getline(place.file or "", place.number)
+    several = len(re.findall(rf"\b{re.escape(name)}\(", code)) > 1
+    return f", in each {name} of this line" if several else ""
 
 
 def _floats(event: Event, place: Place) -> str:
