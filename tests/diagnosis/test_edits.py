@@ -57,7 +57,11 @@ CASES: list[tuple[Any, str, Callable[[], Any], tuple[Any, ...], dict[str, Any]]]
     (Tensor.__truediv__, "write torch.where(d == 0, 1e-06, d) in place of the divisor d",
      lambda: X / torch.where(X == 0, 1e-6, X), (X, X), {}),
     (Tensor.__rtruediv__, "clamp the divisor d: d.clamp(min=0.001)",
-     lambda: 1.0 / X.clamp(min=1e-3), (X, 1.0), {}),
+     lambda: 1.0 / X.abs().clamp(min=1e-3), (X.abs(), 1.0), {}),
+    (torch.div, "write torch.where(d.abs() < 0.001, 0.001, d) in place of the divisor d",
+     lambda: X / torch.where(X.abs() < 1e-3, 1e-3, X), (X, X), {"dtype": HALF}),
+    (torch.div, "clamp the divisor d: d.clamp(min=0.01)",
+     lambda: X / X.abs().clamp(min=1e-2), (X, X.abs()), {"dtype": HALF, "exact": 1e5}),
     (torch.atan2, "write torch.where(x == 0, 1e-06, x) in place of the second argument x",
      lambda: torch.atan2(X, torch.where(X == 0, 1e-6, X)), (X, X), {"phase": "backward"}),
     (torch.exp, "clamp the argument: exp(x.clamp(max=10))",
@@ -80,6 +84,12 @@ CASES: list[tuple[Any, str, Callable[[], Any], tuple[Any, ...], dict[str, Any]]]
     (torch.mul, "write torch.where(mask != 0, -torch.inf, 0), which is masked_fill, for mask "
      "* -inf",
      lambda: torch.zeros(2, 4).masked_fill(X > 1, -math.inf), (X > 1, -math.inf),
+     {"constant": True}),
+    (torch.mul, "write torch.where(p == 0, 0, x) in place of the infinite factor x of p * x",
+     lambda: torch.tensor([[0.0, 0.0], [0.0, 0.25]]), (MASKED.exp().clamp(max=0.25), MASKED),
+     {"constant": True}),
+    (torch.mul, "write torch.where(p == 0, 0, x) in place of the infinite factor x of p * x",
+     lambda: torch.tensor([[0.0, 0.0], [0.0, 0.25]]), (MASKED, MASKED.exp().clamp(max=0.25)),
      {"constant": True}),
     (torch.sub, "write torch.finfo(x.dtype).min in place of -inf",
      lambda: MASKED.clamp(min=torch.finfo(FULL).min) - 1.0, (MASKED, 1.0), {"constant": True}),
@@ -180,7 +190,12 @@ def test_a_call_that_cannot_be_changed_so_runs_as_it_is(function: Any, args: Any
             "clamp the argument: log(x.clamp(min=1e-06))",
             lambda y: y.clamp(1e-6).log(),
         ),
-        (Tensor.div_, (X,), "clamp the divisor d: d.clamp(min=0.001)", lambda y: y / X.clamp(1e-3)),
+        (
+            Tensor.div_,
+            (X.abs(),),
+            "clamp the divisor d: d.clamp(min=0.001)",
+            lambda y: y / X.abs().clamp(1e-3),
+        ),
     ],
     ids=["log_", "div_"],
 )
@@ -196,6 +211,58 @@ def test_an_edited_call_in_place_writes_to_its_tensor(
     for result in (given, wanted):
         result.sum().backward()
     torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "words", "args", "fields"),
+    [
+        (torch.div, "clamp the divisor d: d.clamp(min=0.001)", (X, X), {}),
+        (
+            torch.mul,
+            "write torch.where(mask != 0, -inf, 0), which is masked_fill, for mask * -inf",
+            (MASKED.exp(), MASKED),
+            {"constant": True},
+        ),
+    ],
+    ids=["a divisor on both sides of 0", "a factor that is no mask"],
+)
+def test_an_edit_that_changes_other_values_is_not_tried(
+    function: Any, words: str, args: Any, fields: dict[str, Any]
+) -> None:
+    patch = edits(function, **fields)[words]
+    (site,) = patch.changes
+    result = patch(site, function, args, {})
+    assert not patch.used
+    torch.testing.assert_close(result, function(*args), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_softmax_that_something_divides_by_is_clamped() -> None:
+    softmax = Place("block", "Block", "softmax", "f.py", 1, torch.softmax)
+    found = edits(torch.div, "softmax_zero", softmax=softmax, zero=True)
+    patch = found["clamp the result of softmax at f.py:1: softmax(x, dim).clamp(min=1e-06)"]
+    result = applied(patch, torch.softmax, 100 * X, -1)
+    assert torch.equal(result, torch.softmax(100 * X, -1).clamp(min=1e-6))
+    assert not any("clamp the result" in words for words in edits(torch.log, softmax=softmax))
+
+
+class Gaussian(nn.Module):
+    """A deviation of 0: ``log_prob`` of torch takes its logarithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.layer(x)
+        return torch.distributions.Normal(mean, 0.0 * mean, validate_args=False).log_prob(x)
+
+
+def test_a_call_inside_of_a_distribution_is_not_edited() -> None:
+    model = Gaussian()
+    with tritonamp.enable(model, level="O1") as amp:
+        report = amp.explain(replay=lambda: model(torch.ones(1, 2)).sum())
+    assert "Gaussian" in report and "log_prob(x)" in report
+    assert "clamp(min" not in report and "torch.where(" not in report
 
 
 def test_a_composite_of_torch_is_not_edited_as_the_op_inside_it() -> None:

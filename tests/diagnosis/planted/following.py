@@ -148,4 +148,6 @@ def following(setup: Setup, report: Report) -> Setup:
         return replace(setup, nan_to_num=True)
     if "log_softmax" in setup.advice:
         return replace(setup, told=True)
-    return replace(setup, edit=(report.line, report.op, setup.advice))
+    other = re.search(r" at \S+:(\d+): ", setup.advice)  # the line of the argument
+    line = int(other[1]) if other else report.line
+    return replace(setup, edit=(line, report.op, setup.advice))

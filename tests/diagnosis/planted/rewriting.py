@@ -210,6 +210,10 @@ def _number(new: str, old: str) -> Edit:
     return lambda node: _parsed(new) if _is_number(node, float(old)) else None
 
 
+def _result(name: str, change: str) -> Edit:
+    return _of_calls(name, lambda call: _filled(f"r{change}", r=call.again()))
+
+
 def _where_masked() -> Edit:
     def change(call: _Call) -> ast.expr | None:
         first, second = call.operands
@@ -254,6 +258,7 @@ FORMS: list[tuple[str, Callable[..., Edit]]] = [
     (r"write zeros over rows .*, before the (softmax): (torch\.where.*)", _operand),
     (r"write (.*) in place of the divisor d", _divisor),
     (r"clamp the divisor d: (d\..*)", _divisor),
+    (rf"clamp the result of {_NAME}(?: at \S+)?: .*\)(\.clamp\(.*\))", _result),
     (rf"write with tritonamp\.disable_casts\(\): {_NAME}\(x\.float\(\)(?:, .*)?\)", _uncast),
     (rf"write {_NAME}\(x\.float\(\), .*\)", _uncast),
     (rf"(?:write |.*: ){_NAME}\((x(?:\.| - ).*)\)", _operand),

@@ -7,6 +7,7 @@ import linecache
 import math
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +69,12 @@ def edits_of(event: Event, in_fp32: bool) -> Iterator[Patch]:
         yield from _larger_eps(event.eps, event.eps.place)
     for words, change in _changes(event, name_of(place.function)):
         yield Patch(words + _of_each(place), {Site.of(place): change}, _form(words))
+    softmax = event.softmax
+    if softmax is not None and softmax.function is not None and "log" not in family(place.op):
+        name = name_of(softmax.function)
+        at = f" at {softmax.line}" if softmax.line else ""
+        words = f"clamp the result of {name}{at}: {name}(x, dim).clamp(min=1e-06)"
+        yield Patch(words, {Site.of(softmax): rewrites.at_least(1e-6)})
     if in_fp32:
         call = f"{name_of(place.function)}({_floats(event, place)})"
         inside = place.module is not None
@@ -160,6 +167,8 @@ def _of_constants(event: Event, name: str) -> Edits:
     if event.constant and name == "mul":
         words = "write torch.where(mask != 0, -torch.inf, 0), which is masked_fill, for mask * -inf"
         yield words, rewrites.where_masked
+        words = "write torch.where(p == 0, 0, x) in place of the infinite factor x of p * x"
+        yield words, rewrites.without_infinities
     if event.constant:
         yield "write torch.finfo(x.dtype).min in place of -inf", rewrites.finite_infinities
 
@@ -186,6 +195,9 @@ def _of_size(event: Event, name: str) -> Edits:
         power = -math.ceil(math.log2(max(event.multiple or 1.0, 1.0)) + 1)
         words = f"scale the first factor of {name}, and so its result, by 2^{power}"
         yield words, on_argument(0, _scaled(power))
+    if name == "div":
+        for c in (1e-3, 1e-2):
+            yield from _clamped_divisor(c)
     if name in ("sum", "mean", "prod", "cumsum", "cumprod"):
         yield (
             f"sum in FP32: {name}(dtype=torch.float32)",
@@ -202,10 +214,7 @@ def _into_range(event: Event, name: str) -> Edits:
                 f"write torch.where(d == 0, {c:g}, d) in place of the divisor d",
                 on_argument(1, _nonzero(c)),
             )
-            yield (
-                f"clamp the divisor d: d.clamp(min={c:g})",
-                on_argument(1, _clamped(c, None)),
-            )
+            yield from _clamped_divisor(c)
         elif name == "logit":
             yield f"write logit(x, eps={c:g})", with_keywords(eps=c)
         elif name in _ABOVE:
@@ -224,6 +233,20 @@ def _into_range(event: Event, name: str) -> Edits:
                 f"write torch.where(x == 0, {c:g}, x) in place of the second argument x",
                 on_argument(1, _nonzero(c)),
             )
+
+
+def _clamped_divisor(c: float) -> Edits:
+    """Yield changes that keep a divisor ``c`` away from 0: one if it is positive, else another."""
+
+    def above(d: Tensor) -> Any:
+        return NotImplemented if bool((d < -c).any()) else d.clamp(min=c)
+
+    def outside(d: Tensor) -> Any:
+        return torch.where(d.abs() < c, c, d) if bool((d < -c).any()) else NotImplemented
+
+    yield f"clamp the divisor d: d.clamp(min={c:g})", on_argument(1, above)
+    words = f"write torch.where(d.abs() < {c:g}, {c:g}, d) in place of the divisor d"
+    yield words, on_argument(1, outside)
 
 
 def _clamped(least: float | None, most: float | None) -> Callable[[Tensor], Tensor]:

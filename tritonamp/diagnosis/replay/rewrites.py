@@ -29,8 +29,13 @@ def _is_in_place(function: Any) -> bool:
     return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
-def on_argument(number: int, change: Callable[[Tensor], Tensor]) -> Change:
-    """Return the change of one positional argument, if that is a tensor."""
+def on_argument(number: int, change: Callable[[Tensor], Any]) -> Change:
+    """Return the change of one positional argument, if that is a tensor.
+
+    Args:
+        number: index of the argument.
+        change: function of the tensor; NotImplemented: this tensor cannot be changed like that.
+    """
 
     def changed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at = number
@@ -38,11 +43,13 @@ def on_argument(number: int, change: Callable[[Tensor], Tensor]) -> Change:
             at = 1 - number
         if len(args) <= at or not isinstance(args[at], Tensor):
             return NotImplemented
-        if _is_in_place(function) and at == 0:
-            # on a copy, because the change may keep it for the backward
-            result = function(change(args[0].clone()), *args[1:], **kwargs)
-            return args[0].copy_(result)
-        return function(*args[:at], change(args[at]), *args[at + 1 :], **kwargs)
+        in_place = _is_in_place(function) and at == 0
+        # on a copy, because the change may keep it for the backward
+        new = change(args[at].clone() if in_place else args[at])
+        if new is NotImplemented:
+            return NotImplemented
+        result = function(*args[:at], new, *args[at + 1 :], **kwargs)
+        return args[0].copy_(result) if in_place else result
 
     return changed
 
@@ -107,12 +114,27 @@ def unmasked(scores: Tensor) -> Tensor:
 
 
 def where_masked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the product of a mask and an infinite number without 0 * inf."""
+    """Return the product of a mask and an infinite number without 0 * inf.
+
+    A factor whose values count, such as probabilities, is no mask.
+    """
     masks = [a for a in args if isinstance(a, Tensor) and bool(a.isfinite().all())]
     infinite = [a for a in args if not any(a is mask for mask in masks)]
     if len(masks) != 1 or len(infinite) != 1 or _is_in_place(function):
         return NotImplemented
-    return torch.where(masks[0] != 0, infinite[0], 0.0)
+    result = torch.where(masks[0] != 0, infinite[0], 0.0)
+    same = (result == function(*args, **kwargs)) | (masks[0] == 0)
+    return result if bool(same.all()) else NotImplemented
+
+
+def without_infinities(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a product with 0 in place of the infinite factor where the other factor is 0."""
+    if len(args) != 2 or not all(isinstance(a, Tensor) for a in args) or _is_in_place(function):
+        return NotImplemented
+    first, second = args
+    if bool(first.isfinite().all()):
+        return function(first, torch.where(first == 0, 0.0, second), **kwargs)
+    return function(torch.where(second == 0, 0.0, first), second, **kwargs)
 
 
 def finite_infinities(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -161,3 +183,12 @@ def mean_over_targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return NotImplemented
     count = (target != kwargs.get("ignore_index", -100)).sum().clamp(min=1)
     return function(*args, **{**kwargs, "reduction": "sum"}) / count
+
+
+def at_least(least: float) -> Change:
+    """Return the change that clamps the result of a call from below."""
+
+    def changed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs).clamp(min=least)
+
+    return changed

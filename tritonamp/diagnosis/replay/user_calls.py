@@ -1,16 +1,22 @@
 """The functions of torch that the user's code calls in a run, and changes of such calls."""
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch.distributions
 from torch.overrides import TorchFunctionMode
 
 from tritonamp.watched.places import Place, PlacedOps, Way
 
 Change = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """``change(function, args, kwargs)`` returns the result; NotImplemented: it cannot change that."""
+_NOT_OF_USERS = tuple(
+    os.path.dirname(str(m.__file__)) + os.sep for m in (torch.distributions, torch.nn.utils)
+)
+"""Folders of Python code of torch whose calls no edit of the user's line reaches."""
 
 
 class Site(NamedTuple):
@@ -57,6 +63,7 @@ class UserCalls(TorchFunctionMode):
     """Notes in a watched run which function of torch the user's code calls, and applies a patch.
 
     torch disables the mode while a call runs, so functions that torch itself calls are not seen.
+    Those that its distributions and parametrizations call are left out.
     """
 
     def __init__(self, run: PlacedOps, patch: Patch | None) -> None:
@@ -67,6 +74,8 @@ class UserCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if sys._getframe(1).f_code.co_filename.startswith(_NOT_OF_USERS):
+            return func(*args, **(kwargs or {}))
         self._run.function = func
         try:
             if self._patch is None or self._run.in_backward():
