@@ -380,6 +380,39 @@ def test_scale_too_high(net: Around, device: torch.device) -> None:
     assert len(fault.names) == 4
 
 
+class OnOneLine(nn.Module):
+    """A half mean of 1e-5, whose square is a divisor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        nn.init.zeros_(self.layer.weight)
+        nn.init.constant_(self.layer.bias, 1e-5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x).half()
+        return x.sum() / (h[0, 0] ** 2 + 1e-9)
+
+
+class OnTwoLines(OnOneLine):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x).half()
+        square = h[0, 0] ** 2
+        return x.sum() / (square + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("net", "why"), [(OnOneLine(), "div divides by 1.1"), (OnTwoLines(), "the gradient is ")]
+)
+def test_a_square_does_not_divide(net: nn.Module, why: str) -> None:
+    """The gradient of a divisor overflows in the cast behind its square, which is no division."""
+    with tritonamp.enable(net, level="O2", cast_outputs=None):
+        fault = find_fault(net, lambda: net(torch.ones(1, 2)), scale=2.0**8)
+    assert fault is not None
+    assert (fault.event.phase, fault.op) == ("backward", "pow")
+    assert fault.why.startswith(why)
+
+
 def test_gradient_that_arrives_broken(net: Around, device: torch.device) -> None:
     x = torch.randn(SAMPLES, WIDTH, device=device)
     grad = torch.full((SAMPLES, 4), float("nan"), device=device)

@@ -57,6 +57,34 @@ def test_judge(seen: Event, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("op", "why", "advice"),
+    [
+        ("log", "to 0, and their logarithm is finite", "Write log_softmax(x, dim) in place of"),
+        ("div", "to 0", "Clamp the result of the softmax from below."),
+    ],
+)
+def test_only_a_logarithm_of_a_softmax_is_mended_by_log_softmax(
+    op: str, why: str, advice: str
+) -> None:
+    report = FaultReport("softmax_zero", event(op, softmax=PLACE, zero=True))
+    assert report.why.endswith(f"rounds small probabilities {why}")
+    assert report.advice.startswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("op", "reason"),
+    [
+        ("log1p", "the slope of log1p at -1 is infinite"),
+        ("linalg_svd", "two are equal or one is 0"),
+        ("linalg_eigh", "two are equal"),
+    ],
+)
+def test_the_reason_of_a_gradient_without_a_value(op: str, reason: str) -> None:
+    report = FaultReport("backward_nan", event(op, "backward", nan=True, exact=math.nan))
+    assert report.why.endswith(reason)
+
+
+@pytest.mark.parametrize(
     ("fits", "kind"),
     [(2.0**8, "scale_too_high"), (1.0, "scale_too_high"), (0.5, "gradient_overflow")],
 )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tritonamp.diagnosis.replay.known_ops import family
 from tritonamp.diagnosis.replay.verdicts import REASONS, VERDICTS, Event
 from tritonamp.names import short
 
@@ -191,6 +192,9 @@ class FaultReport:
             "softmax": f" ({event.softmax})" if event.softmax else "",
             "read_format": short(event.inputs[0].dtype if event.inputs else event.dtype),
             "divisor": number(event.divisor),
+            "divider": event.divider or self.op,
+            "logarithm": ", and their logarithm is finite" if _is_log(self.op) else "",
+            "mend_softmax": _LOG_SOFTMAX if _is_log(self.op) else _CLAMPED_SOFTMAX,
             "made": f" of {event.maker}" if event.maker else "",
             "named": f"{', '.join(event.names)}: " if event.names else "",
             "names": listed(self.names),
@@ -272,10 +276,16 @@ _UNTRIED = {
     "parameters": "no other weights are at hand",
     "data": "no other values could be put in their place",
     "own_backward": "it is your own code",
-    "propagated": "no op of torch made it",
+    "propagated": "no op of this run made it",
 }
 """Why nothing could be tried, by kind of fault."""
+_LOG_SOFTMAX = "Write log_softmax(x, dim) in place of log(softmax(x, dim))."
+_CLAMPED_SOFTMAX = "Clamp the result of the softmax from below."
 _NO_EDIT = "no edit of this call alone does it"
+
+
+def _is_log(op: str) -> bool:
+    return "log" in family(op)
 
 
 def number(value: float | None) -> str:

@@ -19,12 +19,14 @@ class Small(NamedTuple):
     Attributes:
         eps: the eps that was added to them.
         softmax: place of the softmax that made them.
-        divisor: the smallest magnitude that the forward's op divides by; None in a forward.
+        divisor: the smallest magnitude that the forward's line divides by; None in a forward.
+        divider: the op that divides by it.
     """
 
     eps: Eps | None
     softmax: Place | None
     divisor: float | None = None
+    divider: str = ""
 
 
 class SmallNumbers:
@@ -32,9 +34,9 @@ class SmallNumbers:
 
     def __init__(self, memories: Memories) -> None:
         self._memories = memories
-        # by place of a logarithm or division, the softmax whose values it reads, and the smallest
-        # magnitude among these values
-        self._read: dict[Place, tuple[Place | None, float]] = {}
+        # by place of a logarithm or division, the softmax whose values it reads, the smallest
+        # magnitude among these values, and the op
+        self._read: dict[Place, tuple[Place | None, float, str]] = {}
         self._eps: dict[Place, Eps] = {}  # in the values that an op reads, by its place
 
     def note(self, call: OpCall, place: Place, results: list[Tensor]) -> None:
@@ -44,7 +46,7 @@ class SmallNumbers:
         softmax = place if known_ops.is_softmax(name) else self.softmax(call)
         divisor = self.divisor(call)
         if divisor is not None:
-            self._read[place] = softmax, float(torch.as_tensor(divisor).abs().min())
+            self._read[place] = softmax, float(torch.as_tensor(divisor).abs().min()), place.op
         elif softmax is not None and (
             known_ops.is_softmax(name) or call.moves or known_ops.keeps_probabilities(name)
         ):
@@ -80,7 +82,12 @@ class SmallNumbers:
     def divisor(self, call: OpCall) -> Any:
         """Return the argument of a call that must not be zero; None: there is none."""
         number = known_ops.DIVISORS.get(call.schema.name)
-        return None if number is None or len(call.args) <= number else call.args[number]
+        if number is None or len(call.args) <= number:
+            return None
+        if call.schema.name == "pow" and isinstance(call.args[1], (int, float)):
+            # a power of 1 or more does not divide, and neither does its slope
+            return call.args[0] if call.args[1] < 1 else None
+        return call.args[number]
 
     def now(self, call: OpCall) -> Small:
         """Return the small numbers that an op of the forward reads."""
@@ -88,4 +95,4 @@ class SmallNumbers:
 
     def read_at(self, place: Place) -> Small:
         """Return the small numbers that the op of the forward at a place has read."""
-        return Small(self._eps.get(place), *self._read.get(place, (None, None)))
+        return Small(self._eps.get(place), *self._read.get(place, (None, None, "")))

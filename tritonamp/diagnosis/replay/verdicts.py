@@ -65,7 +65,8 @@ class Event:
     squares: bool = False  # the op multiplied a tensor by itself
     own: bool = False  # it ran in a backward or a hook that the user wrote
     softmax: Place | None = None  # of the softmax whose small values the op reads
-    divisor: float | None = None  # the smallest magnitude that the op, or its forward, divides by
+    divisor: float | None = None  # the smallest magnitude that its line of the forward divides by
+    divider: str = ""  # the op that divides by it
     maker: Place | None = None  # of a cast: where its value was computed
     tensor: Tensor | None = None  # the tensor of the batch that was not finite
     discarded: bool = False  # the forward discarded its result, the backward did not
@@ -169,16 +170,16 @@ VERDICTS = {
     ),
     "softmax_zero": Verdict(
         "{op} meets a 0 that is a softmax's result{softmax}: {read_format} rounds small "
-        "probabilities to 0, and their logarithm is finite",
-        "Write log_softmax(x, dim) in place of log(softmax(x, dim)).",
+        "probabilities to 0{logarithm}",
+        "{mend_softmax}",
     ),
     "softmax_gradient": Verdict(
         "{op} reads small results of a softmax{softmax}, and its gradient divides by them: "
         "{value} at loss scale {scale}",
-        "Write log_softmax(x, dim) in place of log(softmax(x, dim)).",
+        "{mend_softmax}",
     ),
     "small_divisor": Verdict(
-        "{op} divides by {divisor}, so that its gradient is {value} at loss scale {scale}",
+        "{divider} divides by {divisor}, so that its gradient is {value} at loss scale {scale}",
         "Take a larger eps, or clamp the divisor.",
     ),
     "ctc_length": Verdict(
@@ -192,7 +193,8 @@ VERDICTS = {
     ),
     "propagated": Verdict(
         "inf or NaN arrived with {names}",
-        "Look there: behind an output is the loss, behind a kernel of your own its inputs.",
+        "Look there: behind an output is the loss, behind a kernel of your own its inputs, before "
+        "the forward your training loop.",
     ),
     "scale_too_high": Verdict(
         "the gradient is {value} at loss scale {scale}, {multiple} times the largest "
@@ -265,9 +267,14 @@ REASONS = {
     "std": "a standard deviation has no slope at 0",
     "div": "its divisor is 0",
     "log": "the slope of log at 0 is infinite",
+    "log1p": "the slope of log1p at -1 is infinite",
     "acos": "the slope of acos at 1 and -1 is infinite",
     "asin": "the slope of asin at 1 and -1 is infinite",
     "atan2": "it has no slope at (0, 0)",
+    "svd": "it divides by differences of singular values, and two are equal or one is 0",
+    "linalg_svd": "it divides by differences of singular values, and two are equal or one is 0",
+    "linalg_eigh": "it divides by differences of eigenvalues, and two are equal",
+    "linalg_eig": "it divides by differences of eigenvalues, and two are equal",
 }
 
 

@@ -235,6 +235,7 @@ class Watch(PlacedOps):
             own=own,
             softmax=small.softmax,
             divisor=small.divisor,
+            divider=small.divider,
             maker=self._maker(place, inputs if rounded else []),
         )
 
