@@ -95,6 +95,41 @@ def test_the_line_of_the_loss_is_named_at_the_second_fault(
         assert run.amp.stats()["healed"] == []
 
 
+class PenaltyFirst(OwnLoss):
+    """A term of the loss is computed from the weights, before the forward and so before a watch."""
+
+    def loss(self, x: Any = None) -> Tensor:
+        penalty = sum(x(p) for p in self.model.parameters())
+        return fine(self.model(self.x)) + penalty
+
+
+@pytest.mark.parametrize(
+    ("penalty", "kind", "reason"),
+    [
+        (
+            lambda p: (p * 0).sum() / p.detach().sum().mul(0),
+            "propagated, forward: ",
+            "why:     inf or NaN arrived with a tensor of shape () that was computed before this "
+            "run began\n",
+        ),
+        (
+            lambda p: (p * 0).square().sum().sqrt(),
+            "backward nan, backward: outside the model, op sqrt",
+            "the slope of sqrt at 0 is infinite",
+        ),
+    ],
+    ids=["forward", "backward"],
+)
+def test_a_term_from_before_the_forward_is_no_data(
+    caplog: Any, penalty: Any, kind: str, reason: str
+) -> None:
+    with PenaltyFirst() as run, caplog.at_level(logging.INFO, "tritonamp"):
+        for _ in range(2):
+            run.step(penalty)
+        assert faults_told(caplog)[1].startswith(kind)
+        assert reason in run.amp.explain()
+
+
 def test_a_backward_of_one_own_inside_a_block(caplog: Any) -> None:
     with OwnLoss() as run, caplog.at_level(logging.INFO, "tritonamp"):
         for _ in range(2):

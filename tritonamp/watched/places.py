@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 import threading
 import warnings
@@ -167,6 +168,8 @@ class PlacedOps(TorchDispatchMode):
         node = _node()
         origin = None if node is None else self.place_of_node(node)
         if self.in_backward():
+            if origin is None and here.file is None:
+                return dataclasses.replace(here, op=_op_of(node) or here.op)
             if origin is None or here.file is None:
                 return origin or here
             return dataclasses.replace(origin, file=here.file, number=here.number)
@@ -191,6 +194,12 @@ class PlacedOps(TorchDispatchMode):
         # writes to views make two or three nodes for one op
         made = (self._nodes.get(n) for n in range(number, number - 4, -1))
         return next(filter(None, made), None)
+
+
+def _op_of(node: Any) -> str:
+    """Return the op of the forward that has made a node of torch: "sqrt" for "SqrtBackward0"."""
+    found = re.fullmatch(r"(\w+)Backward\d+", node.name())
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", found[1]).lower() if found else ""
 
 
 def _node() -> Any:

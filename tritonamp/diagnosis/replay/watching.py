@@ -267,6 +267,10 @@ class Watch(PlacedOps):
         elif memory.unwritten or self.phase == "backward":
             source = "propagated"
             name = memory.label or "a tensor that no op of torch wrote"
+        elif tensor.grad_fn is not None and not memory.label:
+            source = "propagated"
+            shape = tuple(tensor.shape)
+            name = f"a tensor of shape {shape} that was computed before this run began"
         else:
             source = "data"
             name = memory.label or f"a tensor of shape {tuple(tensor.shape)} from outside the model"
