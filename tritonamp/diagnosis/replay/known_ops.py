@@ -31,7 +31,7 @@ FAMILIES = {
     "product": "mul multiply",
     "average": """mean nanmean var std var_mean std_mean nll_loss nll_loss_nd nll_loss2d
         nll_loss_forward nll_loss2d_forward cross_entropy_loss mse_loss layer_norm rms_norm
-        group_norm batch_norm""",
+        group_norm batch_norm weight_norm weight_norm_interface""",
     "log": "log log2 log10 log1p xlogy logit atanh arctanh erfinv",
     "root": """sqrt acos asin acosh arccos arcsin lgamma norm linalg_vector_norm std
         dist cdist""",
