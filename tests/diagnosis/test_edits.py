@@ -71,6 +71,8 @@ CASES: list[tuple[Any, str, Callable[[], Any], tuple[Any, ...], dict[str, Any]]]
      "-1: "
      "exp(x - x.amax(-1, keepdim=True))",
      lambda: (X - X.amax(-1, keepdim=True)).exp(), (X,), {}),
+    (torch.special.i0, "clamp the argument: special_i0(x.clamp(-80, 80))",
+     lambda: torch.special.i0((X * 99).clamp(-80, 80)), (X * 99,), {}),
     (torch.matmul, "scale the first factor of matmul, and so its result, by 2^-3",
      lambda: (X * 2.0**-3) @ X.mT, (X, X.mT), {"dtype": HALF, "exact": 4 * 65504.0}),
     (torch.cumsum, "sum in FP32: cumsum(dtype=torch.float32)",
@@ -234,6 +236,11 @@ def test_an_edit_that_changes_other_values_is_not_tried(
     result = patch(site, function, args, {})
     assert not patch.used
     torch.testing.assert_close(result, function(*args), rtol=0, atol=0, equal_nan=True)
+
+
+def test_only_an_exponential_may_be_a_softmax_by_hand() -> None:
+    for function, may in ((torch.exp, True), (torch.exp2, True), (torch.cosh, False)):
+        assert any("softmax by hand" in words for words in edits(function)) is may
 
 
 def test_a_softmax_that_something_divides_by_is_clamped() -> None:

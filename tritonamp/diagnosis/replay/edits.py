@@ -32,7 +32,7 @@ _PRODUCTS = "matmul mm bmm mv linear conv1d conv2d conv3d".split()
 _WITH_EPS = """normalize cosine_similarity pairwise_distance layer_norm rms_norm group_norm
     instance_norm batch_norm""".split()
 _NORMS = "norm linalg_norm linalg_vector_norm linalg_matrix_norm".split()
-_GROWING = "exp exp2 expm1 sinh cosh".split()
+_GROWING = "exp exp2 expm1 sinh cosh i0 special_i0".split()
 _INSIDE = "acos asin arccos arcsin atanh arctanh erfinv".split()  # have a value from -1 to 1
 _ABOVE = {
     **dict.fromkeys("log log2 log10 sqrt rsqrt reciprocal pow lgamma digamma".split(), 0),
@@ -178,12 +178,13 @@ def _of_size(event: Event, name: str) -> Edits:
     if name in _GROWING:
         # below the logarithm of the end, 11 or 88; a half gradient may follow
         for most in (10,) if event.dtype is torch.float16 else (80, 10):
-            least = -most if name in ("sinh", "cosh") else None
+            least = None if name.startswith("exp") else -most
             limits = f"max={most}" if least is None else f"{least}, {most}"
             yield (
                 f"clamp the argument: {name}(x.clamp({limits}))",
                 on_argument(0, _clamped(least, most)),
             )
+    if name in ("exp", "exp2"):
         words = (
             "if it is a softmax by hand, subtract the maximum of each sum first, here of dim -1: "
         )
