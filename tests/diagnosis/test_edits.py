@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import tritonamp
 from tritonamp.diagnosis.replay.edits import edits_for, edits_of
@@ -250,6 +251,35 @@ def test_a_softmax_that_something_divides_by_is_clamped() -> None:
     result = applied(patch, torch.softmax, 100 * X, -1)
     assert torch.equal(result, torch.softmax(100 * X, -1).clamp(min=1e-6))
     assert not any("clamp the result" in words for words in edits(torch.log, softmax=softmax))
+
+
+class Log(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(torch.relu(self.layer(x)))
+
+
+class Checkpointed(nn.Module):
+    """The backward computes the logarithm again."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.log, self.use_reentrant = nn.Linear(2, 2), Log(), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.log, self.layer(x), use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_segment_that_is_computed_again_is_edited_again(use_reentrant: bool) -> None:
+    model = Checkpointed(use_reentrant)
+    nn.init.constant_(model.log.layer.bias, -9.0)
+    with tritonamp.enable(model, level="O1") as amp:
+        report = amp.explain(replay=lambda: model(torch.ones(1, 2)).sum())
+    assert "log(x.clamp(min=1e-06)) (tried: the batch passes)" in report
 
 
 class Gaussian(nn.Module):

@@ -1,12 +1,15 @@
 """Run a backward again at other loss scales, to find those at which all gradients are finite."""
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
 
 from tritonamp.watched.ops import is_finite
 
@@ -24,6 +27,8 @@ class Backward:
             output is a loss.
         scale: loss scale that ``grad_outputs`` carry.
         params: parameters by name.
+        edits: returns a block in which checkpoints compute their segments again with the edits of
+            the forward.
     """
 
     def __init__(
@@ -32,6 +37,7 @@ class Backward:
         grad_outputs: Sequence[Tensor | None] | None,
         scale: float,
         params: Mapping[str, Tensor],
+        edits: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         pairs = zip(outputs, grad_outputs or [None] * len(outputs), strict=True)
@@ -42,6 +48,7 @@ class Backward:
         self.seeds = [g for _, g in kept if g is not None]
         self.scale = scale
         self.params = params
+        self._edits = edits
 
     @property
     def is_possible(self) -> bool:
@@ -71,7 +78,12 @@ class Backward:
 
     def fits(self, scale: float) -> bool:
         """Return whether all gradients are finite at a loss scale."""
-        return all(map(is_finite, self.gradients(scale).values()))
+        try:
+            grads = self.gradients(scale)
+        except CheckpointError:  # the segment differs without the edits
+            with self._edits():
+                grads = self.gradients(scale)
+        return all(map(is_finite, grads.values()))
 
     def largest_scale(self, below: float) -> float | None:
         """Return the largest power of two at which all gradients are finite, by bisection."""

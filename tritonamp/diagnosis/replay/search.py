@@ -66,7 +66,7 @@ def find_fault(
         replay = Replay(models, scale, patch)
         with _untouched(models, replay.watch.writes):
             output = replay.forward(run, expected)
-            found = Backward(output, grad_outputs, scale, replay.params)
+            found = Backward(output, grad_outputs, scale, replay.params, replay.in_backward)
             replay.has_backward = backward and found.is_possible
             fault = replay.fault_of_forward(output)
             if fault is None and replay.has_backward:
@@ -243,12 +243,18 @@ class Replay:
             event, fits, names=tuple(bad), outcome=outcome, silent=event.absorbed is not None
         )
 
+    @contextlib.contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Watch a backward in the block."""
+        self.watch.phase = "backward"
+        with self.watch:
+            yield
+
     def _watched_backward(
         self, backward: Backward, scale: float
     ) -> tuple[Event, dict[str, Tensor]] | None:
         """Run the backward at a scale. Return the first fault, and the gradients it reached."""
-        self.watch.phase = "backward"
-        with self.watch:
+        with self.in_backward():
             for i, seed in enumerate(backward.seeds):
                 self.watch.memories.of(seed).label = f"gradient of output {i}"
             grads = backward.gradients(scale)

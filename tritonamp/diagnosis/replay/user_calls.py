@@ -71,6 +71,12 @@ class UserCalls(TorchFunctionMode):
         self._run = run
         self._patch = patch
 
+    def is_disabled_in_backward(self) -> bool:
+        """Return whether a backward is running, and torch has disabled the mode for it."""
+        # private (torch 2.11 to 2.15): nothing public tells either
+        is_active = self in torch.overrides._get_current_function_mode_stack()
+        return torch._C._current_autograd_node() is not None and not is_active
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -57,6 +57,7 @@ class Watch(PlacedOps):
     def __init__(self, names: ModelNames, patch: Patch | None = None) -> None:
         super().__init__(names.modules)
         self._user_calls = UserCalls(self, patch)
+        self._computed_again: list[nn.Module] = []  # their forwards have entered it in a backward
         self.model_names = names
         self.phase = "forward"  # the owner sets "backward" when the backward begins
         self.events: list[Event] = []  # in the order in which they happened
@@ -77,6 +78,10 @@ class Watch(PlacedOps):
 
     def note_entered(self, module: nn.Module, args: Any) -> None:
         super().note_entered(module, args)
+        # torch disables function modes in a backward, and a checkpoint needs the same edits again
+        if module in self.modules and self._user_calls.is_disabled_in_backward():
+            self._user_calls.__enter__()
+            self._computed_again.append(module)
         if module in self.model_names.roots:
             for i, value in enumerate(args):
                 if is_watched(value):
@@ -86,6 +91,12 @@ class Watch(PlacedOps):
             event = self.memories.of(value).origin
             if event is not None and module in self.names and uncast(value) is not value:
                 self._blame_reader(event, module)
+
+    def _note_left(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._computed_again[-1:] == [module]:
+            self._computed_again.pop()
+            self._user_calls.__exit__(None, None, None)
+        super()._note_left(module, args, output)
 
     def _blame_reader(self, event: Event, module: nn.Module) -> None:
         """Move the place of a cast at the model's edge to the innermost module that reads it."""
