@@ -95,6 +95,16 @@ def test_the_line_of_the_loss_is_named_at_the_second_fault(
         assert run.amp.stats()["healed"] == []
 
 
+def test_a_weight_from_before_the_forward_is_called_so(run: OwnLoss, caplog: Any) -> None:
+    weights = torch.ones(8, 1) / torch.arange(8.0)[:, None]
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        run.step(lambda output: (weights * output).mean())
+    assert (
+        "came in with the batch: a tensor of shape (8, 1) from before the forward, samples 0 of "
+        "dim 0\n" in run.amp.explain()
+    )
+
+
 class PenaltyFirst(OwnLoss):
     """A term of the loss is computed from the weights, before the forward and so before a watch."""
 

@@ -30,6 +30,8 @@ class LiveWatch(Watch):
         passive: whether it has given up.
     """
 
+    outside = "from before the forward"
+
     def __init__(self, names: ModelNames, loop: FrameType) -> None:
         super().__init__(names)
         self.passive = False

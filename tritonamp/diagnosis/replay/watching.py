@@ -54,6 +54,8 @@ class Watch(PlacedOps):
         patch: change of the user's code that is tried in this run.
     """
 
+    outside = "from outside the model"  # origin of the tensors that the run did not make, in words
+
     def __init__(self, names: ModelNames, patch: Patch | None = None) -> None:
         super().__init__(names.modules)
         self._user_calls = UserCalls(self, patch)
@@ -284,7 +286,7 @@ class Watch(PlacedOps):
             name = f"a tensor of shape {shape} that was computed before this run began"
         else:
             source = "data"
-            name = memory.label or f"a tensor of shape {tuple(tensor.shape)} from outside the model"
+            name = memory.label or f"a tensor of shape {tuple(tensor.shape)} {self.outside}"
             if tensor.dim() > 1:
                 bad = nonfinite_samples(tensor)
                 samples = tuple(bad) if len(bad) < len(tensor) else ()
