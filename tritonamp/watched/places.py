@@ -31,6 +31,8 @@ class Place:
         file: the user's source file; None if only torch's code ran between the model and the op.
         number: line number in that file; 0 without a file.
         function: function of torch that the user called there, if the run notes it.
+        inside: line of torch's own Python code that called the op for the user's line, like
+            "torch/distributions/normal.py:83", if the run notes it.
     """
 
     module: str | None = None
@@ -39,6 +41,7 @@ class Place:
     file: str | None = None
     number: int = 0
     function: Any = dataclasses.field(default=None, compare=False, repr=False)
+    inside: str = dataclasses.field(default="", compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -99,6 +102,7 @@ class PlacedOps(TorchDispatchMode):
         self.modules: list[nn.Module] = []  # their forwards are running, innermost last
         self.failed: nn.Module | None = None  # the innermost one that raised
         self.function: Any = None  # function of torch that the user's code has called, if known
+        self.inside = ""  # the line of torch that has called one instead
         # names of modules that ran in another thread, which the mode does not see
         self.threads: dict[str, None] = {}
         self._nodes: dict[int, Place] = {}  # where autograd nodes were made, by sequence number
@@ -157,7 +161,7 @@ class PlacedOps(TorchDispatchMode):
         if self.modules:
             module = self.modules[-1]
             name, kind = self.names[module], type(module).__name__
-        return Place(name, kind, op, way.file, way.number, self.function)
+        return Place(name, kind, op, way.file, way.number, self.function, self.inside)
 
     def place_by_graph(self, here: Place) -> Place:
         """Return the place of the running op, and remember it for the op's backward.

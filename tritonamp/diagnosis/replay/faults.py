@@ -226,7 +226,9 @@ class FaultReport:
         lines = [self.heading]
         code = linecache.getline(event.place.file or "", event.place.number).strip()
         if code:
-            lines.append(f"  code:    {code}")
+            inside = event.place.inside
+            called = f"  ({self.op} is called in {inside})" if inside else ""
+            lines.append(f"  code:    {code}{called}")
         lines.append(f"  why:     {self.why}")
         if event.inputs:
             lines.append(f"  inputs:  {'; '.join(map(str, event.inputs))} ({event.aten})")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributions
+import torch.nn.utils
 from torch.overrides import TorchFunctionMode
 
 from tritonamp.watched.places import Place, PlacedOps, Way
@@ -17,6 +18,7 @@ _NOT_OF_USERS = tuple(
     os.path.dirname(str(m.__file__)) + os.sep for m in (torch.distributions, torch.nn.utils)
 )
 """Folders of Python code of torch whose calls no edit of the user's line reaches."""
+_SITE = os.path.dirname(os.path.dirname(str(torch.__file__))) + os.sep
 
 
 class Site(NamedTuple):
@@ -80,8 +82,14 @@ class UserCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if sys._getframe(1).f_code.co_filename.startswith(_NOT_OF_USERS):
-            return func(*args, **(kwargs or {}))
+        caller = sys._getframe(1)
+        if caller.f_code.co_filename.startswith(_NOT_OF_USERS):
+            file = caller.f_code.co_filename.removeprefix(_SITE).replace(os.sep, "/")
+            self._run.inside = f"{file}:{caller.f_lineno}"
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                self._run.inside = ""
         self._run.function = func
         try:
             if self._patch is None or self._run.in_backward():
