@@ -41,6 +41,8 @@ def event(
         (event("softmax", nan=True, exact=math.nan, masked=True), "masked_row"),
         (event("div", nan=True, exact=math.nan, zero=True), "zero_by_zero"),
         (event("div", exact=math.inf, zero=True), "division_by_zero"),
+        (event("lgamma", exact=math.inf), "domain_error"),
+        (event("lgamma", exact=1e5), "overflow"),
         (event("weight_norm", nan=True, exact=math.nan), "zero_by_zero"),
         (event("div", exact=math.inf, zero=True, eps=Eps(1e-8, torch.float16)), "vanished_eps"),
         (event("sqrt", nan=True, exact=math.nan), "domain_error"),

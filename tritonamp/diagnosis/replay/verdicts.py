@@ -248,6 +248,7 @@ FORWARD: list[tuple[str, Callable[[Event], bool]]] = [
     ("vanished_eps", lambda e: e.eps is not None and e.eps.vanishes and e.zero),
     ("infinite_constant", lambda e: e.nan and e.constant),
     ("domain_error", _is("log")),
+    ("domain_error", lambda e: e.place.op in ("lgamma", "digamma")),  # at 0, -1, -2...
     ("zero_by_zero", lambda e: e.nan and _is("average")(e)),
     ("zero_by_zero", lambda e: e.zero and e.nan),
     ("division_by_zero", lambda e: e.zero),
