@@ -223,7 +223,7 @@ def test_an_edited_call_in_place_writes_to_its_tensor(
         (torch.div, "clamp the divisor d: d.clamp(min=0.001)", (X, X), {}),
         (
             torch.mul,
-            "write torch.where(mask != 0, -inf, 0), which is masked_fill, for mask * -inf",
+            "write torch.where(mask != 0, -torch.inf, 0), which is masked_fill, for mask * -inf",
             (MASKED.exp(), MASKED),
             {"constant": True},
         ),
@@ -427,9 +427,13 @@ def test_an_edit_names_each_call_of_its_line(device: torch.device) -> None:
     def entropy(p: Tensor) -> Tensor:
         return -(p * torch.log(p) + (1 - p) * torch.log(1 - p)).mean()
 
+    def one(p: Tensor) -> Tensor:
+        return torch.log(1 - p).mean()  # and not log(p)
+
     model = nn.Linear(4, 4).to(device)
     x = torch.full((2, 4), 1e6, device=device)
-    fault = find_fault(model, lambda: entropy(model(x).sigmoid()))
-    assert fault is not None
-    words = [patch.words for patch in edits_for(fault)]
-    assert "clamp the argument: log(x.clamp(min=1e-06)), in each log of this line" in words
+    clamp = "clamp the argument: log(x.clamp(min=1e-06))"
+    for loss, words in ((entropy, f"{clamp}, in each log of this line"), (one, clamp)):
+        fault = find_fault(model, lambda loss=loss: loss(model(x).sigmoid()))
+        assert fault is not None
+        assert words in [patch.words for patch in edits_for(fault)]

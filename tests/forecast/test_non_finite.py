@@ -148,7 +148,7 @@ def test_a_row_without_scores(softmax):
     )
     assert problem.advice == (
         "write zeros over rows that are masked completely, before the softmax: "
-        "torch.where((x == -inf).all(-1, keepdim=True), 0, x) (tried: no problem is left)"
+        "torch.where((x == -torch.inf).all(-1, keepdim=True), 0, x) (tried: no problem is left)"
     )
 
 
@@ -304,7 +304,7 @@ def test_advice_for_the_models_own_forward_is_tried():
             return (y * y).mean(-1, keepdim=True).sqrt()
 
     (first, *_) = check(Own(), 10 * torch.randn(4, 16)).problems
-    edit = "write with tritonamp.disable_casts(): mul(x.float())"
+    edit = "write with tritonamp.disable_casts(): mul(x.float(), y.float())"
     assert f"{edit} (tried: no problem is left)" in first.advice
 
 

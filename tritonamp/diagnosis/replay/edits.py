@@ -3,9 +3,13 @@
 An edit is advice in words, and a function that does to a call exactly what the words say.
 """
 
+import contextlib
+import io
+import itertools
 import linecache
 import math
 import re
+import tokenize
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,8 +90,12 @@ def _of_each(place: Place) -> str:
     """Return words for a line with several such calls, because a patch changes all of them."""
     name = name_of(place.function)
     code = linecache.getline(place.file or "", place.number)
-    several = len(re.findall(rf"\b{re.escape(name)}\(", code)) > 1
-    return f", in each {name} of this line" if several else ""
+    tokens: list[str] = []
+    # a line may end within a statement
+    with contextlib.suppress(tokenize.TokenError, SyntaxError):
+        tokens.extend(t.string for t in tokenize.generate_tokens(io.StringIO(code).readline))
+    calls = sum(pair == (name, "(") for pair in itertools.pairwise(tokens))
+    return f", in each {name} of this line" if calls > 1 else ""
 
 
 def _floats(event: Event, place: Place) -> str:
