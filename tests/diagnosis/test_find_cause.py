@@ -231,6 +231,22 @@ def test_the_optimizer_at_fault_is_named_before_others() -> None:
     assert "Step " not in unseen.reason  # other code may have written the parameters since
 
 
+@pytest.mark.parametrize(
+    ("master", "says"),
+    [
+        (torch.tensor([1e5]), "Keep their modules in FP32: fp32_modules=['fc']"),
+        (torch.tensor([1.0]), "Skipped steps leave parameters alone"),
+        (torch.tensor([math.inf]), "Skipped steps leave parameters alone"),
+        (torch.empty(0), "Skipped steps leave parameters alone"),  # another rank has the elements
+    ],
+)
+def test_a_weight_that_only_half_cannot_hold(master: torch.Tensor, says: str) -> None:
+    known = {nn.Parameter(torch.tensor([math.inf])): "fc.weight"}
+    writer = Writer("SGD", 0.5, torch.float32, master=master)
+    found = explained(known=known, steps=Steps({"fc.weight": writer}), outcome=FAULT)
+    assert says in found.reason
+
+
 def test_running_statistics_are_told_with_every_fault() -> None:
     bad = torch.tensor([NAN])
     known = {bad: "norm.running_var", torch.tensor([INF]): "mask", torch.ones(1): "x.running_mean"}

@@ -174,7 +174,8 @@ def _against_growth(away: Sequence[Writer], writers: Sequence[Writer], clips: bo
 def _too_large(skip: Skip, names: Sequence[str], writers: Mapping[str, Writer]) -> str:
     """Return advice if the half format alone cannot hold these parameters; else ""."""
     masters = [writers[name].master for name in names if name in writers]
-    amax = [m.detach().abs().max() for m in masters if m is not None]  # queued before one is read
+    held = [m.detach() for m in masters if m is not None and m.numel()]  # a shard may be empty
+    amax = [m.abs().max() for m in held]  # queued before one is read
     if len(amax) < len(names) or not all(skip.limit < float(m) < math.inf for m in amax):
         return ""
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))

@@ -16,16 +16,8 @@ from tritonamp.diagnosis.divergence import Fp32Run, Growth, WeightSizes, growth_
 from tritonamp.diagnosis.fault_counts import is_power_of_two
 from tritonamp.diagnosis.history import History
 from tritonamp.diagnosis.records import StepRecord
-from tritonamp.diagnosis.skips import (
-    IN_A_LOOP,
-    Cause,
-    Explanation,
-    Overflow,
-    Skip,
-    Steps,
-    Terms,
-    Writer,
-)
+from tritonamp.diagnosis.skips import Cause, Explanation, Overflow, Skip, Steps, Writer
+from tritonamp.diagnosis.terms import IN_A_LOOP, Terms
 from tritonamp.kernels._decision import (
     AMAX,
     CLEAN,

@@ -1,9 +1,7 @@
 """A skipped step: its facts, its possible causes, and the words for each."""
 
-import ast
 import enum
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from tritonamp.diagnosis.divergence import Fp32Run, Growth
 from tritonamp.diagnosis.replay.faults import listed
+from tritonamp.diagnosis.terms import IN_A_LOOP, Terms
 from tritonamp.kernels._decision import HUGE, OVERFLOW
 from tritonamp.kernels._squares import LARGEST_SQUARE
 from tritonamp.names import short
@@ -244,37 +243,6 @@ class Skip(NamedTuple):
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """Return "rank 3", or "ranks 3, 4"."""
     return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
-
-
-class Terms(NamedTuple):
-    """How texts name the handle, and the arguments with which it was made.
-
-    Attributes:
-        handle: expression for the handle; not "amp" if that name is taken.
-        takes_modules: whether ``fp32_modules`` can name modules as texts do. With several models
-            the number of a model comes first, and only ``amp.heal`` knows these names.
-        keywords: keyword of ``enable`` to the name that the user's own call has for it.
-    """
-
-    handle: str = "amp"
-    takes_modules: bool = True
-    keywords: Mapping[str, str] = {}
-
-    def told(self, text: str) -> str:
-        """Return a text, written for ``amp = enable(model, ...)``, in these terms."""
-        if not self.takes_modules:
-            text = re.sub(r"\bfp32_modules=(\[.*?\])", _heals, text)
-        for keyword, own in self.keywords.items():
-            text = re.sub(rf"\b{keyword}=(?=\"|torch\.bfloat16)", f"{own}=", text)
-        return re.sub(r"\bamp\.(?=\w+\()", f"{self.handle}.", text)
-
-
-def _heals(match: re.Match[str]) -> str:
-    return "; ".join(f"amp.heal({name!r})" for name in ast.literal_eval(match[1]))
-
-
-IN_A_LOOP = Terms()
-"""Terms of a loop with one model, as READMEs write it."""
 
 
 class Explanation(NamedTuple):

@@ -24,7 +24,8 @@ from tritonamp.diagnosis.observer import StepObserver
 from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.response import Response
 from tritonamp.diagnosis.scaled_gradients import ScaledGradients
-from tritonamp.diagnosis.skips import Terms, Writer
+from tritonamp.diagnosis.skips import Writer
+from tritonamp.diagnosis.terms import Terms
 from tritonamp.diagnosis.unseen_writes import UnseenWrites
 from tritonamp.distributed.fsdp import assumed_policies
 from tritonamp.distributed.ranks import Ranks, Resumable
