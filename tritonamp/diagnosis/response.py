@@ -300,14 +300,15 @@ class Response:
             found = self._replays.replay(replay)
             # a fault of a watched step may be in the loss, which a replay of forwards does not run
             if found.faults or callable(replay) or not (fits and self._shown.faults):
-                told = explanation.with_place() if found.faults else explanation
-                return told.with_report(found.report)
+                if found.faults:
+                    explanation = explanation.with_place()
+                return explanation.with_report(found.report)
         if of is None or not fits:
             return explanation.text + explanation.hint
         earlier = "" if of.skip.step == explanation.skip.step else f"Of step {of.skip.step}:\n"
-        told = (explanation.with_place() if last.faults else explanation).with_report(
-            f"{earlier}{last.report}"
-        )
+        if last.faults:
+            explanation = explanation.with_place()
+        told = explanation.with_report(f"{earlier}{last.report}")
         names = [name or "the model" for name in self._healing.names]
         if names and self._healed_at == explanation.skip.step:
             told += f"\nHealed after this skip: {listed(names)}."
