@@ -281,6 +281,7 @@ def test_a_segment_that_is_computed_again_is_edited_again(use_reentrant: bool) -
     with tritonamp.enable(model, level="O1") as amp:
         report = amp.explain(replay=lambda: model(torch.ones(1, 2)).sum())
     assert "log(x.clamp(min=1e-06)) (tried: the batch passes)" in report
+    assert not torch.overrides._get_current_function_mode_stack(), "the mode has left"
 
 
 class Gaussian(nn.Module):

@@ -208,6 +208,16 @@ def test_several_modules_are_healed_together(caplog: Any) -> None:
     assert amp.explain().endswith("\nHealed after this skip: 1, 2.")
 
 
+def test_a_module_healed_by_hand_is_not_told_as_healed_by_a_skip() -> None:
+    model = Overflowing("LayerNorm")
+    with OwnLoss(model, "SGD", lr=1e-9, on_nonfinite="heal", level="O2") as run:
+        for _ in range(2):
+            run.step(X)
+        run.amp.heal("first")
+        assert run.amp.stats()["healed"] == ["inner", "first"]
+        assert run.amp.explain().endswith("\nHealed after this skip: inner.")
+
+
 def test_a_model_that_is_healed_before_its_first_forward(caplog: Any) -> None:
     """Its forward enters no op table, and no warning says that there was none."""
     model = nn.Linear(4, 4)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from watched.seen import Doubles, Seen
 
 from tritonamp.watched.ops import schema_of
-from tritonamp.watched.places import Place
+from tritonamp.watched.places import Place, op_of
 
 aten = torch.ops.aten
 
@@ -88,3 +88,20 @@ def test_what_a_schema_says(
     assert (schema.aten, schema.name, schema.is_view) == (aten_name, name, is_view)
     assert (schema.written, schema.overwritten) == (written, overwritten)
     assert not schema.random and schema_of(aten.rand_like.default).random
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (torch.sqrt, "sqrt"),
+        (torch.log1p, "log1p"),
+        (torch.exp2, "exp2"),
+        (torch.special.i0, "i0"),
+        (torch.linalg.vector_norm, "linalg_vector_norm"),
+        (lambda x: nn.functional.nll_loss(x, torch.zeros(2, 3, 3).long()), "nll_loss2d"),
+    ],
+)
+def test_the_op_of_a_node(function: Any, op: str) -> None:
+    """Where a backward's op ran before the watch, its node alone tells the op."""
+    node = function(torch.rand(2, 2, 3, 3, requires_grad=True)).grad_fn
+    assert op_of(node) == op

@@ -33,6 +33,8 @@ class Healing:
     Attributes:
         names: names of the healed modules; "" is the model.
         policy: policy with the healed modules in ``fp32_modules``.
+        decides: whether the policy alone decides in which precision the models compute. Where
+            others cast, too, as under apex's O1, another precision cannot be tried.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Healing:
         self._undo = contextlib.ExitStack()  # makes healed modules compute as before
         self.names: list[str] = []
         self.policy = policy
+        self.decides = True
 
     def heal(self, name: str) -> None:
         """Make the module of that name compute in FP32 from now on, its parameters included.

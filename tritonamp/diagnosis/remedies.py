@@ -74,7 +74,7 @@ def remedy_of(
         tried.block("set softmax_dtype=torch.float32", healing.in_fp32_softmax())
     if fault.kind == "cast_overflow" and not fault.event.place.file:
         tried.uncast(healing)
-    found = tried.precision(fault, healing)
+    found = tried.precision(fault, healing) if healing.decides else Remedy()
     is_overflow = fault.event.overflowed and fault.event.phase == "forward"
     too_large = is_overflow and any(found.modules)
     if not found.helps:

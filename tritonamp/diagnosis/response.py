@@ -78,7 +78,7 @@ class Response:
     _shown: _Shown = dataclasses.field(default_factory=_Shown)
     _unexplained: int = 0  # faults that a replay did not show
     _restored: tuple[int, str] = (0, "")  # the last step with restored buffers, and a sentence
-    _healed_at: int = 0  # number of the last step whose skip has healed modules
+    _healed: tuple[int, Sequence[str]] = (0, ())  # the last step whose skip has healed, and names
     _vanished: str = ""  # report about an overflow in the first good batch
 
     def __post_init__(self) -> None:
@@ -220,11 +220,14 @@ class Response:
         for fault in faults:  # on several ranks, at the same step: one fault
             if fault.kind not in NOT_OF_CODE and fault.module is not None:
                 found.setdefault(fault.module, fault)
-        text = ""
+        text, before = "", set(self._healing.names)
         for module, fault in found.items():
             self.counts = self.counts.with_module(module)
             if self.counts.by_module[module] % HEAL_AFTER == 0:
                 text += self._heal(module, fault.remedy)
+        healed = [name or "the model" for name in self._healing.names if name not in before]
+        if healed and self._log.last is not None:
+            self._healed = self._log.last.skip.step, healed
         return text
 
     def _heal(self, module: str, remedy: Remedy | None) -> str:
@@ -249,8 +252,6 @@ class Response:
             return f"\nNot healed: {named} in FP32{already} does not help, nor does all in FP32."
         for name in more:
             self._healing.heal(name)
-        assert self._log.last is not None
-        self._healed_at = self._log.last.skip.step
         self.counts = self.counts._replace(seen=0)
         undo = "; ".join(f"amp.unheal({name!r})" for name in more)
         return (
@@ -309,7 +310,7 @@ class Response:
         if last.faults:
             explanation = explanation.with_place()
         told = explanation.with_report(f"{earlier}{last.report}")
-        names = [name or "the model" for name in self._healing.names]
-        if names and self._healed_at == explanation.skip.step:
-            told += f"\nHealed after this skip: {listed(names)}."
+        step, healed = self._healed
+        if step == explanation.skip.step:
+            told += f"\nHealed after this skip: {listed(healed)}."
         return told

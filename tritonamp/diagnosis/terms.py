@@ -13,19 +13,19 @@ class Terms(NamedTuple):
         handle: expression for the handle; not "amp" if that name is taken.
         takes_modules: whether ``fp32_modules`` can name modules as texts do. With several models
             the number of a model comes first, and only ``amp.heal`` knows these names.
-        keywords: keyword of ``enable`` to the name that the user's own call has for it.
+        arguments: arguments of ``enable``, as texts write them, to those of the user's own call.
     """
 
     handle: str = "amp"
     takes_modules: bool = True
-    keywords: Mapping[str, str] = {}
+    arguments: Mapping[str, str] = {}
 
     def told(self, text: str) -> str:
         """Return a text, written for ``amp = enable(model, ...)``, in these terms."""
         if not self.takes_modules:
             text = re.sub(r"\bfp32_modules=(\[.*?\])", _heals, text)
-        for keyword, own in self.keywords.items():
-            text = re.sub(rf"\b{keyword}=(?=\"|torch\.bfloat16)", f"{own}=", text)
+        for argument, own in self.arguments.items():
+            text = re.sub(rf"\b{re.escape(argument)}", own, text)
         return re.sub(r"\bamp\.(?=\w+\()", f"{self.handle}.", text)
 
 

@@ -173,7 +173,7 @@ class PlacedOps(TorchDispatchMode):
         origin = None if node is None else self.place_of_node(node)
         if self.in_backward():
             if origin is None and here.file is None:
-                return dataclasses.replace(here, op=_op_of(node) or here.op)
+                return dataclasses.replace(here, op=op_of(node) or here.op)
             if origin is None or here.file is None:
                 return origin or here
             return dataclasses.replace(origin, file=here.file, number=here.number)
@@ -200,10 +200,11 @@ class PlacedOps(TorchDispatchMode):
         return next(filter(None, made), None)
 
 
-def _op_of(node: Any) -> str:
+def op_of(node: Any) -> str:
     """Return the op of the forward that has made a node of torch: "sqrt" for "SqrtBackward0"."""
     found = re.fullmatch(r"(\w+)Backward\d+", node.name())
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", found[1]).lower() if found else ""
+    # not before the P of Log1PBackward0
+    return re.sub(r"(?<!^)(?=[A-Z][a-z])", "_", found[1]).lower() if found else ""
 
 
 def _node() -> Any:

@@ -184,6 +184,7 @@ def _cast_functions(run: AmpRun, models: list[nn.Module], properties: Properties
     if types and types != {"cpu"}:
         # computations on the CPU, in addition to those on a GPU, stay FP32
         handle.device_types = frozenset(types)
+    run.casts_functions()
     forever = before.is_active() and before.owners is None
     handle.owners = None if forever else weakref.WeakSet(before.owners or ())
     handle._end_with(run)

@@ -26,7 +26,7 @@ class OptimWrapper:
         self._loss_idx = 0
         if handle.is_active() and getattr(optimizer, "_amp_run", None) is None:
             policy = tritonamp.Policy(loss_scale=handle.loss_scale, half_parameters=True)
-            AmpRun([], [optimizer], policy, num_losses=num_loss)
+            AmpRun([], [optimizer], policy, num_losses=num_loss).casts_functions()
 
     @classmethod
     def of(cls, optimizer: Any, handle: Any) -> "OptimWrapper":

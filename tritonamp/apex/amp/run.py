@@ -14,6 +14,7 @@ import tritonamp
 from tritonamp.apex.amp._amp_state import _amp_state, master_params, maybe_print
 from tritonamp.apex.amp.scaler import LossScaler
 from tritonamp.apex.amp.stash import put_stash, take_stash
+from tritonamp.diagnosis.replay.faults import BFLOAT16, WHOLE
 from tritonamp.kernels.device import is_capturing
 from tritonamp.readback import Readback
 
@@ -51,7 +52,7 @@ class AmpRun:
         log.terms = log.terms._replace(
             handle="tritonamp.handle(model)",  # ``amp`` is apex's module
             takes_modules=False,  # ``amp.initialize`` has no fp32_modules
-            keywords={"level": "opt_level", "dtype": "cast_model_type"},
+            arguments={WHOLE: 'opt_level="O0"', BFLOAT16: _in_bfloat16(policy)},
         )
         self._skips = Skips(self._amp)
         self._fed = set[Optimizer]()
@@ -60,6 +61,10 @@ class AmpRun:
             owner._amp_run = self
         for optimizer in self._optimizers:
             put_stash(optimizer, self._models)
+
+    def casts_functions(self) -> None:
+        """Note that apex's casts around functions apply to what the models compute."""
+        self._amp._parts.healing.decides = False
 
     def _owners(self) -> list[Any]:
         return [*self._models, *self._optimizers]
@@ -133,6 +138,11 @@ class AmpRun:
             del owner._amp_run
         for optimizer in self._optimizers:
             take_stash(optimizer)
+
+
+def _in_bfloat16(policy: tritonamp.Policy) -> str:
+    """Return the argument of ``initialize`` that makes O2 or O3 train in bfloat16."""
+    return 'opt_level="O5"' if policy.master_weights else "cast_model_type=torch.bfloat16"
 
 
 class _ParametersOf(nn.Module):

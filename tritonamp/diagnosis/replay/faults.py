@@ -195,7 +195,7 @@ class FaultReport:
             "divider": event.divider or self.op,
             "logarithm": ", and their logarithm is finite" if _is_log(self.op) else "",
             "mend_softmax": _LOG_SOFTMAX if _is_log(self.op) else _CLAMPED_SOFTMAX,
-            "made": f" of {event.maker}" if event.maker else "",
+            "made": f" ({event.maker})" if event.maker else "",
             "named": f"{', '.join(event.names)}: " if event.names else "",
             "names": listed(self.names),
             "samples": f", samples {listed(event.samples)} of dim 0" if event.samples else "",
