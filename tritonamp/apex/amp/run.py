@@ -14,7 +14,6 @@ import tritonamp
 from tritonamp.apex.amp._amp_state import _amp_state, master_params, maybe_print
 from tritonamp.apex.amp.scaler import LossScaler
 from tritonamp.apex.amp.stash import put_stash, take_stash
-from tritonamp.diagnosis.replay.faults import BFLOAT16, WHOLE
 from tritonamp.kernels.device import is_capturing
 from tritonamp.readback import Readback
 
@@ -52,7 +51,10 @@ class AmpRun:
         log.terms = log.terms._replace(
             handle="tritonamp.handle(model)",  # ``amp`` is apex's module
             takes_modules=False,  # ``amp.initialize`` has no fp32_modules
-            arguments={WHOLE: 'opt_level="O0"', BFLOAT16: _in_bfloat16(policy)},
+            arguments={
+                'level="O0"': 'opt_level="O0"',
+                "dtype=torch.bfloat16": _in_bfloat16(policy),
+            },
         )
         self._skips = Skips(self._amp)
         self._fed = set[Optimizer]()
