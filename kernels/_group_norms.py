@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._by_length import is_by_length
 from tritonamp.kernels._lines import MANY, MAX_WARPS, SHORT, WIDEST, power_of_two
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
@@ -81,7 +82,7 @@ def walk(
     block, rows = columns * strides, 1
     if whole and block <= 512:
         rows = power_of_two(groups, SHORT // block)
-    elif last and depth * itemsize < SECTOR and images * groups >= 4 * MANY:
+    elif last and depth * itemsize < SECTOR and (is_by_length() or images * groups >= 4 * MANY):
         rows = power_of_two(groups, SECTOR // (depth * itemsize))
     full = along % columns == 0 and across % strides == 0 and groups % rows == 0
     # a vector never crosses the end of a line's neighbours

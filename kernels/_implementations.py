@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import inspect
 import pkgutil
 import sys
 import warnings
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tritonamp.kernels._by_length import aligned, asked_backend, by_length, called_by_length
 from tritonamp.kernels._launch import KernelError, broken_compiler, has_torch_dispatch
 from tritonamp.kernels._sample import ListSample, Sample
 from tritonamp.kernels.device import runs_triton
@@ -112,14 +114,11 @@ class TraceableOp(Implementations):
         super().__init__(triton_function, torch_function, samples)
         self.left_to_inductor = left_to_inductor
         self.prepared = prepared
-        # triton_op searches a function's source for kernels, with a helper of Inductor that takes
-        # seconds to import. A partial has no source. Nothing is lost, because ``Launch`` passes
-        # kernels as arguments, where the search would miss them.
-        function: Any = functools.partial(triton_function)
-        function.__globals__ = triton_function.__globals__  # where the schema's types are looked up
-        self.traceable = torch.library.triton_op(
-            f"tritonamp::{self.name}", function, mutates_args=()
-        )
+        self.traceable = _traceable(self.name, triton_function, triton_function)
+        self._twin_by_length = functools.partial(called_by_length, torch_function)
+        kernel = functools.partial(called_by_length, triton_function)
+        self._traceable_by_length = _traceable(f"{self.name}_by_length", kernel, triton_function)
+        self._kernel_by_length = lambda *args: kernel(*map(aligned, args))
 
     def __call__(self, backend: str, x: Tensor, *args: Any) -> Any:
         """Run the operation; "auto" takes the kernel only if ``x`` is large enough to gain.
@@ -133,6 +132,9 @@ class TraceableOp(Implementations):
         """Return the function to call for ``x``, which is the eager twin or runs the kernel."""
         if backend == "eager":
             return self.torch_function
+        asked = asked_backend(backend)
+        if asked is not None:
+            return self._chosen_by_length(asked, x)
         watched = torch.compiler.is_compiling() or has_torch_dispatch(x)
         if backend == "auto" and not self._gains(x, watched):
             return self.torch_function
@@ -141,9 +143,35 @@ class TraceableOp(Implementations):
             return self.traceable
         return self.triton_function if backend == "triton" else self._kernel_or_twin
 
+    def is_traceable(self, compute: Callable[..., Any]) -> bool:
+        """Tell whether ``compute``, from ``chosen``, is an operation that tracers record."""
+        return compute in (self.traceable, self._traceable_by_length)
+
+    def _chosen_by_length(self, asked: str, x: Tensor) -> Callable[..., Any]:
+        """Return the function for ``x`` whose lines have the same bits in every batch.
+
+        It is the kernel for each size, and where it cannot be compiled, that is an error.
+        """
+        if asked == "eager" or (asked == "auto" and not x.is_cuda):
+            return self._twin_by_length
+        if torch.compiler.is_compiling() or has_torch_dispatch(x):
+            # DTensor and similar classes shard eager operations, and know no rule for a kernel
+            is_sharded = is_traceable_wrapper_subclass(x)
+            return self._twin_by_length if is_sharded else self._traceable_by_length
+        return self._kernel_by_length
+
     def uses_triton(self, backend: str, x: Tensor) -> bool:
         """Tell whether a call on ``x`` runs the kernel."""
-        return self.chosen(backend, x) is not self.torch_function
+        return self.chosen(backend, x) not in (self.torch_function, self._twin_by_length)
+
+    def prepare(self, backend: str, *args: Any) -> Callable[..., Any]:
+        """Return what ``prepared`` returns, with tiles by length if ``backend`` asks for them."""
+        assert self.prepared is not None
+        if asked_backend(backend) is None:
+            return self.prepared(*args)
+        with by_length():
+            run = self.prepared(*args)
+        return lambda *tensors: run(*map(aligned, tensors))
 
     def _gains(self, x: Tensor, watched: bool) -> bool:
         """Tell whether the kernel can run on the device of ``x`` and is faster there."""
@@ -156,6 +184,19 @@ class TraceableOp(Implementations):
 
     def _kernel_or_twin(self, *args: Any) -> Any:
         return self.run("auto", True, *args)
+
+
+def _traceable(
+    name: str, function: Callable[..., Any], described: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return the custom op of ``function``, with the signature of ``described``."""
+    # triton_op searches a function's source for kernels, with a helper of Inductor that takes
+    # seconds to import. A partial has no source. Nothing is lost, because ``Launch`` passes
+    # kernels as arguments, where the search would miss them.
+    partial: Any = functools.partial(function)
+    partial.__signature__ = inspect.signature(described)
+    partial.__globals__ = described.__globals__  # where the schema's types are looked up
+    return torch.library.triton_op(f"tritonamp::{name}", partial, mutates_args=())
 
 
 def _is_compiling() -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._by_length import is_by_length
 from tritonamp.kernels._launch import Room
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
@@ -29,6 +30,9 @@ SHORT = 4096  # elements of a tile of several short lines
 SIDE = 64  # lines of a tile of columns
 MANY = 128  # programs that fill a GPU well enough; fewer share their lines with others
 MAX_SPLITS = 256
+# By length, lines of more elements are shared, and each program gets as many. Vocabularies are
+# shorter, so that their lines are read from L2 the second time.
+LONG_LINE, SEGMENT = 1 << 18, 1 << 16
 # Results that a function under ``cached_by_shape`` keeps. A run with more shapes starts again,
 # instead of growing without bound.
 MOST_SHAPES = 4096
@@ -65,11 +69,20 @@ class Tiling(NamedTuple):
 
 
 def cached_by_shape(function: F) -> F:
-    """Cache the results of a function of a shape, dtypes and plain values; no result is None."""
-    known: dict[tuple[Any, ...], Any] = {}
+    """Cache the results of a function of a shape, dtypes and plain values; no result is None.
+
+    Results inside of ``by_length`` are kept apart.
+    """
+    of_shape: dict[tuple[Any, ...], Any] = {}
+    of_length: dict[tuple[Any, ...], Any] = {}
+
+    def clear() -> None:
+        of_shape.clear()
+        of_length.clear()
 
     @functools.wraps(function)
     def wrapper(*args: Any) -> Any:
+        known = of_length if is_by_length() else of_shape
         try:
             # not functools.cache, which would raise where a traced size has no hash
             found = known.get(args)
@@ -81,7 +94,7 @@ def cached_by_shape(function: F) -> F:
             found = known[args] = function(*args)
         return found
 
-    wrapper.cache_clear = known.clear  # type: ignore[attr-defined]
+    wrapper.cache_clear = clear  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]
 
 
@@ -96,6 +109,9 @@ def tiling(
     over_lines: bool = False,
 ) -> Tiling:
     """Return the tiling of a contiguous tensor for lines along some of its dimensions.
+
+    Inside of ``by_length`` the layout, the warps and the steps depend on the length of the lines
+    alone, and on whether their dimensions are the last ones.
 
     Args:
         shape: shape of the tensor.
@@ -115,9 +131,12 @@ def tiling(
     first, last = in_range(first, rank), in_range(last, rank)
     outer, inner = math.prod(shape[:first]), math.prod(shape[last + 1 :])
     n = math.prod(shape[first : last + 1])
-    row_major = inner == 1
+    fixed = is_by_length()
+    row_major = last == rank - 1 if fixed else inner == 1
     groups, rows, width = (1, outer, n) if row_major else (outer, inner, inner)
     align = next(power for power in (MAX_VECTOR, 4, 2, 1) if width % power == 0)
+    if fixed and not row_major:
+        align = 1  # whatever the number of columns
 
     # a loop over columns holds fewer elements, because their addresses take registers, too
     of_loop = per_thread if row_major else min(per_thread, 16)
@@ -127,23 +146,26 @@ def tiling(
         block = power_of_two(n, min(longest, MAX_WARPS * WARP_SIZE * per_thread))
         lines = 1
         if block <= 512:
-            lines = power_of_two(rows, SHORT // block)
+            lines = SHORT // block if fixed else power_of_two(rows, SHORT // block)
         # Sums over lines want few programs, so each takes several longer lines, too, and has as
         # many warps more: bytes in flight are those of all warps. Few lines stay apart, because
         # they would leave programs idle.
         elif over_lines:
-            lines = power_of_two(-(-rows // MANY), SHORT // block)
+            of_many = max(SHORT // block, 1)
+            lines = of_many if fixed else power_of_two(-(-rows // MANY), of_many)
     else:
         # as many lines side by side as fill a sector of memory, and more
-        lines = power_of_two(rows, min(max(loop // power_of_two(n), side), SIDE))
+        of_many = min(max(loop // power_of_two(n), side), SIDE)
+        lines = of_many if fixed else power_of_two(rows, of_many)
         block = power_of_two(n, loop // lines)
     if block < n:  # the program moves along the lines
         block, per_thread = loop // lines, of_loop
     # Loops over rows read whole vectors, and the edges separately. Other tiles take vectors that
-    # divide the line, because a mask that ends inside a vector splits its load.
+    # divide the line, because a mask that ends inside a vector splits its load. So do loops by
+    # length, because the edges of a line depend on its number.
     if not row_major:
         vec = min(vec, align, COLUMN_VECTOR)
-    elif block >= n:
+    elif block >= n or fixed:
         vec = min(vec, align)
     # every tile is full, and the kernel is built without masks
     if row_major and lines == 1 and n % block == 0:
@@ -154,7 +176,10 @@ def tiling(
     # A few long lines would leave a GPU idle, so programs share them,
     # four times as many as fill it.
     splits, steps = 1, max(-(-n // block), 1)
-    if steps > 1 and 0 < groups * blocks < MANY:
+    if fixed and n > LONG_LINE:
+        steps = max(-(-steps // MAX_SPLITS), SEGMENT // block)
+        splits = -(-n // (steps * block))
+    elif not fixed and steps > 1 and 0 < groups * blocks < MANY:
         steps = -(-steps // min(MAX_SPLITS, -(-4 * MANY // (groups * blocks)), steps))
         splits = -(-n // (steps * block))
     grid, sizes = (groups * blocks, splits, 1), (rows, n, blocks)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from tritonamp.kernels._by_length import is_by_length
 from tritonamp.kernels._lines import MAX_VECTOR, Tiling, tiling
 from tritonamp.kernels.device import tl, triton
 
@@ -65,7 +66,8 @@ def mask_layout(shape: Sequence[int], mask: Tensor | None) -> MaskLayout | None:
     if step not in (0, 1) or dims > MOST_DIMS:
         return None
     merged += [(1, 0)] * (MOST_DIMS - dims)
-    vec = math.gcd(MAX_VECTOR, *(stride for _, stride in merged))
+    # by length, whatever the mask's shape
+    vec = 1 if is_by_length() else math.gcd(MAX_VECTOR, *(stride for _, stride in merged))
     sizes = tuple(size for size, _ in merged[:-1])
     return MaskLayout(sizes, tuple(stride for _, stride in merged), dims, step, vec)
 

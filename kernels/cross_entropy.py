@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._by_length import line_sums
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import (
@@ -202,16 +203,16 @@ def cross_entropy_torch(
     m = wide.amax(dim, keepdim=True)
     d = (wide - m) / temperature
     e = d.exp()
-    s = e.sum(dim)
+    s = line_sums(e, dim)
     log_s = s.log()
     loss = log_s + minus_logits_of_targets(d, target, dim, ignore_index)
     if smoothing > 0:
-        loss = (1.0 - smoothing) * loss + smoothing * (log_s - d.mean(dim))
+        loss = (1.0 - smoothing) * loss + smoothing * (log_s - line_sums(d, dim) / x.shape[dim])
     # m and log(s) are kept one by one because their FP32 sum is off by 2**-8 near 65504.
     numbers = [m.squeeze(dim), log_s]
     if entropy:
         # Of a logit of -inf the product 0 * inf would be NaN.
-        numbers.append(log_s - (e * d).masked_fill(e == 0, 0.0).sum(dim) / s)
+        numbers.append(log_s - line_sums((e * d).masked_fill(e == 0, 0.0), dim) / s)
     ignored = target == ignore_index
     return loss.masked_fill(ignored, 0.0), torch.stack(numbers).masked_fill(ignored, 0.0)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._by_length import line_sums
 from tritonamp.kernels._group_norms import (
     known_to_divide,
     memory_format,
@@ -193,8 +194,9 @@ def group_norm_torch(
 def statistics(x: Tensor, groups: int, eps: float) -> Tensor:
     """Return FP32 [2, N * groups]: mean and 1 / sqrt(variance + eps) of each group of an image."""
     lines = x.reshape(x.shape[0] * groups, x.shape[1:].numel() // groups).float()
-    mean = lines.mean(1, keepdim=True)
-    rstd = torch.rsqrt((lines - mean).square().mean(1) + eps)
+    n = lines.shape[1]
+    mean = line_sums(lines, 1, keepdim=True) / n
+    rstd = torch.rsqrt(line_sums((lines - mean).square(), 1) / n + eps)
     return torch.stack([mean[:, 0], rstd])
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tritonamp.kernels import group_norm as _group_norm
 from tritonamp.kernels import reduce
+from tritonamp.kernels._by_length import line_sums
 from tritonamp.kernels._group_norms import (
     known_to_divide,
     memory_format,
@@ -248,7 +249,8 @@ def group_norm_backward_torch(
     grad = grad.float()
     h = (x.reshape(lines).float() - mean) * rstd
     g = (grad if weight is None else grad * weight.float().view(of_channels)).reshape(lines)
-    dx = rstd * (g - g.mean(1, keepdim=True) - h * (g * h).mean(1, keepdim=True))
+    level, along = (line_sums(each, 1, keepdim=True) / h.shape[1] for each in (g, g * h))
+    dx = rstd * (g - level - h * along)
     dx = dx.view(x.shape).to(x.dtype, memory_format=memory_format(x))
     others = [dim for dim in range(x.dim()) if dim != 1]
     sums = [(grad * h.view(x.shape)).sum(others)] * dweight + [grad.sum(others)] * dbias

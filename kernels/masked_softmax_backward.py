@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._by_length import line_sums
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import WIDEST, cached_by_shape, column_offsets, dense, line_offsets
@@ -121,7 +122,7 @@ def masked_softmax_backward_torch(
     g, y = grad.float(), y.float()
     if causal:  # an infinite gradient above the diagonal has no effect, because it is not read
         g = g.tril(y.shape[-1] - y.shape[-2])
-    return (y * (g - (g * y).sum(-1, keepdim=True)) * scale).to(dtype)
+    return (y * (g - line_sums(g * y, -1, keepdim=True)) * scale).to(dtype)
 
 
 def masked_softmax_backward(

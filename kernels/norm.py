@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._by_length import line_sums
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch, allocate
 from tritonamp.kernels._lines import (
@@ -201,7 +202,7 @@ def norm_torch(
     if center:
         y, mean, rstd = torch.native_layer_norm(lines, (n,), w, b, eps)
         return y.view(x.shape).to(dtype), torch.stack([mean.view(-1), rstd.view(-1)])
-    rstd = torch.rsqrt(lines.square().mean(1, keepdim=True) + eps)
+    rstd = torch.rsqrt(line_sums(lines.square(), 1, keepdim=True) / n + eps)
     y = lines * rstd
     if w is not None:
         y = y * w

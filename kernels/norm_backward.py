@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import reduce
+from tritonamp.kernels._by_length import line_sums
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch, Room, allocate
 from tritonamp.kernels._lines import (
@@ -232,7 +233,7 @@ def norm_backward_torch(
         )
     else:
         h = lines * rstd
-        dx = rstd * (g * w - h * (g * w * h).mean(1, keepdim=True))
+        dx = rstd * (g * w - h * line_sums(g * w * h, 1, keepdim=True) / n)
         dw, db = (g * h).sum(0), g.sum(0)
     dx = dx.view(x.shape) if added is None else dx.view(x.shape) + added
     sums = [s for s, wanted in ((dw, dweight), (db, dbias)) if wanted]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._by_length import is_by_length, line_sums
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import (
@@ -104,7 +105,8 @@ def _reduction(
     )
     if not dims:
         return result, None, 0, 0
-    if dims[-1] - dims[0] < len(dims):
+    # by length, the summed dimensions come last, where a line lies in one piece
+    if dims[-1] - dims[0] < len(dims) and (dims[-1] == rank - 1 or not is_by_length()):
         return result, None, dims[0], dims[-1]
     kept = [d for d in range(rank) if d not in dims]
     return result, (*kept, *dims), len(kept), rank - 1
@@ -161,6 +163,10 @@ def sum_triton(x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype)
 
 
 def sum_torch(x: Tensor, dim: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    if is_by_length() and x.numel():
+        result, order, first, _ = _reduction(x.shape, tuple(dim), keepdim)
+        lines = (x if order is None else x.permute(order)).flatten(first).contiguous()
+        return line_sums(lines.float(), -1).view(result).to(dtype)
     return torch.sum(x, tuple(dim), keepdim, dtype=torch.float32).to(dtype)
 
 

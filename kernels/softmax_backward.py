@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._by_length import line_sums
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch, Room
 from tritonamp.kernels._lines import (
@@ -244,8 +245,8 @@ def softmax_backward_torch(
 ) -> Tensor:
     g, y = grad.float(), y.float()
     if log:
-        return (g - y.exp() * g.sum(dim, keepdim=True)).to(dtype)
-    return (y * (g - (g * y).sum(dim, keepdim=True))).to(dtype)
+        return (g - y.exp() * line_sums(g, dim, keepdim=True)).to(dtype)
+    return (y * (g - line_sums(g * y, dim, keepdim=True))).to(dtype)
 
 
 def softmax_backward(

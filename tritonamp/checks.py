@@ -19,7 +19,7 @@ from tritonamp.distributed.ddp import check_buckets, unwrapped
 from tritonamp.distributed.fsdp import fsdp2_modules, mp_policy
 from tritonamp.distributed.refused import check_gathered, check_spread
 from tritonamp.kernels._shards import is_sharded
-from tritonamp.kernels.device import is_capturing
+from tritonamp.kernels.device import Backend, UnsupportedDeviceError, is_capturing
 from tritonamp.names import short
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
@@ -309,6 +309,21 @@ def check_sharding(
         check_spread(models, policy)
         kept = [m for model in models for m in fp32_modules(model, policy)]
         check_gathered(models, kept, policy)
+
+
+def check_rows(device: torch.device, backend: Backend) -> None:
+    """Refuse ``batch_invariant`` on a GPU without kernels.
+
+    Raises:
+        UnsupportedDeviceError: torch would compute rows there, with bits that depend on their
+            number.
+    """
+    if device.type != "cpu" and backend.name != "triton":
+        raise UnsupportedDeviceError(
+            f"batch_invariant=True: expected Triton kernels on {device}, got eager torch "
+            f"({backend.reason}), whose sums depend on the number of rows: drop backend='eager' "
+            "or batch_invariant"
+        )
 
 
 def check_gradients(models: Sequence[nn.Module], policy: Policy) -> None:

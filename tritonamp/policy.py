@@ -75,6 +75,9 @@ class Policy:
             ``torch.Tensor``, they keep the half values while they live, the loss of half outputs
             (``cast_outputs=None``) is FP32, and logits that ``labels=`` left out cannot be read
             after a step of the optimizer.
+        batch_invariant: a row of softmax, of a norm, of a sum or of a loss has the same bits alone
+            and in every batch, forward and backward (only with ``op_policy``). The kernels then
+            take every size and FP32 tensors, too, and choose tiles by the length of a row alone.
         on_nonfinite: response to a skip for which a lower scale cannot help. "skip": a line in the
             log. "explain": the failing batch runs again, and the operation is named. "heal": in
             addition, modules compute in FP32 from then on if that cures such faults. "raise":
@@ -109,6 +112,7 @@ class Policy:
     fuse_norms: bool = True
     fuse_ops: bool = True
     fuse_loss: bool = False
+    batch_invariant: bool = False
     on_nonfinite: str = "skip"
     raise_after: int = 1
     track_changes: bool = False
@@ -373,6 +377,11 @@ def _conflicts(policy: Policy) -> Iterable[str]:
         )
     if policy.softmax_dtype is not None and not policy.op_policy:
         yield "softmax_dtype needs op_policy=True: without the op policy softmax is plain torch"
+    if policy.batch_invariant and not policy.op_policy:
+        yield (
+            "batch_invariant=True needs op_policy=True: without the op policy rows are torch's own "
+            "(use level='O1' or 'O2')"
+        )
     if policy.fp32_modules and not (policy.cast_model or policy.op_policy):
         yield (
             "fp32_modules needs cast_model=True or op_policy=True: without them everything is FP32 "

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch._guards import TracingContext
 
+from tritonamp.functional.inputs import in_force
+from tritonamp.kernels._by_length import BATCH_INVARIANT
 from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.policy import Policy
 
@@ -103,6 +105,8 @@ process = _Process()
 
 def number_of(policy: Policy, backend: str, device_type: str) -> int:
     """Return a policy's number for ``enter``, because a graph can carry a number, but no Policy."""
+    if policy.batch_invariant:
+        backend = BATCH_INVARIANT[backend]
     active = ActivePolicy(policy, backend, device_type)
     if active not in process.policies:
         process.policies.append(active)
@@ -190,6 +194,14 @@ def active() -> ActivePolicy | None:
         # tells ours from torch's own, see ``checkpointed``
         return process.policy_of_node(torch._C._current_autograd_node())
     return None
+
+
+def _backend_in_force() -> str | None:
+    found = active()
+    return None if found is None else found.backend
+
+
+in_force.ask = _backend_in_force
 
 
 @constant_to_dynamo

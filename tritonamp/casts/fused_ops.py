@@ -12,15 +12,15 @@ from tritonamp.casts.active import ActivePolicy
 from tritonamp.casts.op_rules import Rule, Stock, fp32_rule, storage_rule
 from tritonamp.functional import group_norms, norms
 from tritonamp.functional import losses as _losses
-from tritonamp.functional.inputs import is_under_transforms
-from tritonamp.functional.rows import Softmax, Sum, is_ours
+from tritonamp.functional.inputs import is_under_transforms, takes
+from tritonamp.functional.rows import Softmax, Sum, is_ours, lies_in_pieces
 from tritonamp.kernels import group_norm as _group_norm
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
 from tritonamp.kernels._implementations import MIN_NUMEL, TraceableOp
 from tritonamp.kernels._launch import KernelError
-from tritonamp.policy import HALF_DTYPES, Policy
+from tritonamp.policy import Policy
 
 MOST_PLANS = 4096  # per op; without a bound, new shapes in every call would fill memory
 
@@ -93,7 +93,7 @@ def _find(
 
 def _least(active: ActivePolicy) -> int:
     """Return the number of elements from which "auto" prefers the kernels here on a GPU."""
-    return 0 if active.backend == "triton" else MIN_NUMEL
+    return MIN_NUMEL if active.backend in ("auto", "eager") else 0
 
 
 def _apply(
@@ -110,15 +110,16 @@ def _apply(
     A kernel is kept as the plan for calls with the key ``key``.
     """
     compute = operation.chosen(active.backend, tensors[0])
-    if compute is operation.torch_function:
-        return stock.run_without_rules(function.apply, *tensors, ((*args, "eager"), None))
+    if not operation.uses_triton(active.backend, tensors[0]):
+        backend = active.backend if active.policy.batch_invariant else "eager"
+        return stock.run_without_rules(function.apply, *tensors, ((*args, backend), None))
     args = *args, active.backend
-    if key is None or compute is operation.traceable or operation.prepared is None:
+    if key is None or operation.is_traceable(compute) or operation.prepared is None:
         result: Tensor = function.apply(*tensors, (args, None))
         return result
     if len(stock.plans) >= MOST_PLANS:
         stock.plans.clear()
-    prepared = operation.prepared(*tensors, *args[:-1])
+    prepared = operation.prepare(active.backend, *tensors, *args[:-1])
     plan = stock.plans[key] = Choice(function.apply, (args, prepared), stock.plans)
     return plan(*tensors)
 
@@ -136,8 +137,10 @@ def _softmax_rule(log: bool, result_dtype: Callable[[Policy, Tensor], torch.dtyp
         dim: int,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        if input.dtype not in HALF_DTYPES:
+        if not takes(input):
             return stock(input, dim, dtype)
+        if lies_in_pieces(input, dim):
+            return rule(stock, active, input.movedim(dim, -1), -1, dtype).movedim(-1, dim)
         key, plan = _find(stock, active, (dim, dtype), input)
         if plan is not None:
             return plan(input)
@@ -157,7 +160,7 @@ def _sum_rule(
     *args: Any,  # dim, which may be None, and keepdim; the overload without them takes none
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if input.dtype not in HALF_DTYPES:
+    if not takes(input):
         return stock(input, *args, dtype=dtype)
     dim, keepdim = (*args, None, False)[:2] if not args else (*args, False)[:2]
     dims = () if dim is None else tuple(dim)
@@ -168,7 +171,7 @@ def _sum_rule(
     dtype = dtype or torch.float32
     if not is_ours(input, dtype, _least(active)):
         return stock(input, *args, dtype=dtype)
-    if not dense:
+    if not dense and not (active.policy.batch_invariant and input.layout is torch.strided):
         active = active._replace(backend="eager")
     return _apply(key, Sum, _reduce.SUM, stock, active, (input,), dims, keepdim, dtype)
 
@@ -244,7 +247,7 @@ def _cross_entropy_rule(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     backend = active.backend
-    if not _losses.uses_triton(backend, input, target, weight, label_smoothing):
+    if not _losses.is_ours(backend, input, target, weight, label_smoothing):
         args = input, target, weight, reduction, ignore_index, label_smoothing
         return fp32_rule(stock, active, *args)
     name = _losses.REDUCTIONS[reduction]

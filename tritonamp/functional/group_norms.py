@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tritonamp.functional.inputs import Call, is_half, min_numel
+from tritonamp.functional.inputs import Call, backend_in_force, min_numel, takes
 from tritonamp.functional.norms import fit, of_weights
 from tritonamp.kernels import group_norm as _group_norm
 from tritonamp.kernels import group_norm_backward as _group_norm_backward
@@ -62,7 +62,7 @@ def group_norm(
     """
     if not is_ours(input, num_groups, weight, bias, least=min_numel()):
         return torch.nn.functional.group_norm(input, num_groups, weight, bias, eps)
-    return GroupNorm.apply(input, weight, bias, ((num_groups, eps, "auto"), None))
+    return GroupNorm.apply(input, weight, bias, ((num_groups, eps, backend_in_force()), None))
 
 
 def is_ours(input: Tensor, num_groups: int, *weights: Tensor | None, least: int) -> bool:
@@ -71,7 +71,7 @@ def is_ours(input: Tensor, num_groups: int, *weights: Tensor | None, least: int)
     On a GPU ``least`` is the least number of elements, except with weights in another dtype than
     the input, which torch's kernels refuse.
     """
-    if not is_half(input) or is_traceable_wrapper_subclass(input):  # torch shards DTensors' norms
+    if not takes(input) or is_traceable_wrapper_subclass(input):  # torch shards DTensors' norms
         return False
     if input.dim() < 2 or num_groups < 1 or input.shape[1] % num_groups:
         return False

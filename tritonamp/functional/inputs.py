@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tritonamp.kernels._by_length import asked_backend
+from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.kernels._implementations import MIN_NUMEL
 from tritonamp.policy import HALF_DTYPES
 
@@ -20,9 +22,44 @@ the operation. One argument, because autograd takes 0.2 us for each.
 """
 
 
-def is_half(input: Any) -> bool:
-    """Return whether ``input`` is a half tensor outside transforms of torch.func, with memory."""
-    if not isinstance(input, Tensor) or input.dtype not in HALF_DTYPES:
+class _InForce:
+    """The question for the backend of an enabled forward, which ``casts`` answers.
+
+    Attributes:
+        ask: returns the backend of the forward that this thread is in; None: it is in none.
+    """
+
+    ask: Callable[[], str | None] = staticmethod(lambda: None)
+
+
+in_force = _InForce()
+
+
+@constant_to_dynamo
+def backend_in_force() -> str:
+    """Return the backend for a call without one.
+
+    It is "auto", or the batch-invariant backend of the enabled forward that this thread is in.
+    """
+    backend = in_force.ask()
+    return "auto" if backend is None or asked_backend(backend) is None else backend
+
+
+def is_batch_invariant() -> bool:
+    """Return whether rows have the same bits in every batch, in the forward in force."""
+    return backend_in_force() != "auto"
+
+
+def takes(input: Any) -> bool:
+    """Return whether ``input`` has a dtype for this package, memory, and no torch.func around it.
+
+    The dtypes are float16 and bfloat16. If rows have the same bits in every batch, FP32 is one,
+    too, because torch's kernels on a GPU depend on the number of rows.
+    """
+    if not isinstance(input, Tensor):
+        return False
+    is_wide = input.dtype is torch.float32 and is_batch_invariant()
+    if input.dtype not in HALF_DTYPES and not is_wide:
         return False
     return not is_under_transforms() and not hasattr(type(input), HAS_NO_MEMORY)
 
@@ -39,6 +76,7 @@ def is_under_transforms() -> bool:
 def min_numel() -> int:
     """Return the least number of elements for this package on a GPU.
 
-    It is 0 under autocast, because torch's result would be FP32 there.
+    It is 0 under autocast, because torch's result would be FP32 there, and where rows have the same
+    bits in every batch.
     """
-    return 0 if torch.is_autocast_enabled("cuda") else MIN_NUMEL
+    return 0 if torch.is_autocast_enabled("cuda") or is_batch_invariant() else MIN_NUMEL

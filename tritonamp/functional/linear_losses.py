@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonamp.functional.inputs import backend_in_force
 from tritonamp.functional.linear_head import (
     GradientSums,
     LinearHead,
@@ -145,7 +146,8 @@ def linear_cross_entropy(
         raise ValueError(f"reduction: expected 'none', 'mean' or 'sum', got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing: expected 0 to 1, got {label_smoothing}")
-    losses = LineLosses(ignore_index=ignore_index, smoothing=float(label_smoothing))
+    smoothing, backend = float(label_smoothing), backend_in_force()
+    losses = LineLosses(ignore_index=ignore_index, smoothing=smoothing, backend=backend)
     rows = RowsOfLayer(input, weight, bias, target, losses, chunk_rows)
     trains = any(t is not None and t.requires_grad for t in (input, weight, bias))
     makes_gradients = reduction != "none" and trains and torch.is_grad_enabled()

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.functional.inputs import is_half
+from tritonamp.functional.inputs import backend_in_force, is_batch_invariant, takes
+from tritonamp.kernels._by_length import asked_backend
 from tritonamp.kernels.cross_entropy import CROSS_ENTROPY, NO_CLASS
 from tritonamp.kernels.cross_entropy import cross_entropy as _cross_entropy
 from tritonamp.kernels.cross_entropy_backward import cross_entropy_backward
@@ -125,8 +126,9 @@ def cross_entropy(
     if size_average is not None or reduce is not None:
         # private (torch 2.11 to 2.15): torch.nn.functional.cross_entropy calls it for these two
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
-    if uses_triton("auto", input, target, weight, label_smoothing) and reduction in REDUCTIONS:
-        return fused(input, target, ignore_index, reduction, label_smoothing, "auto")
+    backend = backend_in_force()
+    if is_ours(backend, input, target, weight, label_smoothing) and reduction in REDUCTIONS:
+        return fused(input, target, ignore_index, reduction, label_smoothing, backend)
     if isinstance(input, Tensor) and input.dtype in HALF_DTYPES:
         weight = weight.float() if weight is not None and weight.dtype in HALF_DTYPES else weight
         target = target.float() if target.dtype in HALF_DTYPES else target
@@ -141,11 +143,11 @@ def cross_entropy(
     )
 
 
-def uses_triton(
+def is_ours(
     backend: str, input: Tensor, target: Tensor, weight: Tensor | None, smoothing: float
 ) -> bool:
-    """Return whether the kernels compute the loss; if not, torch computes or refuses it."""
-    if not is_half(input) or weight is not None:
+    """Return whether this package computes the loss; if not, torch computes or refuses it."""
+    if not takes(input) or weight is not None:
         return False
     if not isinstance(target, Tensor) or target.dtype is not torch.int64:
         return False
@@ -154,14 +156,17 @@ def uses_triton(
     dim = _class_dim(input)
     if target.shape != input.shape[:dim] + input.shape[dim + 1 :] or not input.numel():
         return False
-    return CROSS_ENTROPY.uses_triton(backend, input)
+    return is_batch_invariant() or CROSS_ENTROPY.uses_triton(backend, input)
 
 
 def fused(
     input: Tensor, target: Tensor, ignore_index: int, reduction: str, smoothing: float, backend: str
 ) -> Tensor:
-    """Return the loss of logits for which ``uses_triton`` is true."""
-    losses = LineLosses(_class_dim(input), ignore_index, float(smoothing), backend=backend)
+    """Return the loss of logits for which ``is_ours`` is true."""
+    dim = _class_dim(input)
+    if asked_backend(backend) is not None and dim != input.dim() - 1:
+        input, dim = input.movedim(dim, -1), -1  # a line lies in one piece then
+    losses = LineLosses(dim, ignore_index, float(smoothing), backend=backend)
     if input.requires_grad and torch.is_grad_enabled():
         (found,) = CrossEntropy.apply(input, target, losses)
     else:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tritonamp.functional.inputs import Call, is_half, min_numel
+from tritonamp.functional.inputs import Call, backend_in_force, min_numel, takes
 from tritonamp.kernels import add_norm as _add_norm
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import norm_backward as _norm_backward
@@ -155,7 +155,7 @@ def norm(
 ) -> Tensor:
     """Return layer_norm (``center``) or rms_norm of an input that ``is_ours`` accepts."""
     eps = RMS_EPS if eps is None else eps
-    args = math.prod(shape), eps, center, dtype, "auto"
+    args = math.prod(shape), eps, center, dtype, backend_in_force()
     return Norm.apply(input, weight, bias, (args, None))
 
 
@@ -184,7 +184,7 @@ def add_layer_norm(
         total = input + residual
         return total, layer_norm(total, normalized_shape, weight, bias, eps)
     n = math.prod(normalized_shape)
-    return AddNorm.apply(input, residual, weight, bias, (n, eps, True, "auto"))
+    return AddNorm.apply(input, residual, weight, bias, (n, eps, True, backend_in_force()))
 
 
 def add_rms_norm(
@@ -209,7 +209,7 @@ def add_rms_norm(
     if not _is_our_sum(input, residual, normalized_shape, weight):
         total = input + residual
         return total, rms_norm(total, normalized_shape, weight, eps)
-    args = math.prod(normalized_shape), RMS_EPS if eps is None else eps, False, "auto"
+    args = math.prod(normalized_shape), RMS_EPS if eps is None else eps, False, backend_in_force()
     return AddNorm.apply(input, residual, weight, None, args)
 
 
@@ -233,7 +233,7 @@ def is_ours(
     On a GPU ``least`` is the least number of elements, except with weights in another dtype than
     the input, which torch's kernels refuse.
     """
-    if not is_half(input) or is_traceable_wrapper_subclass(input):  # torch shards DTensors' norms
+    if not takes(input) or is_traceable_wrapper_subclass(input):  # torch shards DTensors' norms
         return False
     if not isinstance(normalized_shape, Sequence):
         return False

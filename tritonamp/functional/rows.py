@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonamp.functional.inputs import Call, is_half, min_numel
+from tritonamp.functional.inputs import Call, backend_in_force, is_batch_invariant, min_numel, takes
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels import softmax as _softmax
 from tritonamp.kernels import softmax_backward as _softmax_backward
@@ -69,7 +69,7 @@ def softmax(
         return torch.nn.functional.softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch.nn.functional._get_softmax_dim("softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
-    return Softmax.apply(input, ((dim, dtype or input.dtype, False, "auto"), None))
+    return _along(input, dim, dtype or input.dtype, False)
 
 
 def log_softmax(
@@ -87,7 +87,23 @@ def log_softmax(
         return torch.nn.functional.log_softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch.nn.functional._get_softmax_dim("log_softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
-    return Softmax.apply(input, ((dim, dtype or input.dtype, True, "auto"), None))
+    return _along(input, dim, dtype or input.dtype, True)
+
+
+def _along(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    """Return softmax or log_softmax of an input that ``is_ours`` accepts."""
+    if lies_in_pieces(x, dim):
+        return _along(x.movedim(dim, -1), -1, dtype, log).movedim(-1, dim)
+    result: Tensor = Softmax.apply(x, ((dim, dtype, log, backend_in_force()), None))
+    return result
+
+
+def lies_in_pieces(x: Tensor, dim: int) -> bool:
+    """Return whether lines along ``dim`` are to be moved to the last dimension.
+
+    They are if rows have the same bits in every batch, so that one tile serves every dimension.
+    """
+    return -x.dim() <= dim < x.dim() - 1 and dim != -1 and is_batch_invariant()
 
 
 def sum(
@@ -109,7 +125,7 @@ def sum(
         # torch takes any sequence
         return torch.sum(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
     dims = () if dim is None else tuple(dim) if isinstance(dim, Sequence) else (dim,)
-    return Sum.apply(input, ((dims, keepdim, dtype or input.dtype, "auto"), None))
+    return Sum.apply(input, ((dims, keepdim, dtype or input.dtype, backend_in_force()), None))
 
 
 def is_ours(input: Tensor, dtype: torch.dtype | None, min_numel: int) -> bool:
@@ -120,7 +136,7 @@ def is_ours(input: Tensor, dtype: torch.dtype | None, min_numel: int) -> bool:
         dtype: dtype of the result. None: the input's.
         min_numel: least number of elements on a GPU.
     """
-    if not is_half(input) or dtype not in (None, torch.float32, *HALF_DTYPES):
+    if not takes(input) or dtype not in (None, torch.float32, *HALF_DTYPES):
         return False
     is_large = not input.is_cuda or input.numel() >= min_numel
     return is_large or dtype not in (None, input.dtype, torch.float32)

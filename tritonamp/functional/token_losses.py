@@ -7,7 +7,7 @@ gradients: from the logits, or from the inputs of the linear layer that computes
 
 from torch import Tensor
 
-from tritonamp.functional.inputs import is_under_transforms
+from tritonamp.functional.inputs import backend_in_force, is_under_transforms
 from tritonamp.functional.linear_head import RowsOfLayer, check_layer
 from tritonamp.functional.losses import CrossEntropy, LineLosses, Results, check_targets
 
@@ -87,7 +87,8 @@ def _losses(temperature: float, entropy: bool) -> LineLosses:
     """
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature: expected a number above 0, got {temperature}")
-    return LineLosses(temperature=float(temperature), entropy=entropy)
+    backend = backend_in_force()
+    return LineLosses(temperature=float(temperature), entropy=entropy, backend=backend)
 
 
 def _log_probs(results: Results) -> Tensor | tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from tritonamp.checks import (
     check_gradients,
     check_models,
     check_optimizers,
+    check_rows,
     check_scaler,
     check_sharding,
     warn_of_zero_eps,
@@ -104,6 +105,8 @@ def enable(
     if resolved.cast_model or resolved.op_policy:
         warn_of_known_fault(device)
     chosen = choose_backend(backend, device)
+    if resolved.batch_invariant:
+        check_rows(device, chosen)
     for m in models:
         fp32_modules(m, resolved)  # raises for names that match nothing
     check_shared_tensors(models, resolved, optimizers)

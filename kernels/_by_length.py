@@ -1,0 +1,71 @@
+"""Tiles by the length of a line alone, so that a row has the same bits in every batch.
+
+Kernels choose their tiles by the whole shape, because a few long lines need other tiles than many
+short ones. A tile decides in which order a line is added up. Inside ``by_length`` a tile depends on
+the length of the line alone, and so do the bits of a line's results.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BATCH_INVARIANT = {name: f"{name}, batch-invariant" for name in ("auto", "triton", "eager")}
+"""Backends of calls that have tiles by length, by the backend that the user asked for."""
+_ASKED = {invariant: name for name, invariant in BATCH_INVARIANT.items()}
+
+
+class _Thread(threading.local):
+    inside = False
+
+
+_thread = _Thread()
+
+
+def asked_backend(backend: str) -> str | None:
+    """Return the backend that the user asked for, if ``backend`` has tiles by length, else None."""
+    return _ASKED.get(backend)
+
+
+def is_by_length() -> bool:
+    """Tell whether this thread is inside of ``by_length``."""
+    return _thread.inside
+
+
+@contextlib.contextmanager
+def by_length() -> Iterator[None]:
+    """Choose tiles by the length of lines alone in the block, in this thread."""
+    before, _thread.inside = _thread.inside, True
+    try:
+        yield
+    finally:
+        _thread.inside = before
+
+
+def called_by_length(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function inside of ``by_length``."""
+    with by_length():
+        return function(*args)
+
+
+def aligned(value: Any) -> Any:
+    """Return a tensor, or a copy of it if its address is no multiple of 16 bytes.
+
+    At another address a kernel loads fewer neighbours at once, and adds up in another order.
+    """
+    if isinstance(value, Tensor) and value.data_ptr() % 16:
+        return value.clone()
+    return value
+
+
+def line_sums(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """Return ``x.sum(dim, keepdim)``. Inside of ``by_length``, one line is summed up as in many.
+
+    Outside, torch divides a single sum of more than 32768 elements on a CPU among threads.
+    """
+    if is_by_length() and x.numel() == x.shape[dim]:
+        return torch.stack([x, x]).sum(dim % x.dim() + 1, keepdim)[0]
+    return x.sum(dim, keepdim)
