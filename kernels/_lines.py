@@ -146,7 +146,8 @@ def tiling(
         block = power_of_two(n, min(longest, MAX_WARPS * WARP_SIZE * per_thread))
         lines = 1
         if block <= 512:
-            lines = SHORT // block if fixed else power_of_two(rows, SHORT // block)
+            of_many = max(SHORT // block, 1)
+            lines = of_many if fixed else power_of_two(rows, of_many)
         # Sums over lines want few programs, so each takes several longer lines, too, and has as
         # many warps more: bytes in flight are those of all warps. Few lines stay apart, because
         # they would leave programs idle.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tritonamp
 from tritonamp import functional
-from tritonamp.functional.losses import fused, uses_triton
+from tritonamp.functional.losses import fused, is_ours
 from tritonamp.kernels.device import INTERPRETED
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -37,7 +37,7 @@ def logits_and_targets(shape: tuple[int, ...], dtype: torch.dtype, device: Any) 
 
 
 def by_kernel(x: Tensor, target: Tensor, reduction: str, smoothing: float = 0.0) -> Tensor:
-    assert uses_triton("triton", x, target, None, smoothing)
+    assert is_ours("triton", x, target, None, smoothing)
     return fused(x, target, -100, reduction, smoothing, "triton")
 
 
@@ -87,7 +87,7 @@ def test_the_rest_is_torchs_in_fp32(device: torch.device, case: str, half: torch
         target.fill_(-100)
     given = {"input": x, "target": target} | OTHERS[case](device)
     given = {name: t.to(half) if t.dtype is FP32 else t for name, t in given.items()}
-    assert not uses_triton("triton", given["input"], given["target"], given.get("weight"), 0.0)
+    assert not is_ours("triton", given["input"], given["target"], given.get("weight"), 0.0)
     wide = {name: t.float() if t.dtype is half else t for name, t in given.items()}
     found, expected = functional.cross_entropy(**given), F.cross_entropy(**wide)
     assert found.dtype is expected.dtype
