@@ -10,6 +10,7 @@ from tritonamp.functional.linear_head import LinearHead
 from tritonamp.functional.linear_losses import linear_cross_entropy
 from tritonamp.functional.losses import cross_entropy
 from tritonamp.functional.masked_rows import masked_softmax
+from tritonamp.functional.mismatches import Mismatch, mismatch
 from tritonamp.functional.mixed_norms import mixed_layer_norm, mixed_rms_norm
 from tritonamp.functional.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from tritonamp.functional.rows import log_softmax, softmax, sum
@@ -17,6 +18,7 @@ from tritonamp.functional.token_losses import linear_token_log_probs, token_log_
 
 __all__ = [
     "LinearHead",
+    "Mismatch",
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy",
@@ -26,6 +28,7 @@ __all__ = [
     "linear_token_log_probs",
     "log_softmax",
     "masked_softmax",
+    "mismatch",
     "mixed_layer_norm",
     "mixed_rms_norm",
     "rms_norm",
