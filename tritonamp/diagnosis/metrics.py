@@ -3,16 +3,25 @@
 from collections.abc import Sequence
 
 from tritonamp.diagnosis.log import StepLog
-from tritonamp.diagnosis.records import DIRECTIONS, RangeRecord
+from tritonamp.diagnosis.records import DIRECTIONS, MismatchRecord, RangeRecord
 
 
-def metrics(log: StepLog, ranges: Sequence[RangeRecord] = ()) -> dict[str, float]:
+def metrics(
+    log: StepLog,
+    ranges: Sequence[RangeRecord] = (),
+    mismatches: Sequence[MismatchRecord] = (),
+) -> dict[str, float]:
     """Return plain numbers by name, for TensorBoard, CSV files and the like. Never waits.
 
     Args:
         log: log of the run.
         ranges: records of the last step that was watched.
+        mismatches: mismatches that have arrived, oldest first.
     """
+    return _of_steps(log, ranges) | _of_sampler(mismatches)
+
+
+def _of_steps(log: StepLog, ranges: Sequence[RangeRecord]) -> dict[str, float]:
     log.collect()
     history = log.history
     if not history.records:
@@ -28,3 +37,15 @@ def metrics(log: StepLog, ranges: Sequence[RangeRecord] = ()) -> dict[str, float
         if bits:
             found[f"amp/headroom_{direction}"] = min(bits)
     return found
+
+
+def _of_sampler(mismatches: Sequence[MismatchRecord]) -> dict[str, float]:
+    if not mismatches:
+        return {}
+    _, k1, k3, outside, worst_ratio = mismatches[-1]
+    return {
+        "amp/mismatch_k1": k1,
+        "amp/mismatch_k3": k3,
+        "amp/mismatch_outside": outside,
+        "amp/mismatch_worst_ratio": worst_ratio,
+    }

@@ -1,4 +1,4 @@
-"""A picture of a run's steps: loss scale, gradient norm, skips by cause."""
+"""A picture of a run's steps: loss scale, gradient norm, skips by cause, mismatches."""
 
 import importlib
 import math
@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tritonamp.diagnosis.records import StepRecord
+from tritonamp.diagnosis.records import MismatchRecord, StepRecord
 from tritonamp.diagnosis.skips import Cause
 
 
-def save_picture(history: Sequence[StepRecord], path: str | Path) -> Path:
+def save_picture(
+    history: Sequence[StepRecord], path: str | Path, mismatches: Sequence[MismatchRecord] = ()
+) -> Path:
     """Write the picture to ``path``, in the format of its suffix, and return the path.
 
     Raises:
@@ -20,7 +22,7 @@ def save_picture(history: Sequence[StepRecord], path: str | Path) -> Path:
     """
     if not history:
         raise RuntimeError("amp.plot(): expected a step in amp.history, got none: train first")
-    path, figure = Path(path), picture(history)
+    path, figure = Path(path), picture(history, mismatches)
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in formats:
         raise ValueError(
@@ -31,8 +33,10 @@ def save_picture(history: Sequence[StepRecord], path: str | Path) -> Path:
     return path
 
 
-def picture(history: Sequence[StepRecord]) -> Any:
+def picture(history: Sequence[StepRecord], mismatches: Sequence[MismatchRecord] = ()) -> Any:
     """Return a matplotlib ``Figure`` with panels above one another, over the numbers of the steps.
+
+    The panel of mismatches is left out if there are none.
 
     It does not use pyplot, so it needs no display and leaves no global state.
     """
@@ -43,8 +47,9 @@ def picture(history: Sequence[StepRecord]) -> Any:
             "amp.plot() draws with matplotlib, which is not installed: "
             'pip install "tritonamp[demo]"'
         ) from error
-    figure = figure_class(figsize=(8, 7), layout="constrained")
-    scale, norm, skips = figure.subplots(3, sharex=True, height_ratios=[2, 2, 1])
+    heights = [2, 2, 2, 1] if mismatches else [2, 2, 1]
+    figure = figure_class(figsize=(8, 2 + sum(heights)), layout="constrained")
+    scale, norm, *rest, skips = figure.subplots(len(heights), sharex=True, height_ratios=heights)
     steps = [record.step for record in history]
     scale.plot(steps, [record.scale for record in history], drawstyle="steps-mid")
     scale.set(ylabel="loss scale")
@@ -55,8 +60,25 @@ def picture(history: Sequence[StepRecord]) -> Any:
     norm.set(ylabel="gradient norm")
     if any(0 < value < math.inf for value in norms):
         norm.set_yscale("log")
+    if mismatches:
+        _draw_mismatches(rest[0], mismatches)
     _draw_skips(skips, history)
     return figure
+
+
+def _draw_mismatches(axes: Any, mismatches: Sequence[MismatchRecord]) -> None:
+    """Draw k3 to the left axis, and the share of ratios outside of the band to the right one."""
+    steps, marker = [m.step for m in mismatches], "." if len(mismatches) < 100 else None
+    divergences = [m.k3 for m in mismatches]
+    axes.plot(steps, divergences, color="C0", marker=marker)
+    axes.set(title="distance from the sampler's log-probabilities")
+    axes.set_ylabel("k3, mean per token", color="C0")
+    if any(0 < value < math.inf for value in divergences):
+        axes.set_yscale("log")
+    shares = axes.twinx()
+    shares.plot(steps, [100 * m.outside for m in mismatches], color="C1", marker=marker)
+    shares.set_ylim(-5, 105)
+    shares.set_ylabel("% of tokens out of band", color="C1")
 
 
 def _draw_skips(axes: Any, history: Sequence[StepRecord]) -> None:

@@ -64,3 +64,21 @@ class RangeRecord(NamedTuple):
     elements: int
     dtype: torch.dtype
     steps_left: int | None = None
+
+
+class MismatchRecord(NamedTuple):
+    """A ``functional.Mismatch`` that has arrived.
+
+    Attributes:
+        step: number of the step that was next when it was logged, from 1, as in ``amp.history``.
+        k1: mean of ``-log ratio``.
+        k3: mean of ``ratio - 1 - log ratio``.
+        outside: share of the ratios outside of the band.
+        worst_ratio: ratio whose logarithm is furthest from 0.
+    """
+
+    step: int
+    k1: float
+    k3: float
+    outside: float
+    worst_ratio: float

@@ -20,6 +20,7 @@ from tritonamp.diagnosis.metrics import metrics
 from tritonamp.diagnosis.plot import save_picture
 from tritonamp.diagnosis.records import RangeRecord, StepRecord
 from tritonamp.fp32_values import Fp32Values
+from tritonamp.functional import Mismatch
 from tritonamp.kernels import _implementations
 from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._inference import leaves_inference_mode
@@ -565,13 +566,44 @@ class Amp:
               cause without skips is left out.
             - amp/headroom_forward, amp/headroom_backward: under ``watch``, the least headroom of
               all modules in the last step that was read, in bits.
+            - amp/mismatch_k1, amp/mismatch_k3, amp/mismatch_outside, amp/mismatch_worst_ratio: the
+              last mismatch that ``log_mismatch`` got.
         """
-        return metrics(self._parts.log, () if self._ranges is None else self._ranges.arrived())
+        parts = self._parts
+        ranges = () if self._ranges is None else self._ranges.arrived()
+        return metrics(parts.log, ranges, parts.mismatches.arrived())
+
+    @between_graphs
+    @leaves_inference_mode
+    def log_mismatch(self, mismatch: Mismatch) -> None:
+        """Keep the distance of a batch's log-probabilities from those of its sampler.
+
+        ::
+
+            amp.log_mismatch(tritonamp.functional.mismatch(log_probs, sampler_log_probs, mask))
+
+        ``metrics`` returns the last numbers that have arrived, and ``plot`` draws the last 1000.
+        They belong to this rank. Call it before ``optimizer.step()``, whose number they get in
+        the picture. The host does not wait for the device. If it is 16 calls ahead of the device,
+        further ones are left out.
+
+        Args:
+            mismatch: result of ``tritonamp.functional.mismatch``.
+
+        Raises:
+            ValueError: the argument is no such result, or its tensors are on another device than
+                the steps' numbers.
+            RuntimeError: a CUDA graph is captured. Call ``functional.mismatch`` inside of the
+                capture, and this method after each replay.
+        """
+        self._check_enabled("log_mismatch")
+        self._parts.mismatches.add(mismatch)
 
     def plot(self, path: str | Path) -> Path:
         """Draw loss scale, gradient norm and skips by cause of ``history``. Waits for the device.
 
-        Needs matplotlib, which ``tritonamp[demo]`` installs.
+        If ``log_mismatch`` was called, another panel shows ``k3`` and the share outside of the
+        band. Needs matplotlib, which ``tritonamp[demo]`` installs.
 
         Args:
             path: path of the file; the suffix (.png, .svg, ...) chooses the format.
@@ -584,7 +616,7 @@ class Amp:
             ValueError: matplotlib cannot write files of that suffix.
             ImportError: matplotlib is not installed.
         """
-        return save_picture(self.history, path)
+        return save_picture(self.history, path, self._parts.mismatches.arrived(wait=True))
 
     @leaves_inference_mode
     def watch(self, every: int = 100) -> "LiveRanges":

@@ -20,6 +20,7 @@ from tritonamp.diagnosis.clipping import ClippedGradients
 from tritonamp.diagnosis.kept_buffers import KeptBuffers
 from tritonamp.diagnosis.live_faults import LiveFaults
 from tritonamp.diagnosis.log import StepLog
+from tritonamp.diagnosis.mismatch_log import MismatchLog
 from tritonamp.diagnosis.observer import StepObserver
 from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.response import Response
@@ -111,6 +112,7 @@ class Parts:
         live_faults: watch of whole steps, after a fault that is outside of the models.
         decisions: log of all decisions.
         log: history of all steps, with the causes of skips.
+        mismatches: last mismatches that the loop has logged.
         response: reporter of skips, which carries out ``on_nonfinite``.
         replays: runner that runs batches again.
         pending: decisions that optimizers wait for.
@@ -166,6 +168,7 @@ class Parts:
         computes_half = policy.op_policy or policy.cast_model or policy.half_parameters
         dtype = policy.dtype if computes_half else torch.float32
         self.log = StepLog(self.decisions, names, dtype, log_skips)
+        self.mismatches = MismatchLog(lambda: self.decisions.device_record.counts)
         if len(self.models) > 1:
             self.log.terms = Terms(takes_modules=False)
         forwards, healing = self.forwards, self.healing
