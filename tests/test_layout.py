@@ -56,6 +56,7 @@ SHARED = {
         "tritonamp.step.state_loading.load_state",
         "tritonamp.step.state_loading.widen_state",
     ],
+    "commands": ["tritonamp.casts.batch_invariance"],
     "integrations": [
         "tritonamp.casts.model_losses.computes_logits",
         "tritonamp.class_swap",

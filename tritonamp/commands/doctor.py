@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import tritonamp
+from tritonamp.casts.batch_invariance import notes
 from tritonamp.commands import selftest
 from tritonamp.commands.selftest.training import LEVELS as TRIALS
 from tritonamp.commands.selftest.training import SmallTraining
@@ -99,7 +100,7 @@ def _tell(args: argparse.Namespace, outcome: dict[str, Any]) -> None:
 
 
 def report() -> str:
-    parts = [table(("what", "found"), _versions())]
+    parts = [table(("what", "found"), _versions()), *map(str, notes())]
     for device in _devices():
         parts.append(f"{device}: {_describe(device)}\n{_backend(device)}")
         parts.append(

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tritonamp.casts.batch_invariance import notes
 from tritonamp.casts.loaded import check_half_dtypes, half_parameters
 from tritonamp.checks import check_optimizers
 from tritonamp.forecast.findings import Finding, bce, early_gradients
@@ -40,6 +41,7 @@ def findings_without_data(
         *(bce(path) for path, module in losses if isinstance(module, nn.BCELoss)),
         *_early_gradients(losses, policy),
         *_parallel(modules),
+        *_bits_of_rows(policy),
     ]
 
 
@@ -115,3 +117,11 @@ def _parallel(modules: dict[str, nn.Module]) -> Iterator[Finding]:
             )
             advice = "enable the module inside it, or use DistributedDataParallel"
             yield Finding("data parallel", path, why, advice)
+
+
+def _bits_of_rows(policy: Policy) -> Iterator[Finding]:
+    """Yield advice where something asks for rows with the same bits in every batch."""
+    for note in notes(policy):
+        reason = "one batch does not show it"
+        weight = 0.5 if note.is_warning else 0.1
+        yield Finding("batch invariance", "", note.why, note.advice, False, weight, untried=reason)

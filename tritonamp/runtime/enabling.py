@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tritonamp.casts.batch_invariance import log_notes
 from tritonamp.casts.loaded import (
     bfloat16_in_float16,
     check_half_dtypes,
@@ -115,6 +116,7 @@ def enable(
     check_own_memory(half, resolved)
     check_range(bfloat16_in_float16(half, resolved))
     warn_of_zero_eps(optimizers, resolved)
+    log_notes(resolved)
     logger.info("backend %s for %s: %s", chosen.name, device, chosen.reason)
     scaler = scaler or scaler_for(resolved, device)
     with torch.inference_mode(False):  # else the masters were inference tensors, and not trained
