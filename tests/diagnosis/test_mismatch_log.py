@@ -129,6 +129,12 @@ def test_numbers_that_no_logarithm_takes(k3: float, tmp_path: Path) -> None:
     picture([StepRecord(1, None, 1.0, 1.0)], found).savefig(tmp_path / "history.png")
 
 
+class Part(Tensor):
+    """A rank's part of a DTensor, as far as ``is_sharded`` looks."""
+
+    _local_tensor = None
+
+
 ZERO = torch.zeros(())
 
 
@@ -144,6 +150,10 @@ ZERO = torch.zeros(())
         (
             Mismatch(ZERO, ZERO, ZERO[None], ZERO),
             r"mismatch\.outside: expected a 0-d Tensor, got Tensor of shape \(1,\): call",
+        ),
+        (
+            Mismatch(ZERO.as_subclass(Part), ZERO, ZERO, ZERO),
+            r"mismatch\.k1: expected a plain Tensor, got Part: call .*full_tensor.* on all ranks",
         ),
         (
             Mismatch(ZERO, ZERO, ZERO, ZERO.to("meta")),

@@ -77,8 +77,7 @@ def mismatch(
         return Mismatch(*(log_ratio.new_full((), math.nan, dtype=torch.float32) for _ in range(4)))
     counted: Any = log_ratio.numel()
     if mask is not None:
-        # Masked tokens get the ratio 1, which adds 0 to each sum. No torch.where with a number: it
-        # copies the number to the device, for which the host waits.
+        # masked tokens get the ratio 1, which adds 0 to each sum and is inside of every band
         log_ratio = log_ratio.masked_fill(~mask, 0.0)
         counted = mask.sum()
     ratio = log_ratio.exp()
