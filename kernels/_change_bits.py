@@ -8,11 +8,13 @@ from tritonamp.kernels.device import tl, triton
 
 
 @triton.jit
-def note_changes(changes, at, whole, stride, before, after, mask, BLOCKS: tl.constexpr):
+def note_changes(
+    changes, at, whole, stride, before, after, mask, LAST: tl.constexpr, BLOCKS: tl.constexpr
+):
     """Store which elements of BLOCKS blocks have other bits, one bit each.
 
-    The first row of ``changes`` collects bits until its reader clears it. The second row, stride
-    bits later, has those of the last step.
+    The first row of ``changes`` collects bits until its reader clears it. With LAST there is a
+    second row, stride bits later, which has those of the last step.
     """
     differs = before.to(tl.int32, bitcast=True) != after.to(tl.int32, bitcast=True)
     # one NaN for another is no change, because payloads depend on the device
@@ -25,15 +27,21 @@ def note_changes(changes, at, whole, stride, before, after, mask, BLOCKS: tl.con
     mask = offs < whole // 8
     since = tl.load(changes + offs, mask=mask, other=0).to(tl.int32)
     tl.store(changes + offs, (since | bits).to(tl.uint8), mask=mask)
-    tl.store(changes + stride // 8 + offs, bits.to(tl.uint8), mask=mask)
+    if LAST:
+        tl.store(changes + stride // 8 + offs, bits.to(tl.uint8), mask=mask)
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def changes_shape(numel: int) -> tuple[int, int]:
-    """Return the shape of the uint8 tensor of changes: collected bits, and those of a step."""
-    return 2, padded(numel) // 8
+def changes_shape(numel: int, rows: int) -> tuple[int, int]:
+    """Return the shape of the uint8 tensor of changes.
+
+    Args:
+        numel: number of elements.
+        rows: 1 for the collected bits, 2 to have those of the last step as well.
+    """
+    return rows, padded(numel) // 8
 
 
 def other_bits(before: Tensor, after: Tensor) -> Tensor:

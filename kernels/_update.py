@@ -188,6 +188,7 @@ class Update(Implementations):
             _name(t.dtypes["params"]) if is_packed else None,
             *self._state_constants(t, formats),
             _name(t.dtypes["copies"] or t.dtypes["params"]) if "changes" in tensors else None,
+            "changes" in tensors and tensors["changes"][0].shape[0] > 1,
             _TILE // BLOCK if has_blocks else 0,
         )
         states = *self.states, *["params"] * missing
@@ -230,6 +231,7 @@ class Update(Implementations):
             param, grad, copy, remainder, changes, steps, *states = row
             dtype = torch.promote_types(param.dtype, torch.float32)
             p = load_master(param, remainder, dtype)
+            before = param if copy is param or changes is None else p.to(copy.dtype)
             step = None if steps is None else steps + 1
             # unscale and clip
             grad = unscaled(grad, grad_scale, getattr(rule, "maximize", False), dtype)
@@ -252,8 +254,9 @@ class Update(Implementations):
             overflow = lists.overflow(param.device)[number]
             half = put_master(results, param, remainder, copy, p, overflow)
             if changes is not None:
-                changed = packed_bits(in_order_of_memory(other_bits(copy, half), like=param))
-                results.put(changes, torch.stack([changes[0] | changed, changed]))
+                changed = packed_bits(in_order_of_memory(other_bits(before, half), like=param))
+                rows = [changes[0] | changed, changed]
+                results.put(changes, torch.stack(rows[: len(changes)]))
 
 
 def _name(dtype: torch.dtype | None) -> str:

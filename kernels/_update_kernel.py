@@ -32,7 +32,7 @@ def _update_tile(
     UPDATE: tl.constexpr, COPY: tl.constexpr, HALF: tl.constexpr,
     LOAD1: tl.constexpr, LOAD2: tl.constexpr, LOAD3: tl.constexpr,
     STORE1: tl.constexpr, STORE2: tl.constexpr, STORE3: tl.constexpr, RANDOM: tl.constexpr,
-    CHANGES: tl.constexpr, BLOCKS: tl.constexpr, VEC: tl.constexpr,
+    CHANGES: tl.constexpr, LAST: tl.constexpr, BLOCKS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     # Blocks of codes are stored whole, elements after the last one included, because a block
     # shares an exponent. Masked elements are loaded as 0.
@@ -64,9 +64,6 @@ def _update_tile(
     if STORE3 is not None:
         STORE3(third, offs, mask, blocks, whole, stride, c, other)
     half = p
-    # the old half value is read before the stores below replace it
-    if CHANGES is not None and COPY:
-        stored = tl.load(copies + offs, mask=mask, other=0.0).to(tl.float32)
     if HALF is not None:
         half, remainder = split(p, HALF == "bfloat16")
         mask_of_rest = offs < whole if BLOCKS > 0 else mask
@@ -84,8 +81,10 @@ def _update_tile(
         beyond = (tl.abs(half) == float("inf")) & (tl.abs(p) < float("inf")) & mask
         _set_flag(overflow_ptr, beyond, BLOCKS, VEC)
     if CHANGES is not None:
+        # the old half copy is not read, because it is the rounded old master
+        before = stored if HALF is not None else rounded_half(stored, CHANGES)
         after = half if HALF is not None else rounded_half(p, CHANGES)
-        note_changes(changes, at, whole, stride, stored, after, mask, BLOCKS)
+        note_changes(changes, at, whole, stride, before, after, mask, LAST, BLOCKS)
 
 
 @triton.jit
@@ -108,7 +107,8 @@ def update_kernel(
     TYPE1: tl.constexpr, TYPE2: tl.constexpr, TYPE3: tl.constexpr,
     LOAD1: tl.constexpr, LOAD2: tl.constexpr, LOAD3: tl.constexpr,
     STORE1: tl.constexpr, STORE2: tl.constexpr, STORE3: tl.constexpr, RANDOM: tl.constexpr,
-    CHANGES: tl.constexpr, BLOCKS: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+    CHANGES: tl.constexpr, LAST: tl.constexpr, BLOCKS: tl.constexpr, VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update one chunk by a rule.
 
@@ -117,7 +117,8 @@ def update_kernel(
     more if the row holds the rule's numbers. Types, LOADs and STOREs (functions of a
     ``StateFormat``) are None where there is no such list. RANDOM: a format needs random bits. HALF
     names the type of half parameters with remainders, CHANGES the type of the values whose changes
-    are noted. BLOCKS is the number of blocks of codes or bits in a tile, or 0.
+    are noted, and LAST asks for those of this step alone, too. BLOCKS is the number of blocks of
+    codes or bits in a tile, or 0.
     """
     # A skip is decided on the device, and every program returns before it writes: all bits stay.
     if tl.load(found_inf_ptr) != 0.0:
@@ -163,7 +164,7 @@ def update_kernel(
             at, _offsets(at, BLOCKS, BLOCK), whole, stride, params, grads, copies, remainders,
             first, second, third, changes, overflow, factor, rule, step, number,
             UPDATE, COPY is not None, HALF, LOAD1, LOAD2, LOAD3, STORE1, STORE2, STORE3,
-            RANDOM, CHANGES, BLOCKS, VEC,
+            RANDOM, CHANGES, LAST, BLOCKS, VEC,
         )  # fmt: skip
     # the tail's mask is separate, because a mask that ends inside a vector splits every load of the
     # loop
@@ -173,7 +174,7 @@ def update_kernel(
             whole, offs, end, stride, params, grads, copies, remainders,
             first, second, third, changes, overflow, factor, rule, step, number,
             UPDATE, COPY is not None, HALF, LOAD1, LOAD2, LOAD3, STORE1, STORE2, STORE3,
-            RANDOM, CHANGES, BLOCKS, VEC,
+            RANDOM, CHANGES, LAST, BLOCKS, VEC,
         )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def update_lists(
     copies: list[Tensor] | None = None,
     state: str = "fp32",
     packed: bool = False,
-    changes: bool = False,
+    changes: int = 0,
 ) -> UpdateLists:
     """Return lists of one group for a third step, whose state is computed from the parameters.
 
@@ -39,7 +39,7 @@ def update_lists(
         copies: half copies; None: there are none.
         state: format of the state, a key of ``FORMATS``.
         packed: whether half parameters have remainders.
-        changes: whether changes are noted.
+        changes: rows of bits of the changes, 0 to 2.
     """
     lists: dict[str, Any] = {"params": params, "grads": grads, "copies": copies or params}
     for name, kind in zip(update.states, update.value_kinds, strict=True):
@@ -50,7 +50,7 @@ def update_lists(
         rows = zip(params, zeros, strict=True)
         lists["remainders"] = [p if p.dtype is WIDE else zero for p, zero in rows]
     if changes:
-        shapes = [(changes_shape(p.numel()), p.device) for p in params]
+        shapes = [(changes_shape(p.numel(), changes), p.device) for p in params]
         lists["changes"] = [torch.zeros(s, dtype=torch.uint8, device=d) for s, d in shapes]
     if update.counts_steps or FORMATS[state].in_blocks:
         # not the first step, in which bias corrections hide errors of the moments
@@ -81,12 +81,13 @@ _VARIANTS = (
     "8bit packed",
     "8bit of FP32 parameters",
     "fp32 packed with changes",
-    "bf16 with changes",
+    "bf16 with changes of the last step",
 )
 
 
 def _sample(update: Any, rule: Hyperparameters, words: str) -> ListSample:
-    state, packed, changes = words.split()[0], "packed" in words, "changes" in words
+    state, packed = words.split()[0], "packed" in words
+    changes = ("changes" in words) + ("last step" in words)
     alone = "of half" in words or "of FP32" in words
 
     def args(tensors: list[Tensor], half: torch.dtype) -> tuple[Any, ...]:
@@ -137,7 +138,7 @@ def shipped_updates(
         if rule is rules[0] and copy is not None:
             yield shipped(rule, level, aligned, "bf16")
         if rule is rules[0] and grad is HALF and aligned:
-            yield shipped(rule, level, aligned, changes=True)
+            yield shipped(rule, level, aligned, changes=1)
     packed = [(HALF, HALF), (BF16, BF16), (HALF, WIDE)]
     for (param, grad), aligned in itertools.product(packed, (True, False)):
         for state in ("fp32", "bf16"):
@@ -146,7 +147,7 @@ def shipped_updates(
         [*packed, (WIDE, HALF), (WIDE, WIDE)], (True, False)
     ):
         yield shipped(rules[0], (param, grad, None), aligned, "8bit", param is not WIDE)
-    yield shipped(rules[0], (HALF, HALF, None), True, "8bit", True, changes=True)
+    yield shipped(rules[0], (HALF, HALF, None), True, "8bit", True, changes=2)
 
 
 def _shipped(
@@ -157,7 +158,7 @@ def _shipped(
     aligned: bool,
     state: str = "fp32",
     packed: bool = False,
-    changes: bool = False,
+    changes: int = 0,
 ) -> Shipped:
     def make(dtype: torch.dtype) -> list[Tensor]:
         # one element in, the address of a half or FP32 tensor is no multiple of 16
@@ -173,7 +174,7 @@ def _shipped(
         packed and not has_codes and "packed",
         _words(update, rule) or False,
     )
-    more = not aligned and "unaligned", is_small and state, changes and "changes"
+    more = not aligned and "unaligned", is_small and state, changes > 0 and "changes"
     dtypes = [dtype for dtype in level if dtype is not None or not (packed or has_codes)]
     if has_codes or changes:
         registers = MAX_REGISTERS[aligned]

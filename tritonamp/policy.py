@@ -86,8 +86,9 @@ class Policy:
             the model's outputs until then.
         raise_after: number of faults in a row until "raise" raises.
         track_changes: one bit per element notes which weights have changed, for ``Amp.changes``
-            and ``Amp.stats`` (only with ``cast_model`` or ``half_parameters``).
-        track_lost_updates: the same as ``track_changes``.
+            (only with ``cast_model`` or ``half_parameters``).
+        track_lost_updates: a second bit per element notes which weights the last step has changed,
+            for "lost_updates" of ``Amp.stats``. ``Amp.changes`` works, too.
         skip_outliers: a step is skipped if its loss or gradient norm lies this many standard
             deviations above the last 63 steps; at most 4 of any 64 steps. None: no step is.
     """

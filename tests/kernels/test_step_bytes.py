@@ -15,8 +15,8 @@ pytestmark = numpy_warns
 SIZE = 1 << 13
 
 
-def moved_bytes(form: Form, states: int, changes: bool, size: str = "real") -> tuple[float, float]:
-    """Return the bytes that a step reads and writes for each element."""
+def moved_bytes(form: Form, states: int, rows: int, size: str = "real") -> tuple[float, float]:
+    """Return the bytes that a step reads and writes for each element, with rows of changed bits."""
 
     def of(dtype: torch.dtype) -> int:
         # the interpreter has bfloat16 in FP32
@@ -25,15 +25,15 @@ def moved_bytes(form: Form, states: int, changes: bool, size: str = "real") -> t
     state = (1 + 1 / BLOCK if form.state is CODES else of(form.state)) * states
     stays = of(form.param) + 2 * form.packed + state
     copied = of(form.copy) if form.copy else 0
-    # the old copies are read, and the bits of earlier steps
-    return stays + of(form.grad) + changes * (copied + 1 / 8), stays + copied + changes / 4
+    # the bits of earlier steps are read; the old copies are not
+    return stays + of(form.grad) + min(rows, 1) / 8, stays + copied + rows / 8
 
 
-@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 2])
 @each_form()
 @each_row
 def test_bytes(
-    triton_device: torch.device, traffic: Traffic, row: Row, form: str, changes: bool
+    triton_device: torch.device, traffic: Traffic, row: Row, form: str, rows: int
 ) -> None:
     """256 elements more of the same programs move just the bytes of ``moved_bytes`` more. For the
     rest, numbers and pointers of each program, 2 % are enough. A skip reads the flag alone.
@@ -41,12 +41,12 @@ def test_bytes(
     for rule in row.rules[:2]:
         found = []
         for n in (SIZE, SIZE - 256):
-            run = Updates(row, triton_device, form, [rule], [(n,)], changes=changes)
+            run = Updates(row, triton_device, form, [rule], [(n,)], changes=rows)
             run.lists = {name: own[:1] for name, own in run.lists.items()}
             traffic.read = traffic.written = 0
             run.step("triton")
             found.append((traffic.read, traffic.written))
-        expected = moved_bytes(run.form, len(row.states(rule)), changes, "stored")
+        expected = moved_bytes(run.form, len(row.states(rule)), rows, "stored")
         for more, less, each in zip(*found, expected, strict=True):
             assert more - less == 256 * each
             assert more <= 1.02 * each * SIZE
@@ -70,7 +70,7 @@ FORM_OF = {  # a format of state, and whether masters are packed
 def test_the_table_has_these_bytes(ours: step_bytes.Ours) -> None:
     row, form = ROWS[ours.operation], FORM_OF[ours.state, ours.packed]
     assert ours.states == len(row.states(row.rules[0]))
-    assert ours.update == sum(moved_bytes(FORMS[form], ours.states, False))
+    assert ours.update == sum(moved_bytes(FORMS[form], ours.states, 0))
     lists = Updates(row, torch.device("cpu"), form, shapes=[(SIZE,)]).lists
     kept = {own[0] for name, own in lists.items() if name != "steps"}
     assert ours.kept == sum(t.nbytes for t in kept) / SIZE

@@ -44,7 +44,7 @@ def test_any_found_inf_leaves_every_bit(
 ) -> None:
     """A flag of any dtype. The steps before and after it have the same plan and memory."""
     skip, go = (t.to(device) for t in (found_inf, torch.tensor(-0.0, dtype=found_inf.dtype)))
-    run = Updates(row, device, form, row.rules[:2], changes=True)
+    run = Updates(row, device, form, row.rules[:2], changes=2)
     run.step(backend, 0.5, 0.0)
     if run.form.param is not BF16:  # which the interpreter copies, with another NaN
         run.lists["params"][-1][0, 0] = NAN
@@ -74,7 +74,7 @@ def test_memory_that_is_not_aligned(
 ) -> None:
     """Small and large chunks take other loops, with the same bits, and write to no other memory."""
     shapes = [(), (1,), (127,), (129,), (257,), (4099,)]
-    run = Updates(row, device, form, shapes=shapes, changes=True)
+    run = Updates(row, device, form, shapes=shapes, changes=2)
     aligned = run.clone().step(backend)
     monkeypatch.setattr(_device_tables, "PROGRAMS", programs)
     moved = {t: unaligned(t) for t in itertools.chain(*run.lists.values()) if t.dim()}
@@ -141,9 +141,9 @@ def test_changes_are_those_of_the_models_bits(
     lr is so small that some half values stay, and gradients of 0 leave all.
     """
     rule = row.rules[0]._replace(lr=2.0**-12, weight_decay=0.0)
-    run = Updates(row, device, form, [rule], SIZES, changes=True)
+    run = Updates(row, device, form, [rule], SIZES, changes=2)
     for param, copy in zip(run.lists["params"], run.lists["copies"], strict=True):
-        copy.copy_(param)
+        copy.copy_(param)  # the half copy is the rounded master, also for a kernel
     since = [torch.zeros(p.numel(), dtype=torch.bool, device=device) for p in run.lists["params"]]
     share = []
     for turn in range(4):
@@ -165,22 +165,23 @@ def test_changes_are_those_of_the_models_bits(
     assert min(share) < 1 and max(share) > 0
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @each_form("fp32", "masters", "masters bfloat16", "half", "packed", "8bit")
-def test_bits_of_changes(device: torch.device, backend: str, form: str) -> None:
+def test_bits_of_changes(device: torch.device, backend: str, form: str, rows: int) -> None:
     """Bit k of byte b is element 8 b + k. Another sign of 0 is a change. An inf that stays is none,
     and one NaN for another is none.
     """
     rule = ROWS["sgd"].rules[-1]._replace(lr=1.0)
-    run = Updates(ROWS["sgd"], device, form, [rule], [(70,)], changes=True, grad=WIDE)
+    run = Updates(ROWS["sgd"], device, form, [rule], [(70,)], changes=rows, grad=WIDE)
     values = {1: 0.0, 2: 0.0, 3: NAN, 4: INF, 5: -INF}
     steps = {0: 1.0, 2: 1e-30, 3: 1.0, 4: 1.0, 5: 1.0, 6: NAN, 9: 1.0, 23: 1.0, 69: 1.0}
     start = torch.tensor([values.get(i, 1.0) for i in range(70)])
     for name in ("params", "copies"):
         run.lists[name][0].copy_(start)
-    run.lists["copies"][0][3] = -NAN
+    run.lists["params" if run.form.param is WIDE else "copies"][0][3] = -NAN
     run.lists["grads"][0].copy_(torch.tensor([steps.get(i, 0.0) for i in range(70)]))
     if run.form.packed:
         run.lists["remainders"][0].zero_()
     run.step(backend)
     expected = [1 + 4 + 64, 2, 128, 0, 0, 0, 0, 0, 32, *[0] * 7]  # of 0, 2, 6, 9, 23 and 69
-    assert run.lists["changes"][0].tolist() == [expected, expected]
+    assert run.lists["changes"][0].tolist() == [expected] * rows

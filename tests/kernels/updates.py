@@ -35,7 +35,7 @@ class Updates:
         rules: a rule for each group.
         shapes: shapes of each group's parameters.
         steps: the number of steps before.
-        changes: whether the update notes which elements change.
+        changes: rows of bits in which the update notes which elements change, 0 to 2.
         grad: dtype of the gradients; None: the format's.
 
     Attributes:
@@ -52,7 +52,7 @@ class Updates:
         rules: Sequence[Any] = (),
         shapes: Sequence[tuple[int, ...]] = SMALL,
         steps: float = 3.0,
-        changes: bool = False,
+        changes: int = 0,
         grad: torch.dtype | None = None,
     ) -> None:
         self.row, self.form, self.device = row, FORMS[form], device
@@ -74,7 +74,7 @@ class Updates:
         if row.update.counts_steps or self.form.state is CODES:
             lists["steps"] = [torch.full((), steps, device=device) for _ in self.groups]
         if changes:
-            shapes = [changes_shape(p.numel()) for p in lists["params"]]
+            shapes = [changes_shape(p.numel(), changes) for p in lists["params"]]
             lists["changes"] = [torch.zeros(shape, dtype=CODES, device=device) for shape in shapes]
         self.lists, self.memory = lists, Memory()
 

@@ -352,11 +352,16 @@ WRITES = [written, replaced, written_master, same_again]
 @pytest.mark.parametrize("first_step", [False, True])
 @pytest.mark.parametrize("then_step", [False, True])
 @pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("optimizer", ["Adagrad", "AdamW"])
 def test_a_write_is_compared_with_the_master(
-    runs_on_cpu: Runs, write: Callable[[Tracked], None], first_step: bool, then_step: bool
+    runs_on_cpu: Runs,
+    write: Callable[[Tracked], None],
+    first_step: bool,
+    then_step: bool,
+    optimizer: str,
 ) -> None:
     """Exact before and after a step, whatever the step does to the same elements."""
-    run = runs_on_cpu(lr=1e-3)
+    run = runs_on_cpu(optimizer, lr=1e-3)
     if first_step:
         run.step()
         run.assert_exact()
@@ -398,12 +403,23 @@ def test_a_write_counts_whole_without_a_master(
     run.send()
 
 
-def test_a_master_written_before_the_step_is_seen(runs_on_cpu: Runs) -> None:
+@pytest.mark.parametrize("optimizer", [lambda params, lr: Rewrites(params), "SGD", "AdamW"])
+def test_a_master_written_before_the_step_is_seen(runs_on_cpu: Runs, optimizer: Any) -> None:
     """No forward has rounded the master, and the step does not change it."""
-    run = runs_on_cpu(lambda params, lr: Rewrites(params))
+    run = runs_on_cpu(optimizer, lr=0.0)
     run.backward()
     written_master(run)
     run.finish()
+    run.send()
+    assert total(run) == 0
+
+
+@pytest.mark.parametrize("optimizer", ["Adagrad", "SGD", "our AdamW"])
+def test_a_half_copy_written_through_data(runs_on_cpu: Runs, optimizer: str) -> None:
+    """The step rounds the master again: to the reader, who has not seen the write, no change."""
+    run = runs_on_cpu(optimizer, lr=0.0)
+    run.model.first.weight.data[3] += 1
+    run.step()
     run.send()
 
 
@@ -595,10 +611,10 @@ def test_in_inference_mode(runs_on_cpu: Runs) -> None:
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-@pytest.mark.parametrize("flag", ["track_changes", "track_lost_updates"])
+@pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("optimizer", [*OWN[:2], *FUSED[:3]])
 def test_the_share_that_a_step_leaves(
-    runs_on_cpu: Runs, optimizer: str, flag: str, level: str
+    runs_on_cpu: Runs, optimizer: str, both: bool, level: str
 ) -> None:
     """A group's half values count, also those without a gradient; a skip keeps the share."""
 
@@ -608,19 +624,16 @@ def test_the_share_that_a_step_leaves(
         groups = [{"params": half}, {"params": norm, "lr": 0.0}, {"params": unused}]
         return OPTIMIZERS[optimizer](groups, lr=lr)
 
-    other = {"track_changes": False} if flag != "track_changes" else {}
-    run = runs_on_cpu(grouped, level, lr=1e-3, **{**other, flag: True})
+    run = runs_on_cpu(grouped, level, lr=1e-3, track_changes=both, track_lost_updates=True)
     assert run.amp.stats()["lost_updates"] == [0.0, 0.0, 0.0], "before the first step"
     run.step()
     share = expected_share(run)
     found = run.amp.stats()["lost_updates"]
     assert found == [pytest.approx(share[0]), pytest.approx(share[1]), 1.0]
     assert 0 < share[0] < 1
-    for mask in run.masks.values():
-        mask.zero_()
     run.step(bad=True)
     assert run.amp.stats()["lost_updates"] == found
-    run.amp.changes()
+    run.assert_exact()
     assert run.amp.stats()["lost_updates"] == found, "a reader leaves it"
     run.step()
     assert run.amp.stats()["lost_updates"][0] == pytest.approx(expected_share(run)[0])
@@ -644,7 +657,7 @@ def test_the_share_of_a_parameter_without_a_gradient(runs_on_cpu: Runs, backend:
     def two(params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}], lr=lr)
 
-    run = runs_on_cpu(two, backend=backend)
+    run = runs_on_cpu(two, backend=backend, track_lost_updates=True)
     run.step()
     share = run.amp.stats()["lost_updates"]
     assert share[0] < 0.5
@@ -656,8 +669,9 @@ def test_the_share_of_a_parameter_without_a_gradient(runs_on_cpu: Runs, backend:
         assert found == share if bad else found[0] == 1.0 > found[1]
 
 
-def test_the_share_without_tracking(runs_on_cpu: Runs) -> None:
-    run = runs_on_cpu(track_changes=False)
+@pytest.mark.parametrize("track_changes", [False, True])
+def test_the_share_without_tracking(runs_on_cpu: Runs, track_changes: bool) -> None:
+    run = runs_on_cpu(track_changes=track_changes)
     run.step()
     assert run.amp.stats()["lost_updates"] == [0.0]
 
@@ -684,13 +698,17 @@ def test_a_resumed_run_counts_everything(runs_on_cpu: Runs, tmp_path: Path) -> N
 
 def test_sleep(cuda: torch.device) -> None:
     """Bits leave the device and come back; asleep they cannot be read."""
-    run, other = Tracked(device=cuda, lr=1e-3), Tracked(device=cuda, lr=1e-3, track_changes=False)
-    for each in (run, other):
+    fields = [{}, {"track_changes": False}, {"track_lost_updates": True}]
+    run, other, both = (Tracked(device=cuda, lr=1e-3, **each) for each in fields)
+    for each in (run, other, both):
         each.step()
     sizes = [-(-p.numel() // 128) * 128 for p in run.values().values()]
-    assert run.amp.sleep() - other.amp.sleep() == sum(sizes) // 4, "two bits for each element"
-    other.amp.wake()
-    other.amp.disable()
+    moved = run.amp.sleep()
+    assert moved - other.amp.sleep() == sum(sizes) // 8, "one bit for each element"
+    assert both.amp.sleep() - moved == sum(sizes) // 8, "another one"
+    for each in (other, both):
+        each.amp.wake()
+        each.amp.disable()
     with pytest.raises(RuntimeError, match=r"Call amp.wake\(\) first"):
         run.amp.changes()
     run.amp.wake()

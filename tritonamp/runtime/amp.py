@@ -467,7 +467,7 @@ class Amp:
             - kernel_failures: operation to the reason why its Triton kernel could not be compiled;
               the operation runs in eager torch.
             - lost_updates: by parameter group, the share of all half weights that the last taken
-              step left as they were, those without a gradient included; 0 without track_changes or
+              step left as they were, those without a gradient included; 0 without
               track_lost_updates, and in groups without half weights.
             - overflowed_parameters: names of half parameters that became inf though their FP32
               master is finite: beyond 65504 in float16.

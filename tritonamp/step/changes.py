@@ -18,14 +18,15 @@ from tritonamp.step.parameter_bits import Changed, ParameterBits, kind_of, store
 
 
 class Changes:
-    """The changed elements of one optimizer's parameters, and those of its last step.
+    """The changed elements of one optimizer's parameters; if asked, those of its last step, too.
 
     An element has changed if the model's parameter holds other bits; one NaN for another is no
     change. A skip changes none.
 
     ::
 
-        fused step                      the kernel writes both rows
+        fused step                      the kernel writes the bits: it holds the old master, which
+                                        rounds to the old half copy
         step of the optimizer's own     compared before the half copies are written; parameters
                                         without a master, with a copy from before the step
         half parameter with an FP32     compared with its values of before, to which the master
@@ -38,9 +39,11 @@ class Changes:
 
     Args:
         fp32_values: FP32 values of the models' half tensors.
+        of_last_step: whether a second row of bits has the changes of the last step alone.
     """
 
-    def __init__(self, fp32_values: Fp32Values) -> None:
+    def __init__(self, fp32_values: Fp32Values, of_last_step: bool) -> None:
+        self._rows = 1 + of_last_step
         self._stepped: list[Tensor] = []  # in the order of the groups, as the two lists below
         self._params: list[Tensor] = []
         self._bits: list[ParameterBits] = []
@@ -64,7 +67,7 @@ class Changes:
         known = dict(zip(self._params, self._bits, strict=True))
         self._stepped, self._params = list(stepped), list(params)
         self._number = {param: i for i, param in enumerate(params)}
-        self._bits = [known[p] if p in known else ParameterBits.of(p) for p in params]
+        self._bits = [known[p] if p in known else ParameterBits.of(p, self._rows) for p in params]
         self._strides = [None] * len(params)
         self.note_step()
         if not known:
@@ -80,7 +83,10 @@ class Changes:
         """Count parameter i as changed as a whole, with its present dtype, device and shape."""
         bits, kind = self._bits[i], kind_of(self._params[i])
         fits = bits.kind[1:] == kind[1:]
-        self._bits[i] = bits._replace(kind=kind) if fits else ParameterBits.of(self._params[i])
+        if fits:
+            self._bits[i] = bits._replace(kind=kind)
+        else:
+            self._bits[i] = ParameterBits.of(self._params[i], self._rows)
         self._bits[i].rows[0] = 255
 
     # writes by other code
@@ -149,6 +155,8 @@ class Changes:
             numbers: numbers of the parameters with a gradient.
             found_inf: 0-d flag, not 0 for a skip; None: no skip.
         """
+        if self._rows == 1:
+            return
         for i in {*range(len(self._bits))}.difference(numbers):
             row = self._bits[i].rows[1]
             if found_inf is None:
@@ -168,7 +176,7 @@ class Changes:
             before = self._before.get(i, stored(param))
             row = bits.packed(other_bits(before, stored(master).to(before.dtype)))
             bits.rows[0] |= row
-            bits.rows[1] = row
+            bits.rows[1:] = row
         self._before = {}
 
     def compare_unfinished(self) -> None:
@@ -186,12 +194,15 @@ class Changes:
     def shares_left(self, groups: Iterable[Mapping[str, Any]]) -> list[float]:
         """Return by group the share of all half values that the last taken step did not change.
 
-        The share is 0 before the first step and for groups without half values. Reads the device.
+        The share is 0 before the first step, for groups without half values, and without
+        ``of_last_step``. Reads the device.
 
         Args:
             groups: groups of the optimizer.
         """
         bits, shares = dict(zip(self._stepped, self._bits, strict=True)), []
+        if self._rows == 1:
+            bits = {}
         for group in groups:
             of_group = [bits[master] for master in group["params"] if master in bits]
             half = [each for each in of_group if each.kind[0] in HALF_DTYPES]

@@ -53,7 +53,9 @@ class Masters:
     ) -> None:
         self.sources: dict[Tensor, Tensor] = {}
         self.stepped = SteppedParams([], [])
-        self.changes = Changes(fp32_values) if policy.tracks_changes else None
+        self.changes = None
+        if policy.tracks_changes:
+            self.changes = Changes(fp32_values, of_last_step=policy.track_lost_updates)
         self.packs = packs_masters(
             masters_form(optimizer, policy), state_format(optimizer, policy.state)
         )
@@ -199,11 +201,13 @@ class Masters:
         if by_hand:
             self.adopt(*groups)
         changed = self._fp32_values.refresh(self._halves)
-        if self.changes is not None:
-            self.changes.follow()
         if changed:
             # a move to another device gives half parameters other memory, so it counts as a change
             check_same_device(self.copies())
+        if self.changes is not None:
+            # written masters, because a fused step takes the rounded one for the old half value
+            self._fp32_values.push()
+            self.changes.follow()
         return by_hand
 
     def unlike(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -229,7 +233,7 @@ class Masters:
     def lost_updates(self) -> list[float]:
         """Return by group the share of half values that the last step did not change, or zeros.
 
-        The values are zeros if the policy does not track changes. Reads the device.
+        The values are zeros without ``Policy.track_lost_updates``. Reads the device.
         """
         groups = self._optimizer.param_groups
         return [0.0] * len(groups) if self.changes is None else self.changes.shares_left(groups)

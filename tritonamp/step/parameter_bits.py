@@ -21,7 +21,7 @@ class ParameterBits(NamedTuple):
 
     Attributes:
         rows: uint8 of ``changes_shape``. Row 0 has the elements that have changed since the reader
-            cleared it, row 1 those that the last step has changed.
+            cleared it; row 1, if there is one, those that the last step has changed.
         order: strides that give the order of the elements.
         kind: dtype, device and shape of the parameter, complex ones as real ones.
     """
@@ -31,11 +31,16 @@ class ParameterBits(NamedTuple):
     kind: tuple[Any, ...]
 
     @classmethod
-    def of(cls, param: Tensor) -> "ParameterBits":
-        """Return bits that are all set: a group that has not stepped has left nothing as it was."""
-        kind, shape = kind_of(param), changes_shape(stored(param).numel())
-        rows = torch.full(shape, 255, dtype=torch.uint8, device=param.device)
-        return cls(rows, memory_strides(stored(param)), kind)
+    def of(cls, param: Tensor, rows: int) -> "ParameterBits":
+        """Return bits that are all set: a group that has not stepped has left nothing as it was.
+
+        Args:
+            param: parameter of the model.
+            rows: number of rows, 1 or 2.
+        """
+        kind, shape = kind_of(param), changes_shape(stored(param).numel(), rows)
+        bits = torch.full(shape, 255, dtype=torch.uint8, device=param.device)
+        return cls(bits, memory_strides(stored(param)), kind)
 
     def packed(self, changed: Tensor) -> Tensor:
         """Return bools of the parameter's shape as bits."""
