@@ -96,9 +96,9 @@ def group_norm_backward_kernel(
             g_ptr + start, x_ptr + start, w_ptr, offs, offs, mask, mean, rstd, True, False, ""
         )
         g = grad * w
-        # behind the mask, for the reason that softmax_rest_kernel gives
+        # products behind the mask, for the reason that softmax_rest_kernel gives
         along = sum_of_lines(tl.where(mask, g * h, 0.0), LAST) / n
-        level = sum_of_lines(g, LAST) / n
+        level = sum_of_lines(tl.where(mask, g, 0.0), LAST) / n
         dx = input_gradient(g, h, rstd, along, level, x_ptr, offs, mask, True, False, "")
         tl.store(dx_ptr + start + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         # constant flags: sums that are not wanted take no registers
