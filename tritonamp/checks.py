@@ -218,7 +218,11 @@ def check_flag(flag: Any) -> None:
 
 
 def check_changes(
-    policy: Policy, models: Sequence[nn.Module], clear: Any, dense_above: Any
+    policy: Policy,
+    models: Sequence[nn.Module],
+    clear: Any,
+    dense_above: Any,
+    global_positions: Any,
 ) -> None:
     """Check a call of ``amp.changes``.
 
@@ -237,6 +241,8 @@ def check_changes(
             "dense_above: expected None or a share of a parameter's elements, a number in [0, 1], "
             f"got {dense_above!r}"
         )
+    if not isinstance(global_positions, bool):
+        raise ValueError(f"global_positions: expected True or False, got {global_positions!r}")
     if not policy.tracks_changes:
         raise RuntimeError(
             "amp.changes(): expected a policy that tracks changes, got one that does not: call "

@@ -4,6 +4,7 @@ over the other two.
 The ranks are this file run as a script, see two_ranks.py.
 """
 
+import itertools
 import math
 import sys
 import warnings
@@ -310,6 +311,27 @@ def test_resumes_bit_for_bit_and_loads_at_another_mesh(
     found = alone.saved()
     alone.end()
     assert found == before
+
+
+@on_ranks
+def changes_of(way: str) -> bool:
+    """Tell whether the changes of all ranks make the whole weights, of one copy."""
+    run = Shared(parallel(Layers(), way), "SGD", share=joint, track_changes=True)
+    sampler = {n: p.full_tensor().detach().clone() for n, p in run.model.named_parameters()}
+    run.walk(joint_inputs()[:2])
+    found: list[Any] = [None] * RANKS
+    dist.all_gather_object(found, run.amp.changes(global_positions=True))
+    for name, (positions, values) in itertools.chain(*(each.items() for each in found)):
+        sampler[name].put_(positions.long(), values)
+    now = {n: p.full_tensor() for n, p in run.model.named_parameters()}
+    run.end()
+    return all(len(at) for at, _ in found[0].values()) and all(
+        torch.equal(sampler[n], p) for n, p in now.items()
+    )
+
+
+def test_changes_of_all_ranks_make_the_whole(pair: Pair) -> None:
+    assert changes_of(pair, way="layers FSDP2") == [True] * RANKS
 
 
 # Other ways, and what is refused

@@ -582,8 +582,13 @@ def test_more_elements_than_int32_counts(
     monkeypatch.setattr(parameter_bits, "LARGEST", 149)
     with pytest.raises(ValueError, match=r"up to 149 elements, .* got 150 in first\.weight"):
         run.amp.changes()
-    found = run.amp.changes(dense_above=1.0)
+    found = run.amp.changes(clear=False, dense_above=1.0)
     assert found["first.weight"][0] is None and len(found["turned"][0]) == 0
+    positions = {n: at for n, (at, _) in run.amp.changes(global_positions=True).items()}
+    assert positions["first.weight"].dtype is torch.int64 and len(positions["first.weight"]) == 2
+    assert positions["turned"].dtype is torch.int32
+    written(run)
+    run.amp.changes(dense_above=1.0)
     assert len(run.amp.changes(dense_above=1.0)["first.weight"][0]) == 0, "nothing has changed"
 
 
@@ -799,6 +804,7 @@ def test_half_parameters_have_half_weights() -> None:
         ({"dense_above": 1.5}, r"a number in \[0, 1\], got 1.5"),
         ({"dense_above": -0.1}, r"a number in \[0, 1\], got -0.1"),
         ({"dense_above": float("nan")}, r"a number in \[0, 1\], got nan"),
+        ({"global_positions": 1}, "global_positions: expected True or False, got 1"),
         ({"dense_above": "0.5"}, r"a number in \[0, 1\], got '0.5'"),
     ],
 )

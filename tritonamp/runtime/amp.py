@@ -494,7 +494,11 @@ class Amp:
     @between_graphs
     @leaves_inference_mode
     def changes(
-        self, clear: bool = True, dense_above: float | None = None
+        self,
+        clear: bool = True,
+        dense_above: float | None = None,
+        *,
+        global_positions: bool = False,
     ) -> dict[str, tuple[Tensor | None, Tensor]]:
         """Return the weights that have changed since the last call. Waits for the device.
 
@@ -509,24 +513,28 @@ class Amp:
             clear: count from this call on. False: the next call returns these changes, too.
             dense_above: share of a parameter's elements above which the whole parameter is
                 returned; None: never.
+            global_positions: positions of a sharded parameter count in the whole tensor, not in
+                this rank's part. They are int64 if it has more elements than int32 counts. A part
+                has positions whatever ``dense_above`` is.
 
         Returns:
             name, as in ``named_parameters()``, to positions and values, for each parameter of the
             optimizers. The positions are int32, in ``param.flatten()``, in ascending order. The
             values have the parameter's dtype. Both are empty if nothing has changed. The positions
             are None where the values are the whole parameter. A shared parameter has its first
-            name. Of a sharded parameter, the positions and values are those of this rank's part.
+            name. Of a sharded parameter, each rank returns its part.
 
         Raises:
-            ValueError: an argument of another kind; or, without ``dense_above``, a parameter of
-                more elements than int32 counts.
+            ValueError: an argument of another kind; or, with neither ``dense_above`` nor
+                ``global_positions``, a parameter of more elements than int32 counts.
             RuntimeError: the policy has neither ``track_changes`` nor ``track_lost_updates``; the
-                model was enabled without an optimizer; training is asleep; or a CUDA graph is
-                captured.
+                model was enabled without an optimizer; training is asleep; a CUDA graph is
+                captured; or with ``global_positions`` the placements of a parameter do not tell
+                where this rank's part lies.
         """
         self._check_enabled("changes")
         parts = self._parts
-        check_changes(self.policy, parts.models, clear, dense_above)
+        check_changes(self.policy, parts.models, clear, dense_above, global_positions)
         self._check_fed(None)
         names = parameter_names(parts.models)
         found: dict[Tensor, tuple[Tensor | None, Tensor]] = {}
@@ -535,7 +543,7 @@ class Amp:
         for weights in parts.weights.values():
             weights.refresh()
         for changes in tracked:
-            found |= changes.read(names, dense_above)
+            found |= changes.read(names, dense_above, global_positions)
         for changes in tracked if clear else ():
             changes.clear()
         return {name: found[param] for param, name in names.items() if param in found}

@@ -211,19 +211,21 @@ class Changes:
             shares.append(1 - changed / size if size else 0.0)
         return shares
 
-    def read(self, names: Mapping[Tensor, str], dense_above: float | None) -> dict[Tensor, Changed]:
+    def read(
+        self, names: Mapping[Tensor, str], dense_above: float | None, global_positions: bool
+    ) -> dict[Tensor, Changed]:
         """Return the changed elements by parameter. Reads the device.
 
         Args:
             names: names of the parameters to return.
             dense_above: as for ``Amp.changes``.
+            global_positions: as for ``Amp.changes``.
 
         Raises:
-            ValueError: a parameter has more elements than int32 counts, and ``dense_above`` is
-                None.
+            ValueError, RuntimeError: as for ``ParameterBits.changed``.
         """
-        rows = zip(self._params, self._bits, strict=True)
-        return {p: bits.changed(p, names[p], dense_above) for p, bits in rows if p in names}
+        rows, how = zip(self._params, self._bits, strict=True), (dense_above, global_positions)
+        return {p: bits.changed(p, names[p], *how) for p, bits in rows if p in names}
 
     def clear(self) -> None:
         """Count all elements as unchanged."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from tritonamp.kernels._change_bits import changes_shape, packed_bits, unpacked_bits
 from tritonamp.kernels._memory_order import memory_strides
 from tritonamp.kernels._shards import to_local
+from tritonamp.step.shard_offsets import whole_positions
 
 LARGEST = 2**31 - 1
 """Largest number of elements whose positions fit int32."""
@@ -63,21 +64,29 @@ class ParameterBits(NamedTuple):
             row.copy_(other.packed(self.unpacked(k)))
         return other
 
-    def changed(self, param: Tensor, name: str, dense_above: float | None) -> Changed:
+    def changed(
+        self, param: Tensor, name: str, dense_above: float | None, global_positions: bool
+    ) -> Changed:
         """Return positions and values of the changed elements, or the whole parameter.
 
         Args:
             param: the parameter.
             name: name of the parameter, for the error.
             dense_above: as for ``Amp.changes``.
+            global_positions: as for ``Amp.changes``.
 
         Raises:
-            ValueError: the parameter has more elements than int32 counts, and ``dense_above`` is
-                None.
+            ValueError: the parameter has more elements than int32 counts, with neither
+                ``dense_above`` nor ``global_positions``.
+            RuntimeError: ``global_positions``, and the placements do not tell where a part lies.
         """
         value, mask = to_local(param.detach()), self.unpacked(0)
         mask, n = (mask.any(-1) if value.is_complex() else mask).flatten(), value.numel()
-        if n > LARGEST and dense_above is None:
+        is_part = global_positions and value.shape != param.shape
+        if is_part:
+            # None would stand for the whole tensor
+            dense_above = None
+        if n > LARGEST and dense_above is None and not global_positions:
             raise ValueError(
                 f"amp.changes(): expected parameters of up to {LARGEST} elements, whose positions "
                 f"fit int32, got {n} in {name}: with dense_above=0.5 such a parameter comes as a "
@@ -85,10 +94,14 @@ class ParameterBits(NamedTuple):
             )
         if dense_above is not None:
             count = int(mask.sum())
-            if count > dense_above * n or (count and n > LARGEST):
+            if count > dense_above * n or (count and n > LARGEST and not global_positions):
                 return None, value.clone()
         positions = mask.nonzero().squeeze(1)
-        return positions.to(torch.int32), value.flatten()[positions]
+        values = value.flatten()[positions]
+        if is_part:
+            positions = whole_positions(param, positions, name)
+        fits = (param.numel() if is_part else n) <= LARGEST
+        return positions.to(torch.int32 if fits else torch.int64), values
 
 
 def stored(param: Tensor) -> Tensor:
