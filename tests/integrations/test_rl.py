@@ -55,6 +55,6 @@ def test_the_page_holds_what_it_says(page: dict[str, Any]) -> None:
 
 
 def test_a_sampler_of_its_own_has_the_same_bits(page: dict[str, Any]) -> None:
-    assert "amp.changes()" in BLOCKS[-1].code
+    assert "amp.changes(" in BLOCKS[-1].code
     run(BLOCKS[-1], page)  # the block compares
     assert len(page["rewards"]) == 43

@@ -1,7 +1,11 @@
 """``amp.changes``, compared with the differences of copies of all weights."""
 
+import hashlib
+import io
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -572,6 +576,60 @@ def test_changes_are_applied_as_the_pages_say(
                 sampler[name].put_(positions.long(), values.to(sampler[name].dtype))
     for name, value in run.values().items():
         assert torch.equal(sampler[name], value.to(sampler[name].dtype)), name
+
+
+PAGE = Path(tritonamp.__file__).parent / "integrations" / "rl.md"
+SAMPLER = """
+import hashlib, io, sys
+import torch
+from torch import nn
+
+exec(sys.argv[1])
+model = nn.Sequential(nn.Linear(6, 40), nn.LayerNorm(40), nn.Linear(40, 5))
+read = sys.stdin.buffer.read
+message = lambda: io.BytesIO(read(int.from_bytes(read(8), "little")))
+model.load_state_dict(torch.load(message(), weights_only=True), assign=True)
+for _ in range(int(sys.argv[2])):
+    receive(message(), model)
+    bits = b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in model.parameters())
+    print(hashlib.sha256(bits).hexdigest(), flush=True)
+"""
+"""A process that receives by the function of the page, and tells a hash of its bits after each."""
+
+
+def test_a_sampler_in_another_process() -> None:
+    """It begins with a whole copy and has the model's bits after each of 50 steps."""
+    block = next(
+        b for b in re.findall("```python\n(.*?)```", PAGE.read_text(), re.S) if "put_" in b
+    )
+    layers = nn.Linear(6, 40), nn.LayerNorm(40), nn.Linear(40, 5)
+    run = Training(nn.Sequential(*layers), lr=1e-5, track_changes=True, init_scale=8.0)
+    command = [sys.executable, "-W", "error", "-c", SAMPLER, block, "50"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    sizes, forms = list[int](), set[str]()
+    with subprocess.Popen(command, **pipes) as sampler:  # type: ignore[call-overload]
+        assert sampler.stdin and sampler.stdout
+
+        def send(message: Any) -> None:
+            torch.save(message, sent := io.BytesIO())
+            sampler.stdin.write(len(sent.getvalue()).to_bytes(8, "little") + sent.getvalue())
+            sampler.stdin.flush()
+
+        send({name: p.detach() for name, p in run.model.named_parameters()})
+        for step in range(50):
+            run.step(bad=step in (7, 30), max_norm=0.1)
+            changes = run.amp.changes(dense_above=0.3)
+            forms |= {"whole" if at is None else "some" for at, v in changes.values() if len(v)}
+            sizes.append(sum(len(v.flatten()) for _, v in changes.values()))
+            send(changes)
+            params = [p.detach().view(torch.uint8) for p in run.model.parameters()]
+            bits = b"".join(p.numpy().tobytes() for p in params)
+            assert sampler.stdout.readline().decode().strip() == hashlib.sha256(bits).hexdigest()
+        sampler.stdin.close()
+    run.amp.disable()
+    assert sampler.returncode == 0
+    assert sizes[7] == sizes[30] == 0 < min(sizes[:7])
+    assert forms == {"whole", "some"}
 
 
 def test_more_elements_than_int32_counts(
