@@ -782,6 +782,63 @@ def test_sleep(cuda: torch.device) -> None:
     run.amp.disable()
 
 
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(
+    ("optimizer", "level", "fields"),
+    [
+        *[(name, "O2", {}) for name in ("Adagrad", "AdamW")],
+        ("SGD", "O3", {}),
+        ("AdamW", "O2", {"state": "8bit"}),
+    ],
+    ids=repr,
+)
+def test_asleep_between_phases(
+    device: torch.device, optimizer: str, level: str, fields: dict[str, Any], weights: bool
+) -> None:
+    """Changes of before count once after ``wake``, with those that a sampler has read, or not."""
+    run = Tracked(optimizer, level, device, lr=1e-3, **fields)
+    for step in range(6):
+        run.step(bad=step == 2)
+        if step == 1:
+            run.assert_exact(clear=False)  # then read again below
+        elif step == 3:
+            run.assert_exact()
+        run.amp.sleep(weights=weights)
+        with pytest.raises(RuntimeError, match=r"asleep since .*Call amp.wake\(\) first"):
+            run.amp.changes()
+        others = [torch.full((150,), 7.0, device=device) for _ in range(9)]
+        run.amp.wake()
+        del others
+        if step == 3:
+            assert total(run, clear=False) == 0, "asleep nothing changes"
+        if step in (1, 4):
+            run.assert_exact()
+    run.assert_exact()
+    assert total(run) == 0
+    run.amp.disable()
+
+
+@pytest.mark.parametrize("write", [written, replaced], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("fields", [{}, {"state": "8bit"}, {"masters": "packed"}], ids=repr)
+def test_weights_written_while_asleep(
+    device: torch.device, write: Callable[[Tracked], None], fields: dict[str, Any]
+) -> None:
+    """A sampler's phase writes to the model, which stays on the device: the write counts, too."""
+    run = Tracked("AdamW", "O2", device, lr=1e-3, **fields)
+    run.step()
+    pending = {name: int(mask.sum()) for name, mask in run.masks.items()}
+    run.amp.sleep()
+    write(run)
+    run.amp.wake()
+    found = run.count(clear=False)
+    assert {**found, "first.weight": 0} == {**pending, "first.weight": 0}
+    assert found["first.weight"] >= 2
+    run.send()
+    run.step()
+    run.send()
+    run.amp.disable()
+
+
 def test_a_capture_cannot_read(gpu: AnyCuda) -> None:
     run = OnGpu("O2", track_changes=True)
     run.step()

@@ -49,6 +49,7 @@ class Changes:
         self._bits: list[ParameterBits] = []
         self._number: dict[Tensor, int] = {}  # of a parameter in these lists
         self._seen = array("Q")  # versions and addresses when the bits were right
+        self._before_sleep = array("Q")  # the same, when the parameters left the device
         self._strides: list[Any] = []  # of the tensors that the last fused step worked on
         self._before: dict[int, Tensor] = {}  # by number, copies of parameters that are stepped on
         fp32_values.on_write.append(self._compare_written)
@@ -104,6 +105,19 @@ class Changes:
     def note_step(self) -> None:
         """Note that the bits are right for the parameters as they are."""
         self._seen = self._facts()
+
+    def fall_asleep(self) -> None:
+        """Note where parameters are that are about to leave the device."""
+        self._before_sleep = self._facts()
+
+    def wake_up(self) -> None:
+        """Note where parameters are that came back to the device: another address is no write."""
+        now, seen, before, n = self._facts(), self._seen, self._before_sleep, len(self._params)
+        for i, param in enumerate(self._params):
+            # the addresses, without the versions; those of the parts after those of DTensors
+            for k in range(n + i, len(seen), 2 * n) if param.is_cuda else ():
+                if seen[k] == before[k]:
+                    seen[k] = now[k]
 
     def _facts(self) -> "array[int]":
         """Return the parameters' versions, then their addresses, then those of shards."""

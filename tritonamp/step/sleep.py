@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonamp.nested import leaves
+from tritonamp.step.changes import Changes
 from tritonamp.step.ema import EMA
 from tritonamp.step.host_memory import HostMemory
 from tritonamp.step.interrupts import Uninterrupted
@@ -61,6 +62,8 @@ class Sleep:
         # ``wake_up`` may be called outside of inference mode, and could not write to tensors that
         # were made inside of it. Ctrl-C waits, so that all tensors have moved or none.
         with Uninterrupted(), torch.inference_mode(False):
+            for changes in self._changes():
+                changes.fall_asleep()
             self._host = HostMemory(plain)
             asleep = self._stepper.asleep
             asleep.training, asleep.weights = True, weights
@@ -79,7 +82,13 @@ class Sleep:
             self._host.put_back()
             self._host = None
             asleep = self._stepper.asleep
+            for changes in self._changes() if asleep.weights else ():
+                changes.wake_up()
             asleep.training = asleep.weights = False
+
+    def _changes(self) -> Iterator[Changes]:
+        found = (w.masters.changes for w in self._stepper.weights.values())
+        yield from (changes for changes in found if changes is not None)
 
     def _refuse_backward(self) -> None:
         if self._stepper.pending.is_in_backward:
