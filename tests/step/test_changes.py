@@ -69,6 +69,9 @@ def unlike(a: Tensor, b: Tensor) -> Tensor:
     return a.flatten().view(kind) != b.flatten().view(kind)
 
 
+OWN_FIELDS = "model", "lr", "enable"
+
+
 class Tracked(Training):
     """A run that finds its changes from copies, and a sampler that is sent them."""
 
@@ -78,6 +81,7 @@ class Tracked(Training):
         fields = {"track_changes": True, "loss_scale": "dynamic", "init_scale": 8.0, **fields}
         fields = {"model": Mixed, **fields}
         super().__init__(optimizer=optimizer, level=level, device=device, **fields)
+        self.fields = {"level": level, **{k: v for k, v in fields.items() if k not in OWN_FIELDS}}
         self.sampler, self.before = self.values(), self.values()
         self.masks = {name: torch.zeros(v.numel()).bool() for name, v in self.before.items()}
 
@@ -996,3 +1000,160 @@ def test_a_sampler_has_the_models_bits(
         ACTIONS[name](run)
     run.send()
     assert total(run) == 0
+
+
+# any use, exactly
+
+
+def vetoed(run: Tracked) -> None:
+    run.backward()
+    run.amp.veto(True)
+    run.finish()
+
+
+def averaged(run: Tracked) -> None:
+    average = run.amp.ema(0.5)
+    run.step()
+    average.update()
+    average.copy_to(run.model)
+
+
+def slept(run: Tracked, weights: bool = False) -> None:
+    run.amp.sleep(weights=weights)
+    others = [torch.full((150,), 7.0, device=run.x.device) for _ in range(5)]
+    run.amp.wake()
+    del others
+
+
+def enabled_again(run: Tracked) -> None:
+    """Another sampler begins with the half weights."""
+    run.amp.disable()
+    run.amp = tritonamp.enable(run.model, run.optimizers, **run.fields)
+    run.sampler, run.before = run.values(), run.values()
+    for mask in run.masks.values():
+        mask.zero_()
+
+
+def reordered(run: Tracked) -> None:
+    now = run.model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    to = torch.contiguous_format if now else torch.channels_last
+    run.model.conv.to(memory_format=to)
+
+
+def joined(run: Tracked) -> None:
+    weight = run.model.frozen.weight
+    if not weight.requires_grad:
+        run.optimizers[-1].add_param_group({"params": [weight.requires_grad_(True)]})
+        run.sampler["frozen.weight"] = torch.zeros_like(weight)
+        run.before["frozen.weight"] = run.values()["frozen.weight"]
+        run.masks["frozen.weight"] = torch.zeros(weight.numel()).bool()
+
+
+ALL = None
+"""Every parameter may count as a whole."""
+EXACTLY: dict[str, tuple[Callable[[Tracked], object], tuple[str, ...] | None]] = {
+    "step": (lambda run: run.step(), ()),
+    "skip": (lambda run: run.step(bad=True), ()),
+    "clipped step": (lambda run: run.step(max_norm=0.01), ()),
+    "micro-batches": (ACTIONS["micro-batches"], ()),
+    "scaler's loop": (lambda run: run.step(by_scaler=True), ()),
+    "veto": (vetoed, ()),
+    "rates": (ACTIONS["rates"], ()),
+    "asleep": (slept, ()),
+    "all asleep": (lambda run: slept(run, weights=True), ()),
+    "stats": (lambda run: run.amp.stats(), ()),
+    "load optimizers": (
+        lambda run: [o.load_state_dict(o.state_dict()) for o in run.optimizers],
+        (),
+    ),
+    "write": (written, ("first.weight",)),
+    "replace": (replaced, ("first.weight",)),
+    "write master": (written_master, ("first.weight",)),
+    "write norm": (ACTIONS["write norm"], ("norm.weight",)),
+    "heal": (ACTIONS["heal"], ("conv.weight", "conv.bias")),
+    "unheal": (ACTIONS["unheal"], ("conv.weight", "conv.bias")),
+    "another order of memory": (reordered, ("conv.weight", "conv.bias")),
+    "join": (joined, ("frozen.weight",)),
+    "average": (averaged, ALL),
+    "load": (loaded, ALL),
+    "save and load": (ACTIONS["save and load"], ALL),
+    "enable again": (enabled_again, ()),
+}
+
+
+class Exact(Tracked):
+    """Notes after each action which parameters may count as a whole."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        self.whole = set[str]()
+        super().__init__(*args, **fields)
+
+    def note(self) -> None:
+        for name, value in self.values().items():
+            if self.before[name].dtype is not value.dtype:  # healed, or again half
+                self.whole.add(name)
+                self.before[name] = value
+        super().note()
+
+    def act(self, name: str) -> None:
+        action, inexact = EXACTLY[name]
+        action(self)
+        self.note()
+        if name == "enable again":
+            self.whole.clear()
+        self.whole.update(self.before if inexact is ALL else inexact)
+
+    def assert_sent(self, **arguments: Any) -> None:
+        """Send, and compare positions with those of the copies."""
+        found = self.amp.changes(**arguments)
+        self.note()  # a written master is rounded by the call
+        assert found.keys() == self.before.keys()
+        for name, (positions, values) in found.items():
+            n = self.before[name].numel()
+            at = range(n) if positions is None else positions.tolist()
+            expected = {*self.masks[name].nonzero().flatten().tolist()}
+            if name in self.whole or positions is None:
+                assert expected <= {*at} and len(at) <= n, name
+            else:
+                assert {*at} == expected, name
+            assert len(values.flatten()) == len(at)
+        self.receive(found)
+        for name, value in self.values().items():
+            assert value.dtype is self.sampler[name].dtype, name
+            assert not unlike(self.sampler[name], value).any(), name
+        if arguments.get("clear", True):
+            self.whole.clear()
+            for mask in self.masks.values():
+                mask.zero_()
+
+
+FUSED_OR_OWN = [*FUSED, "Adagrad", "RMSprop momentum"]
+USES = [
+    *[("AdamW", level, {}) for level in ("O2", "O3")],
+    ("AdamW", "O2", {"state": "8bit"}),
+    ("AdamW", "O2", {"masters": "packed", "backend": "triton"}),
+    ("Adagrad", "O2", {"track_lost_updates": True}),
+    ("SGD momentum", "O2", {"on_nonfinite": "heal"}),
+    *more([(name, level, {}) for name in FUSED_OR_OWN for level in ("O2", "O3")]),
+    *more([(name, "O2", {}) for name in ("RAdam", "Adadelta")]),
+    *more([(name, "O2", form) for name in FUSED for form in (*PACKED, {"state": "bf16"})]),
+]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("optimizer", "level", "fields"), USES, ids=repr)
+def test_any_use_is_exact(
+    device: torch.device, optimizer: str, level: str, fields: dict[str, Any], seed: int
+) -> None:
+    """Positions are those of the copies wherever the page says so."""
+    dtype = [torch.float16, torch.bfloat16][seed % 2]
+    run = Exact(optimizer, level, device, lr=1e-3, dtype=dtype, **fields)
+    chosen = random.Random(f"{seed} {optimizer}")
+    random.seed(seed)
+    for _ in range(8):
+        for name in chosen.choices(list(EXACTLY), k=4):
+            run.act(name)
+        run.assert_sent(clear=chosen.random() < 0.7, dense_above=chosen.choice([None, None, 0.3]))
+    run.assert_sent()
+    assert total(run) == 0
+    run.amp.disable()
