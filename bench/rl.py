@@ -77,12 +77,12 @@ class Format:
 class Sizes(NamedTuple):
     """Sizes of the model, of its training in FP32, of the policy's steps and of the comparison."""
 
-    width: int = 128
-    layers: int = 4
+    width: int = 64
+    layers: int = 3
     pretraining: int = 400
     prompts: int = 8
-    group: int = 8
-    answer: int = 32
+    group: int = 4
+    answer: int = 24
     steps: int = 16
     compared: int = 256
 
@@ -91,6 +91,8 @@ QUICK = Sizes(width=32, layers=1, pretraining=4, prompts=2, group=2, answer=4, s
 PROMPT = 16
 SAMPLED = 24
 """Answers that a sampler draws at a time."""
+REUSED = 8
+"""Steps of the policy on the same answers."""
 
 
 def formats() -> dict[str, Format]:
@@ -215,13 +217,13 @@ def changes(
     generator = torch.Generator().manual_seed(0)
     shares, cosines = [], []
     for step in range(sizes.steps):
-        rows = torch.randint(len(split.x), (sizes.prompts,), generator=generator)
-        prompts = split.x[rows, :PROMPT].repeat_interleave(sizes.group, 0)
-        sampler = model if chosen.same else sampler_of(model, chosen)
-        tokens, drawn = sample(sampler, prompts, sizes.answer)
-        rewards = torch.isin(tokens[:, PROMPT:], vowels).float().mean(1).view(-1, sizes.group)
-        centred = rewards - rewards.mean(1, keepdim=True)
-        advantages = (centred / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+        if step % REUSED == 0:
+            rows = torch.randint(len(split.x), (sizes.prompts,), generator=generator)
+            prompts = split.x[rows, :PROMPT].repeat_interleave(sizes.group, 0)
+            tokens, drawn = sample(sampler_of(model, chosen), prompts, sizes.answer)
+            rewards = torch.isin(tokens[:, PROMPT:], vowels).float().mean(1).view(-1, sizes.group)
+            centred = rewards - rewards.mean(1, keepdim=True)
+            advantages = (centred / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1)
         ratio = (log_probs_of(model, tokens) - drawn).exp()
         gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         before = exact_weights(model)
