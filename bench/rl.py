@@ -103,7 +103,10 @@ def formats() -> dict[str, Format]:
         found[f"{name} O1"] = Format(half, "O1")
         found[f"{name} O2"] = two = Format(half, "O2")
         found[f"{name} O2, FP32 head"] = replace(two, head=True)
-        found[f"{name} O2, samples itself"] = replace(two, same=True)
+        found[f"{name} O2, samples itself"] = own = replace(two, same=True)
+        found[f"{name} O2, samples itself, batch_invariant"] = replace(
+            own, options={"batch_invariant": True}
+        )
     return found
 
 
