@@ -2,8 +2,8 @@
 
     python bench/report.py            # prints
     python bench/report.py --folder results-of-another-machine/
-    python bench/report.py --write    # fills README.md and bench/README.md between their "bench:"
-                                      # marks, and draws the pictures
+    python bench/report.py --write    # fills README.md, bench/README.md and the page on RL between
+                                      # their "bench:" marks, and draws the pictures
 
 A ratio of 2.0x means that the peer takes twice as long, 0.5x that it takes half. Ratios below 1 are
 bold.
@@ -25,6 +25,7 @@ import matrix
 import model_tables
 import peer_tables
 import pictures
+import rl
 import step_bytes
 from markdown import multiple, paragraph, table
 from peers import PEERS
@@ -36,6 +37,7 @@ README = ROOT / "bench" / "README.md"
 LINK = "results"  # from there
 FRONT_PAGE = ROOT / "README.md"
 FRONT_LINK = "bench/results"
+RL_PAGE = ROOT / "tritonamp" / "integrations" / "rl.md"
 NO_GPU = "Nothing has been run or measured on a GPU yet."
 NOT_MEASURED = """Not measured yet. On a machine with an NVIDIA GPU, in six minutes:
 
@@ -278,7 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--write",
         action="store_true",
-        help="fill README.md and bench/README.md, and draw the pictures next to the results",
+        help="fill README.md, bench/README.md and rl.md, and draw the pictures next to the results",
     )
     parser.add_argument("--folder", type=Path, help="print the results of one run")
     args = parser.parse_args(arguments)
@@ -300,6 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
             "models": model_tables.page(model_tables.load()),
             **studies,
         },
+        RL_PAGE: {"rl": rl.results()},
     }
     if not args.write:
         for sections in pages.values():

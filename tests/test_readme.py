@@ -29,9 +29,10 @@ PAGES = [
     ROOT / "README.md",
     *sorted({path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")} - {ERRORS}),
 ]
-LEFT_OUT = 1  # blocks marked "notest", of all pages
+LEFT_OUT = 0  # blocks marked "notest", of all pages
 SMOKE = ROOT / "tritonamp" / "README.md"  # needs no other library
 INTEGRATIONS = "tritonamp/integrations/README.md"
+RL = "tritonamp/integrations/rl.md"
 
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]*)#?([^):]*)\)")  # to a file or heading, not to another site
@@ -147,8 +148,33 @@ def _of_peft() -> dict[str, Any]:
     return {"half_model": half_model, **names}
 
 
+def _of_rl() -> dict[str, Any]:
+    """A language model and prompts for TRL, and an actor and a sampler in the place of verl's."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before it is imported
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("trl")
+    import tiny_models
+    import verl_stand_in
+
+    tokenizer = tiny_models.make_tokenizer()
+    model = tiny_models.make_llama(tokenizer)
+    config = verl_stand_in.ActorConfig()
+    return {
+        "language_model": tiny_models.make_llama(tokenizer),
+        "tokenizer": tokenizer,
+        "dataset": datasets.Dataset.from_dict({"prompt": tiny_models.LINES * 2}),
+        "reward": lambda completions, **_: [float(c.count("cat")) for c in completions],
+        "actor": verl_stand_in.DataParallelPPOActor(
+            config, model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+        ),
+        "sampler": verl_stand_in.Rollout(),
+        "batch": verl_stand_in.data_of(len(tokenizer)),
+    }
+
+
 ASSUMED: dict[str, Callable[[], dict[str, Any]]] = {
     INTEGRATIONS: _of_integrations,
+    RL: _of_rl,
     "README.md": _of_peft,
 }
 
@@ -192,6 +218,7 @@ def on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     "ignore:::lightning",  # advice about loaders and loggers
     "ignore:.*LeafSpec.* is deprecated:FutureWarning",  # Lightning 2.6 with torch 2.15
     "ignore:'pin_memory' argument:UserWarning",  # Trainer's loader, where there is no GPU
+    "ignore:`(is_)?gradient_checkpointing.*` is deprecated",  # of TRL to transformers
 )
 @each_page
 def test_blocks_run(path: Path) -> None:
