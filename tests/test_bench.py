@@ -55,6 +55,7 @@ def bench() -> SimpleNamespace:
         "pictures",
         "provenance",
         "report",
+        "rl",
         "row_ops",
         "run",
         "steps",
@@ -558,6 +559,8 @@ def test_readme_is_what_the_report_writes(bench: SimpleNamespace) -> None:
     records = bench.report.load(bench.report.RESULTS)
     summary = bench.report.summary(records, bench.report.FRONT_LINK)
     assert front == bench.report.filled(front, "summary", summary)
+    page = bench.report.RL_PAGE.read_text()
+    assert page == bench.report.filled(page, "rl", bench.rl.results())
 
 
 def test_bytes_of_small_state_are_those_that_are_counted(bench: SimpleNamespace) -> None:
@@ -578,12 +581,13 @@ def test_bytes_of_small_state_are_those_that_are_counted(bench: SimpleNamespace)
 def test_a_result_reaches_both_pages(
     bench: SimpleNamespace, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a copy of the READMEs, from a made-up file: table and picture are in the first screen."""
+    """On a copy of the pages, from a made-up file: table and picture are in the first screen."""
     report, folder = bench.report, tmp_path / "bench" / "results"
     folder.mkdir(parents=True)
     (results / "nvidia-test").rename(folder / "nvidia-test")
-    for name in ("FRONT_PAGE", "README"):
+    for name in ("FRONT_PAGE", "README", "RL_PAGE"):
         page = tmp_path / getattr(report, name).relative_to(report.ROOT)
+        page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(getattr(report, name).read_text())
         monkeypatch.setattr(report, name, page)
     monkeypatch.setattr(report, "RESULTS", folder)
@@ -598,6 +602,57 @@ def test_a_result_reaches_both_pages(
         assert pictures and all((page.parent / picture).is_file() for picture in pictures)
     assert len(first_screen.splitlines()) < 40
     assert report.main(["--write"]) == 0 and report.FRONT_PAGE.read_text() == front
+
+
+def made_up_of_rl(name: str, seed: int, k3: float, worst: float, **more: float) -> dict[str, Any]:
+    return {"format": name, "seed": seed, "k3": k3, "outside": 0.5, "worst_ratio": worst, **more}
+
+
+def test_table_of_a_trainer_and_a_sampler(bench: SimpleNamespace) -> None:
+    """Medians of the seeds, the ratio of all that is furthest from 1, and no cell without steps."""
+    rates = {f"changed {rate:g}": 0.05 for rate in bench.rl.RATES}
+    rates |= {f"cosine {rate:g}": 0.1 for rate in bench.rl.RATES}
+    runs = [
+        made_up_of_rl("float16 O2", 0, 1e-6, 1.1, **rates),
+        made_up_of_rl("float16 O2", 1, 2e-6, 0.8, **rates),
+        made_up_of_rl("float16 O2", 2, 9e-6, 1.2, **rates),
+        made_up_of_rl("the same", 0, 0.0, 1.0),
+    ]
+    assert bench.rl.table(runs).splitlines()[2:] == [
+        "| float16 O2 | 2.0e-06 | 50 % | 0.800 | 5 % (0.10) | 5 % (0.10) | 5 % (0.10) |",
+        "| the same | 0 | 50 % | 1.000 |  |  |  |",
+    ]
+
+
+def test_a_trainer_and_a_sampler_in_every_format(
+    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the kinds of rows one each, at a tiny size."""
+    rl, every = bench.rl, bench.rl.formats()
+    shown = ["FP32, bfloat16 sampler", "float16 O2, FP32 head", "float16 O2, samples itself"]
+    monkeypatch.setattr(rl, "formats", lambda: {name: every[name] for name in shown})
+    runs = {run["format"]: run for run in rl.measure(rl.QUICK, 0)}
+    assert list(runs) == shown
+    plain, head, itself = runs.values()
+    assert plain["k3"] > head["k3"] > itself["k3"] >= 0.0
+    assert plain["changed 1e-05"] <= head["changed 1e-05"] < 1
+    assert "changed 1e-05" not in itself
+
+
+@pytest.mark.parametrize("half", HALF_DTYPES, ids=str)
+def test_a_step_is_seen_as_amp_counts_it(bench: SimpleNamespace, half: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    with tritonamp.enable(model, optimizer, level="O2", dtype=half, track_changes=True) as amp:
+        before = bench.rl.exact_weights(model)
+        amp.backward(model(torch.randn(8, 64)).square().mean())
+        optimizer.step()
+        share, cosine = bench.rl.seen(before, bench.rl.exact_weights(model), half)
+        ((positions, _),) = amp.changes().values()
+    assert 0 < share == len(positions) / 64**2 < 1
+    assert 0 < cosine < 1
+    assert bench.rl.seen(before, before + 1, torch.float32)[1] == pytest.approx(1)
 
 
 def made_up(mode: str, seed: int, loss: float, score: float) -> dict[str, Any]:

@@ -50,9 +50,11 @@ ELSEWHERE = {
     "other_optimizer",
     "pytorch_lightning",
     "record_stream",
+    "rollout_log_probs",
     "text_encoder",
     "torch_compile",
     "unscale_l2norm",
+    "use_vllm",
 }
 """Names in READMEs that belong to other projects, or to the reader's program."""
 

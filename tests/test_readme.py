@@ -149,7 +149,7 @@ def _of_peft() -> dict[str, Any]:
 
 
 def _of_rl() -> dict[str, Any]:
-    """A language model and prompts for TRL, and an actor and a sampler in the place of verl's."""
+    """A language model and prompts for TRL, and a stand-in for verl's engine."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # before it is imported
     datasets = pytest.importorskip("datasets")
     pytest.importorskip("trl")
@@ -157,18 +157,15 @@ def _of_rl() -> dict[str, Any]:
     import verl_stand_in
 
     tokenizer = tiny_models.make_tokenizer()
-    model = tiny_models.make_llama(tokenizer)
-    config = verl_stand_in.ActorConfig()
     return {
         "language_model": tiny_models.make_llama(tokenizer),
         "tokenizer": tokenizer,
         "dataset": datasets.Dataset.from_dict({"prompt": tiny_models.LINES * 2}),
         "reward": lambda completions, **_: [float(c.count("cat")) for c in completions],
-        "actor": verl_stand_in.DataParallelPPOActor(
-            config, model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-        ),
-        "sampler": verl_stand_in.Rollout(),
+        "engine": verl_stand_in.FSDPEngine(tiny_models.make_llama(tokenizer), torch.float16),
+        "verl_rollout": verl_stand_in.Rollout(),
         "batch": verl_stand_in.data_of(len(tokenizer)),
+        "ppo_loss": verl_stand_in.ppo_loss,
     }
 
 

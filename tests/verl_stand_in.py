@@ -1,141 +1,127 @@
-"""Stand-ins for parts of verl (0.8), which needs Ray, vLLM or SGLang, and GPUs.
+"""Stand-ins for parts of verl (0.9), which needs Ray and a GPU.
 
-The names, signatures and order of calls are those of verl's ``DataParallelPPOActor``,
-``DataProto`` and rollout. The code is not.
+Names, signatures and the order of calls are those of verl's ``FSDPEngine`` and of its rollouts. The
+code is not, and batches are plain dictionaries of padded tensors.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+MICRO_BATCH = 4
+CLIP_GRAD = 1.0
 
-@dataclass
-class DataProto:
-    """Tensors of equal length by name, and other facts by name."""
-
-    batch: dict[str, Tensor]
-    meta_info: dict[str, Any] = field(default_factory=dict)
-
-    def split(self, split_size: int) -> list["DataProto"]:
-        parts = zip(*(value.split(split_size) for value in self.batch.values()), strict=True)
-        return [DataProto(dict(zip(self.batch, p, strict=True)), self.meta_info) for p in parts]
+Batch = dict[str, Tensor]
+LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
-@dataclass
-class ActorConfig:
-    dtype: str = "float16"
-    ppo_mini_batch_size: int = 8
-    ppo_micro_batch_size_per_gpu: int = 4
-    ppo_epochs: int = 1
-    clip_ratio: float = 0.2
-    grad_clip: float = 1.0
+class FSDPEngine:
+    """What verl's engine does in a step, in one process that shards nothing.
 
+    Args:
+        module: model of transformers, in FP32.
+        param_dtype: ``mixed_precision.param_dtype`` of verl's configuration.
+    """
 
-class DataParallelPPOActor:
-    """The attributes and methods of verl's actor that a step uses."""
-
-    def __init__(
-        self,
-        config: ActorConfig,
-        actor_module: nn.Module,
-        actor_optimizer: torch.optim.Optimizer | None = None,
-    ) -> None:
-        self.config, self.actor_module, self.actor_optimizer = config, actor_module, actor_optimizer
-        self.param_dtype = getattr(torch, config.dtype)
+    def __init__(self, module: nn.Module, param_dtype: torch.dtype) -> None:
+        self.module = module
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        self._autocast_dtype = param_dtype
         self.scaler: Any = None
-        if self.param_dtype is torch.float16:
+        if param_dtype is torch.float16:
             self.scaler = torch.amp.GradScaler("cpu", growth_interval=400)
 
-    def _forward_micro_batch(
-        self, micro_batch: dict[str, Tensor], temperature: float, calculate_entropy: bool = False
-    ) -> dict[str, Tensor]:
-        answers = micro_batch["responses"]
-        half = self.param_dtype is not torch.float32
-        with torch.autocast("cpu", dtype=self.param_dtype if half else None, enabled=half):
-            names = "input_ids", "attention_mask", "position_ids"
-            logits = self.actor_module(
-                **{name: micro_batch[name] for name in names}, use_cache=False
-            ).logits
-            logits.div_(temperature)
-            logits = logits[:, -answers.shape[1] - 1 : -1].float()
-            log_probs = torch.log_softmax(logits, -1)
-        found = {"log_probs": log_probs.gather(-1, answers[..., None])[..., 0]}
-        if calculate_entropy:
-            found["entropys"] = -(log_probs.exp() * log_probs).sum(-1)
-        return found
+    def forward_step(
+        self, micro_batch: Batch, loss_function: LossFunction | None, forward_only: bool
+    ) -> tuple[Tensor, dict[str, Any]]:
+        dtype, answers = self._autocast_dtype, micro_batch["responses"]
+        half = dtype is not torch.float32
+        names = "input_ids", "attention_mask", "position_ids"
+        with torch.autocast("cpu", dtype=dtype if half else None, enabled=half):
+            logits = self.module(**{n: micro_batch[n] for n in names}, use_cache=False).logits
+            scores = torch.log_softmax(logits[:, -answers.shape[1] - 1 : -1].float(), -1)
+            output = {"log_probs": scores.gather(-1, answers[..., None])[..., 0]}
+            loss, metrics = torch.tensor(1.0), {}
+            if loss_function is not None:
+                loss, metrics = loss_function(model_output=output, data=micro_batch, dp_group=None)
+        detached = {name: value.detach() for name, value in output.items()}
+        return loss, {"model_output": detached, "loss": loss.item(), "metrics": metrics}
 
-    def _optimizer_step(self) -> Tensor:
+    def forward_backward_batch(
+        self, data: Batch, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        rows = len(data["responses"])
+        outputs = []
+        for start in range(0, rows, MICRO_BATCH):
+            micro_batch = {name: value[start : start + MICRO_BATCH] for name, value in data.items()}
+            with torch.set_grad_enabled(not forward_only):
+                loss, output = self.forward_step(micro_batch, loss_function, forward_only)
+            if not forward_only:
+                loss = loss * MICRO_BATCH / rows
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            outputs.append(output)
+        log_probs = torch.cat([output["model_output"]["log_probs"] for output in outputs])
+        losses = [output["loss"] for output in outputs]
+        return {"model_output": {"log_probs": log_probs}, "loss": losses, "metrics": {}}
+
+    def optimizer_zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def optimizer_step(self) -> float:
         if self.scaler is not None:
-            self.scaler.unscale_(self.actor_optimizer)
-        parameters = self.actor_module.parameters()
-        grad_norm = nn.utils.clip_grad_norm_(parameters, max_norm=self.config.grad_clip)
+            self.scaler.unscale_(self.optimizer)
+        grad_norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm=CLIP_GRAD)
         if self.scaler is not None:
-            self.scaler.step(self.actor_optimizer)
+            self.scaler.step(self.optimizer)
             self.scaler.update()
         elif torch.isfinite(grad_norm):
-            self.actor_optimizer.step()
-        return grad_norm
+            self.optimizer.step()
+        return grad_norm.item()
 
-    def compute_log_prob(
-        self, data: DataProto, calculate_entropy: bool = False
-    ) -> dict[str, Tensor]:
-        self.actor_module.eval()
-        found = []
-        for part in data.split(data.meta_info["micro_batch_size"]):
-            with torch.no_grad():
-                found.append(
-                    self._forward_micro_batch(
-                        part.batch, data.meta_info["temperature"], calculate_entropy
-                    )
-                )
-        return {name: torch.cat([part[name] for part in found]) for name in found[0]}
+    def train_batch(self, data: Batch, loss_function: LossFunction) -> dict[str, Any]:
+        self.module.train()
+        self.optimizer_zero_grad()
+        outputs = self.forward_backward_batch(data, loss_function, forward_only=False)
+        outputs["metrics"]["grad_norm"] = self.optimizer_step()
+        self.optimizer_zero_grad()
+        return outputs
 
-    def update_policy(self, data: DataProto) -> dict[str, list[float]]:
-        self.actor_module.train()
-        config, metrics = self.config, {"actor/pg_loss": [], "actor/grad_norm": []}
-        for _ in range(config.ppo_epochs):
-            for mini in data.split(config.ppo_mini_batch_size):
-                self.actor_optimizer.zero_grad()
-                for micro in mini.split(config.ppo_micro_batch_size_per_gpu):
-                    loss = self._loss(micro.batch, data.meta_info["temperature"])
-                    metrics["actor/pg_loss"].append(loss.item())
-                    loss = loss * config.ppo_micro_batch_size_per_gpu / config.ppo_mini_batch_size
-                    (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-                metrics["actor/grad_norm"].append(self._optimizer_step().detach().item())
-        self.actor_optimizer.zero_grad()
-        return metrics
+    def infer_batch(self, data: Batch, loss_function: LossFunction | None = None) -> dict[str, Any]:
+        self.module.eval()
+        return self.forward_backward_batch(data, loss_function, forward_only=True)
 
-    def _loss(self, batch: dict[str, Tensor], temperature: float) -> Tensor:
-        log_prob = self._forward_micro_batch(batch, temperature)["log_probs"]
-        ratio, bound = (log_prob - batch["old_log_probs"]).exp(), self.config.clip_ratio
-        gain = torch.minimum(
-            ratio * batch["advantages"], ratio.clamp(1 - bound, 1 + bound) * batch["advantages"]
-        )
-        return -gain[batch["response_mask"].bool()].mean()
+    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], None]:
+        return iter(self.module.state_dict().items()), None
 
 
 class Rollout:
-    """A sampler of its own: it has what ``update_weights`` has given it."""
+    """A sampler with its own weights: those that ``update_weights`` has given it."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
 
-    async def update_weights(self, weights: Iterable[tuple[str, Tensor]], **_: Any) -> None:
+    async def update_weights(self, weights: Iterator[tuple[str, Tensor]], **_: Any) -> None:
         self.weights |= {name: value.clone() for name, value in weights}
 
 
-def data_of(vocabulary: int, rows: int = 8, prompt: int = 4, answer: int = 4) -> DataProto:
+def ppo_loss(
+    model_output: Batch, data: Batch, dp_group: Any = None
+) -> tuple[Tensor, dict[str, Any]]:
+    ratio = (model_output["log_probs"] - data["old_log_probs"]).exp()
+    gain = torch.minimum(ratio * data["advantages"], ratio.clamp(0.8, 1.2) * data["advantages"])
+    return -gain[data["response_mask"]].mean(), {}
+
+
+def data_of(vocabulary: int, rows: int = 8, prompt: int = 4, answer: int = 4) -> Batch:
     """Return random prompts and answers, without ``old_log_probs``."""
     ids = torch.randint(3, vocabulary, (rows, prompt + answer))
-    batch = {
+    return {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
         "position_ids": torch.arange(prompt + answer).expand_as(ids),
         "responses": ids[:, -answer:],
-        "response_mask": torch.ones(rows, answer),
+        "response_mask": torch.ones(rows, answer, dtype=torch.bool),
         "advantages": torch.randn(rows, 1).expand(rows, answer),
     }
-    return DataProto(batch, {"temperature": 1.0, "micro_batch_size": 4, "use_dynamic_bsz": False})
