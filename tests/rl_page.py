@@ -8,7 +8,24 @@ from test_readme import Block, blocks
 import tritonamp
 
 PAGE = Path(tritonamp.__file__).parent / "integrations" / "rl.md"
-MODEL, GRPO, PPO, TRL, VERL, SAMPLER = (block for block in blocks(PAGE) if not block.mark)
+
+
+def first_with(text: str) -> Block:
+    """Return the first block of the page that contains a text."""
+    return next(block for block in blocks(PAGE) if text in block.code)
+
+
+MODEL, GRPO, PPO, TRL, VERL, SAMPLER = map(
+    first_with,
+    [
+        "class Transformer",
+        "def iterate",
+        "class ActorCritic",
+        "(GRPOTrainer)",
+        "def train_in_half",
+        "amp.changes()",
+    ],
+)
 
 
 def run(block: Block, names: dict[str, Any], before: str | None = None) -> None:

@@ -54,7 +54,6 @@ def test_grpo(grpo: dict[str, Any]) -> None:
 
 
 def test_a_sampler_of_its_own_has_the_same_bits(grpo: dict[str, Any]) -> None:
-    assert "amp.changes(" in SAMPLER.code
     run(SAMPLER, grpo)  # the block compares
     assert len(grpo["rewards"]) == 43
 
