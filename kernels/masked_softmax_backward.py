@@ -49,7 +49,8 @@ def masked_softmax_backward_kernel(
     ends = causal_ends(numbers.to(rows.dtype), queries, n, CAUSAL)
     read, kept = columns_before(ends, columns, exist, VEC, CAUSAL)
     g, y = _load(g_ptr, y_ptr, lines + columns, read, kept)
-    total = tl.sum(g * y, 1, keep_dims=True)
+    # products behind the mask, for the reason that softmax_rest_kernel gives
+    total = tl.sum(tl.where(kept, g * y, 0.0), 1, keep_dims=True)
     dx = y * (g - total) * scale
     tl.store(dx_ptr + lines + columns, dx.to(dx_ptr.dtype.element_ty), mask=exist)
 

@@ -117,9 +117,10 @@ def softmax_backward_kernel(
     lines, _, valid = line_offsets(tl.program_id(0), rows, n, blocks, ROW_MAJOR, ALIGN, VEC, ROWS)
     columns, exist = column_offsets(0, n, rows, ROW_MAJOR, ALIGN, VEC, BLOCK)
     offs, mask = lines + columns, valid & exist
-    # zeros where nothing exists: both forms of a term are then 0, and the sum needs no second mask
     g, y = _load(g_ptr, y_ptr, offs, mask, "")
-    dx = _gradient(g, y, tl.sum(_term(g, y, LOG), 1, keep_dims=True), LOG)
+    # products behind the mask, for the reason that softmax_rest_kernel gives
+    total = tl.sum(tl.where(mask, _term(g, y, LOG), 0.0), 1, keep_dims=True)
+    dx = _gradient(g, y, total, LOG)
     tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 

@@ -15,7 +15,7 @@ def first_with(text: str) -> Block:
     return next(block for block in blocks(PAGE) if text in block.code)
 
 
-MODEL, GRPO, PPO, TRL, VERL, SAMPLER = map(
+MODEL, GRPO, PPO, TRL, VERL, RECEIVER, SAMPLER = map(
     first_with,
     [
         "class Transformer",
@@ -23,7 +23,8 @@ MODEL, GRPO, PPO, TRL, VERL, SAMPLER = map(
         "class ActorCritic",
         "(GRPOTrainer)",
         "def train_in_half",
-        "amp.changes()",
+        "def receive",
+        "amp.changes(dense_above",
     ],
 )
 

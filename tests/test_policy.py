@@ -36,6 +36,7 @@ TABLE: dict[str, tuple[Any, Any, Any, Any]] = {
     "fuse_norms": (True, True, True, True),
     "fuse_ops": (True, True, True, True),
     "fuse_loss": (False, False, False, False),
+    "batch_invariant": (False, False, False, False),
     "state": ("fp32", "fp32", "fp32", "fp32"),
     "masters": (None, None, None, None),
     "offload": (None, None, None, None),
@@ -299,6 +300,7 @@ CONFLICTS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("O0", {"softmax_dtype": FP32}, "softmax_dtype needs op_policy=True"),
     ("O3", {"softmax_dtype": FP32}, "softmax_dtype needs op_policy=True"),
+    ("O3", {"batch_invariant": True}, "batch_invariant=True needs op_policy=True"),
     ("O0", {"track_changes": True}, r"track_changes=True needs half weights, .*\(use level='O2'"),
     ("O1", {"track_lost_updates": True}, "track_lost_updates=True needs half weights, cast_model"),
     (

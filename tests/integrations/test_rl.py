@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rl_page import GRPO, MODEL, PPO, SAMPLER, run
+from rl_page import GRPO, MODEL, PPO, RECEIVER, SAMPLER, run
 from torch import nn
 
 import tritonamp
@@ -54,6 +54,7 @@ def test_grpo(grpo: dict[str, Any]) -> None:
 
 
 def test_a_sampler_of_its_own_has_the_same_bits(grpo: dict[str, Any]) -> None:
+    run(RECEIVER, grpo)
     run(SAMPLER, grpo)  # the block compares
     assert len(grpo["rewards"]) == 43
 
