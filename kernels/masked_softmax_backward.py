@@ -49,9 +49,12 @@ def masked_softmax_backward_kernel(
     ends = causal_ends(numbers.to(rows.dtype), queries, n, CAUSAL)
     read, kept = columns_before(ends, columns, exist, VEC, CAUSAL)
     g, y = _load(g_ptr, y_ptr, lines + columns, read, kept)
-    # products behind the mask, for the reason that softmax_rest_kernel gives
-    total = tl.sum(tl.where(kept, g * y, 0.0), 1, keep_dims=True)
-    dx = y * (g - total) * scale
+    terms = g * y
+    # FP32 products behind the mask, for the reason that softmax_rest_kernel gives; half ones would
+    # take too many registers
+    if g_ptr.dtype.element_ty == tl.float32:
+        terms = tl.where(kept, terms, 0.0)
+    dx = y * (g - tl.sum(terms, 1, keep_dims=True)) * scale
     tl.store(dx_ptr + lines + columns, dx.to(dx_ptr.dtype.element_ty), mask=exist)
 
 

@@ -1,5 +1,6 @@
 """Tiles by length: a row has the same bits alone and in every batch, in every operation."""
 
+import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -164,6 +165,22 @@ def test_rows_do_not_depend_on_their_batch(
     for rows in (3, 19) if n <= 520 else (5,):
         made = Rows.made(rows, n, dtype, triton_device)
         assert differences(op, made, INVARIANT) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_shapes(triton_device: torch.device, seed: int) -> None:
+    """Ten shapes of random lengths and numbers of rows, each in random splits."""
+    draw = random.Random(seed)
+    for _ in range(10):
+        n = draw.randint(1, 2000)
+        count = draw.randint(2, max(4096 // n, 3))
+        dtype, op = draw.choice([FP16, BF16, FP32]), draw.choice([softmaxes, sums, norms, losses])
+        rows = Rows.made(count, n, dtype, triton_device)
+        cuts = sorted({0, count, *(draw.randrange(count) for _ in range(3))})
+        whole = op(rows, INVARIANT)
+        for at in map(slice, cuts, cuts[1:]):
+            for all_rows, part in zip(whole, op(rows.part(at), INVARIANT), strict=True):
+                assert torch.equal(all_rows[at], part), (count, n, dtype, op.__name__, at)
 
 
 @each_op
