@@ -113,7 +113,10 @@ def fp32_value(half: Tensor, precise: Tensor) -> Tensor:
     ``half`` has been written to since, and its own value counts.
     """
     with torch.no_grad():
-        return torch.where(precise.to(half.dtype) == half, precise, half.float())
+        rounded = precise.to(half.dtype)
+        # a zero of the other sign has been written, too
+        stays = (rounded == half) & (rounded.signbit() == half.signbit())
+        return torch.where(stays, precise, half.float())
 
 
 def rounds_to(precise: Tensor, half: Tensor) -> Tensor:

@@ -186,6 +186,7 @@ def test_the_fp32_value_counts_while_it_rounds_to_the_half(
         (NAN, 1.0, NAN),
         (1.0, NAN, 1.0),
         (0.0, 1e-42, 1e-42),
+        (-0.0, 1e-42, -0.0),
         (2.0, 2.0, 2.0),
     ]
     halves, precise, expected = (

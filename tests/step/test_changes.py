@@ -230,6 +230,24 @@ def test_signs_of_zero_count_and_nans_that_stay_do_not(runs_on_cpu: Runs) -> Non
     assert run.amp.changes()["unused.weight"][0].tolist() == [0]
 
 
+@pytest.mark.parametrize("fields", [{}, {"masters": "packed"}], ids=repr)
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_a_written_zero_of_another_sign(
+    runs_on_cpu: Runs, optimizer: str, fields: dict[str, Any]
+) -> None:
+    """The next step leaves it, or counts that it has put the master's sign back."""
+    run = runs_on_cpu(optimizer, lr=0.0, **fields)
+    with torch.no_grad():
+        dict(run.amp.named_master_params())["first.weight"][0, :2] = torch.tensor([1e-12, -1e-12])
+    run.step()
+    run.send()
+    with torch.no_grad():
+        run.model.first.weight[0, :2] = torch.tensor([-0.0, 0.0])
+    run.send()
+    run.step()
+    run.send()
+
+
 class Rewrites(torch.optim.Optimizer):
     """An optimizer that turns the sign of zeros and writes all else as it was."""
 
