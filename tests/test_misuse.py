@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
     "field": (
         adamw,
         {"keep_batchnorm_fp32": True},
-        "expected policy fields of batch_invariant.*got the unknown keep_batchnorm_fp32: did you mean "
+        "policy fields of batch_invariant.*got the unknown keep_batchnorm_fp32: did you mean "
         r"keep_norms_fp32 for keep_batchnorm_fp32\?$",
     ),
     "apex's keyword": (
