@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 BATCH_INVARIANT = {name: f"{name}, batch-invariant" for name in ("auto", "triton", "eager")}
@@ -19,10 +18,12 @@ _ASKED = {invariant: name for name, invariant in BATCH_INVARIANT.items()}
 
 
 class _Thread(threading.local):
+    """Whether this thread is inside of ``by_length``."""
+
     inside = False
 
 
-_thread = _Thread()
+thread = _Thread()
 
 
 def asked_backend(backend: str) -> str | None:
@@ -32,17 +33,17 @@ def asked_backend(backend: str) -> str | None:
 
 def is_by_length() -> bool:
     """Tell whether this thread is inside of ``by_length``."""
-    return _thread.inside
+    return thread.inside
 
 
 @contextlib.contextmanager
 def by_length() -> Iterator[None]:
     """Choose tiles by the length of lines alone in the block, in this thread."""
-    before, _thread.inside = _thread.inside, True
+    before, thread.inside = thread.inside, True
     try:
         yield
     finally:
-        _thread.inside = before
+        thread.inside = before
 
 
 def called_by_length(function: Callable[..., Any], *args: Any) -> Any:
@@ -59,13 +60,3 @@ def aligned(value: Any) -> Any:
     if isinstance(value, Tensor) and value.data_ptr() % 16:
         return value.clone()
     return value
-
-
-def line_sums(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """Return ``x.sum(dim, keepdim)``. Inside of ``by_length``, one line is summed up as in many.
-
-    Outside, torch divides a single sum of more than 32768 elements on a CPU among threads.
-    """
-    if is_by_length() and x.numel() == x.shape[dim]:
-        return torch.stack([x, x]).sum(dim % x.dim() + 1, keepdim)[0]
-    return x.sum(dim, keepdim)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tritonamp.kernels._by_length import aligned, asked_backend, by_length, called_by_length
+from tritonamp.kernels._by_length import aligned, asked_backend, by_length, called_by_length, thread
 from tritonamp.kernels._launch import KernelError, broken_compiler, has_torch_dispatch
 from tritonamp.kernels._sample import ListSample, Sample
 from tritonamp.kernels.device import runs_triton
@@ -184,6 +184,16 @@ class TraceableOp(Implementations):
 
     def _kernel_or_twin(self, *args: Any) -> Any:
         return self.run("auto", True, *args)
+
+
+def line_sums(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """Return ``x.sum(dim, keepdim)``. Inside of ``by_length``, one line is summed up as in many.
+
+    Outside, torch divides a single sum of more than 32768 elements on a CPU among threads.
+    """
+    if thread.inside and x.numel() == x.shape[dim]:
+        return torch.stack([x, x]).sum(dim % x.dim() + 1, keepdim)[0]
+    return x.sum(dim, keepdim)
 
 
 def _traceable(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._by_length import is_by_length
+from tritonamp.kernels._by_length import is_by_length, thread
 from tritonamp.kernels._launch import Room
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
@@ -82,7 +82,7 @@ def cached_by_shape(function: F) -> F:
 
     @functools.wraps(function)
     def wrapper(*args: Any) -> Any:
-        known = of_length if is_by_length() else of_shape
+        known = of_length if thread.inside else of_shape  # no call, because steps come here, too
         try:
             # not functools.cache, which would raise where a traced size has no hash
             found = known.get(args)

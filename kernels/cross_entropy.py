@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._by_length import line_sums
-from tritonamp.kernels._implementations import TraceableOp
+from tritonamp.kernels._implementations import TraceableOp, line_sums
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import (
     WIDEST,

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._by_length import line_sums
 from tritonamp.kernels._group_norms import (
     known_to_divide,
     memory_format,
@@ -22,7 +21,7 @@ from tritonamp.kernels._group_norms import (
     tile_start,
     walk,
 )
-from tritonamp.kernels._implementations import TraceableOp
+from tritonamp.kernels._implementations import TraceableOp, line_sums
 from tritonamp.kernels._launch import Launch, allocate
 from tritonamp.kernels._lines import cached_by_shape, dense, dtype_of
 from tritonamp.kernels._norms import merge_moments, reciprocal_std, store_stats

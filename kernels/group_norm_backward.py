@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tritonamp.kernels import group_norm as _group_norm
 from tritonamp.kernels import reduce
-from tritonamp.kernels._by_length import line_sums
 from tritonamp.kernels._group_norms import (
     known_to_divide,
     memory_format,
@@ -30,7 +29,7 @@ from tritonamp.kernels._group_norms import (
     tile_start,
     walk,
 )
-from tritonamp.kernels._implementations import TraceableOp
+from tritonamp.kernels._implementations import TraceableOp, line_sums
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import cached_by_shape, contiguous_or, dense
 from tritonamp.kernels._norms import input_gradient, load_gradients, load_stats

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._by_length import line_sums
-from tritonamp.kernels._implementations import TraceableOp
+from tritonamp.kernels._implementations import TraceableOp, line_sums
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import WIDEST, cached_by_shape, column_offsets, dense, line_offsets
 from tritonamp.kernels._masks import causal_ends, columns_before, line_tiling

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import reduce
-from tritonamp.kernels._by_length import line_sums
-from tritonamp.kernels._implementations import TraceableOp
+from tritonamp.kernels._implementations import TraceableOp, line_sums
 from tritonamp.kernels._launch import Launch, Room, allocate
 from tritonamp.kernels._lines import (
     WIDEST,

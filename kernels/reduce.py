@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._by_length import is_by_length, line_sums
-from tritonamp.kernels._implementations import TraceableOp
+from tritonamp.kernels._by_length import is_by_length
+from tritonamp.kernels._implementations import TraceableOp, line_sums
 from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._lines import (
     WIDEST,

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._by_length import line_sums
-from tritonamp.kernels._implementations import TraceableOp
+from tritonamp.kernels._implementations import TraceableOp, line_sums
 from tritonamp.kernels._launch import Launch, Room
 from tritonamp.kernels._lines import (
     WIDEST,
