@@ -153,7 +153,8 @@ class TraceableOp(Implementations):
         It is the kernel for each size, and where it cannot be compiled, that is an error.
         """
         if asked == "eager" or (asked == "auto" and not x.is_cuda):
-            return self._twin_by_length
+            # a scope is a side effect, with which Dynamo traces no autograd function
+            return self.torch_function if _is_compiling() else self._twin_by_length
         if torch.compiler.is_compiling() or has_torch_dispatch(x):
             # DTensor and similar classes shard eager operations, and know no rule for a kernel
             is_sharded = is_traceable_wrapper_subclass(x)

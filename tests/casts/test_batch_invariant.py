@@ -117,7 +117,14 @@ def test_a_norm_that_code_writes_out(device: torch.device, level: str) -> None:
         assert all(torch.equal(whole[i : i + 3], model(x[i : i + 3])) for i in (0, 1, 20, 34))
 
 
-@pytest.mark.parametrize("name", ["softmax", "layer_norm", "cross_entropy", "sum", "rms_norm"])
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("softmax", "layer_norm", "cross_entropy", "sum", "rms_norm", "functional.softmax"),
+        *("functional.sum", "functional.cross_entropy", "add_rms_norm", "masked_softmax"),
+    ],
+)
 def test_compiled(name: str) -> None:
     """The graph holds the same kernels or twins, and no operation of torch in their place."""
     torch.compiler.reset()  # earlier tests have compiled the same forward
