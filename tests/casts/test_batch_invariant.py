@@ -1,6 +1,7 @@
 """batch_invariant=True: rows of an enabled model have the same bits in every batch."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +148,25 @@ def test_small_inputs_take_kernels(cuda: torch.device, monkeypatch: pytest.Monke
             model(*inputs(FP16, cuda))
             found[invariant] = [name for name in launches if "softmax" in name]
     assert found == {False: [], True: ["softmax_kernel"]}
+
+
+def test_functions_run_by_length(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of masked_softmax and those of apex, too."""
+    from tritonamp.kernels import masked_softmax
+
+    asked, operation = [], masked_softmax.masked_softmax
+
+    def note(*args: Any) -> Tensor:
+        asked.append(args[-1])
+        return operation(*args)
+
+    monkeypatch.setattr(masked_softmax, "masked_softmax", note)
+    model = Formula(FUNCTIONS["masked_softmax"]).to(device)
+    with tritonamp.enable(model, level="O1", batch_invariant=True):
+        model(*inputs(FP16, device))
+    assert asked == ["auto, batch-invariant"]
+    functional.masked_softmax(*inputs(FP16, device)[:1])
+    assert asked[1:] == ["auto"]
 
 
 def test_only_inside_of_its_forward() -> None:

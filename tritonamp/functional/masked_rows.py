@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonamp.functional.inputs import Call, is_under_transforms
+from tritonamp.functional.inputs import Call, backend_in_force, is_under_transforms
 from tritonamp.kernels import masked_softmax as _masked_softmax
 from tritonamp.kernels import masked_softmax_backward as _masked_softmax_backward
 from tritonamp.policy import HALF_DTYPES
@@ -86,7 +86,7 @@ def softmax_of_scores(
     fill: float = -INF,
     zero: bool = True,
     rounds: bool = False,
-    backend: str = "auto",
+    backend: str | None = None,
 ) -> Tensor:
     """Return ``masked_softmax`` with further options. It raises the same errors.
 
@@ -102,7 +102,7 @@ def softmax_of_scores(
         fill: score of columns that a boolean mask excludes.
         zero: whether a row without a column that counts is 0; else it is torch's result.
         rounds: whether scores are rounded to the dtype of ``x`` after each step.
-        backend: "auto", "triton" or "eager".
+        backend: "auto", "triton" or "eager"; None: that of the forward in force.
     """
     _check(x, mask, scale, causal)
     args = float(scale), causal, dtype or x.dtype, keep, fill, zero, rounds
@@ -110,6 +110,7 @@ def softmax_of_scores(
     is_traced = x.dtype is torch.float32 and torch.compiler.is_compiling()
     if x.dtype not in (*HALF_DTYPES, torch.float32) or is_traced or is_under_transforms():
         return _masked_softmax.masked_softmax_torch(x, mask, *args)
+    backend = backend or backend_in_force()
     result: Tensor = MaskedSoftmax.apply(x, mask, ((*args, backend), None))
     return result
 
