@@ -60,3 +60,11 @@ def aligned(value: Any) -> Any:
     if isinstance(value, Tensor) and value.data_ptr() % 16:
         return value.clone()
     return value
+
+
+def element_sigmoid(x: Tensor) -> Tensor:
+    """Return ``torch.sigmoid(x)``. Inside of ``by_length``, bits do not depend on the place.
+
+    Outside, torch computes the last elements of a tensor on a CPU by another exp than the others.
+    """
+    return 1 / (1 + torch.exp(-x)) if is_by_length() else torch.sigmoid(x)

@@ -190,11 +190,15 @@ class TraceableOp(Implementations):
 def line_sums(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """Return ``x.sum(dim, keepdim)``. Inside of ``by_length``, one line is summed up as in many.
 
-    Outside, torch divides a single sum of more than 32768 elements on a CPU among threads.
+    Outside, torch divides a single sum of more than 32768 elements on a CPU among threads, and adds
+    up lines that are not contiguous in another order.
     """
-    if thread.inside and x.numel() == x.shape[dim]:
-        return torch.stack([x, x]).sum(dim % x.dim() + 1, keepdim)[0]
-    return x.sum(dim, keepdim)
+    if not thread.inside or not x.dim():
+        return x.sum(dim, keepdim)
+    lines = x.movedim(dim, -1).contiguous()
+    is_alone = lines.numel() == lines.shape[-1]
+    sums = torch.stack([lines, lines]).sum(-1)[0] if is_alone else lines.sum(-1)
+    return sums.unsqueeze(dim) if keepdim else sums
 
 
 def _traceable(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._by_length import element_sigmoid
 from tritonamp.kernels._elements import Rows, element_offsets, rows_of
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch
@@ -94,7 +95,7 @@ def activation_triton(x: Tensor, gate: Tensor | None, kind: str, a: float, b: fl
 def activation_torch(x: Tensor, gate: Tensor | None, kind: str, a: float, b: float) -> Tensor:
     wide = x.float()
     if kind == "sigmoid":
-        y = wide * torch.sigmoid(wide * (a + b * wide * wide if b else a))
+        y = wide * element_sigmoid(wide * (a + b * wide * wide if b else a))
     elif kind == "erf":
         y = wide * (0.5 + 0.5 * torch.erf(wide * 0.5**0.5))
     else:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._by_length import element_sigmoid
 from tritonamp.kernels._elements import Rows, element_offsets, rows_of
 from tritonamp.kernels._implementations import TraceableOp
 from tritonamp.kernels._launch import Launch
@@ -86,7 +87,7 @@ def activation_backward_torch(
 ) -> tuple[Tensor, Tensor]:
     g, wide = grad.float(), x.float()
     if kind == "sigmoid":
-        s = torch.sigmoid(wide * (a + b * wide * wide if b else a))
+        s = element_sigmoid(wide * (a + b * wide * wide if b else a))
         y, slope = wide * s, s * (1 - s)
         # 0 times an infinite x or square would be NaN
         finite = wide.masked_fill(slope == 0, 0)

@@ -23,7 +23,7 @@ from tritonamp.kernels import masked_softmax_backward as _masked_softmax_backwar
 from tritonamp.kernels import norm as _norm
 from tritonamp.kernels import norm_backward as _norm_backward
 from tritonamp.kernels import reduce as _reduce
-from tritonamp.kernels._by_length import BATCH_INVARIANT, by_length, is_by_length
+from tritonamp.kernels._by_length import BATCH_INVARIANT, by_length, element_sigmoid, is_by_length
 from tritonamp.kernels._implementations import line_sums
 
 pytestmark = numpy_warns
@@ -213,7 +213,7 @@ def test_rows_depend_on_their_batch_without_it(triton_device: torch.device) -> N
     assert differences(softmaxes, long, "triton") or differences(softmaxes, odd, "triton")
 
 
-@pytest.mark.parametrize("op", [softmaxes, sums, norms, losses, groups], ids=lambda f: f.__name__)
+@each_op
 @pytest.mark.parametrize("n", [7, 1000, 40000])
 def test_rows_in_eager_torch(op: Any, n: int) -> None:
     """Also where torch has several threads, among which it divides one long line."""
@@ -224,6 +224,36 @@ def test_rows_in_eager_torch(op: Any, n: int) -> None:
         assert differences(op, rows, BATCH_INVARIANT["eager"]) == []
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("op", [softmaxes, sums, norms, losses, masked], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+def test_columns_in_eager_torch(op: Any, dtype: torch.dtype) -> None:
+    """Rows whose elements are no neighbours in memory have the bits of rows that are."""
+    rows = Rows.made(9, 1001, dtype, torch.device("cpu"))
+    columns = (each.t().contiguous().t() if each.dim() == 2 else each for each in rows)
+    backend = BATCH_INVARIANT["eager"]
+    for found, expected in zip(op(Rows(*columns), backend), op(rows, backend), strict=True):
+        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_an_image_in_channels_last_in_eager_torch() -> None:
+    """The groups of one image are columns of its memory, those of several are copied to rows."""
+    x = torch.randn(3, 6, 9, 5, generator=torch.Generator().manual_seed(2))
+    x = x.contiguous(memory_format=torch.channels_last)
+    backend = BATCH_INVARIANT["eager"]
+    whole, _ = _group_norm.group_norm(x, None, None, 6, 1e-5, backend)
+    alone, _ = _group_norm.group_norm(x[1:2], None, None, 6, 1e-5, backend)
+    assert torch.equal(whole[1:2], alone)
+
+
+def test_a_sigmoid_does_not_depend_on_the_place() -> None:
+    x = torch.randn(70001, generator=torch.Generator().manual_seed(4))
+    with by_length():
+        whole = element_sigmoid(x)
+        for at in (slice(1), slice(3, 11), slice(69990, None)):
+            assert torch.equal(element_sigmoid(x[at]), whole[at])
+    torch.testing.assert_close(whole, element_sigmoid(x))
 
 
 @each_sample
