@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 BATCH_INVARIANT = {name: f"{name}, batch-invariant" for name in ("auto", "triton", "eager")}
