@@ -58,9 +58,17 @@ def aligned(value: Any) -> Any:
 
     At another address a kernel loads fewer neighbours at once, and adds up in another order.
     """
-    if isinstance(value, Tensor) and value.data_ptr() % 16:
+    if isinstance(value, Tensor) and _address(value) % 16:
         return value.clone()
     return value
+
+
+def _address(x: Tensor) -> int:
+    """Return the address of a tensor, or of a traced one the distance to its memory's begin."""
+    try:
+        return x.data_ptr()
+    except RuntimeError:  # a tracer's tensor has no memory
+        return x.storage_offset() * x.element_size()
 
 
 def element_sigmoid(x: Tensor) -> Tensor:

@@ -117,8 +117,10 @@ class TraceableOp(Implementations):
         self.traceable = _traceable(self.name, triton_function, triton_function)
         self._twin_by_length = functools.partial(called_by_length, torch_function)
         kernel = functools.partial(called_by_length, triton_function)
-        self._traceable_by_length = _traceable(f"{self.name}_by_length", kernel, triton_function)
         self._kernel_by_length = lambda *args: kernel(*map(aligned, args))
+        self._traceable_by_length = _traceable(
+            f"{self.name}_by_length", self._kernel_by_length, triton_function
+        )
 
     def __call__(self, backend: str, x: Tensor, *args: Any) -> Any:
         """Run the operation; "auto" takes the kernel only if ``x`` is large enough to gain.

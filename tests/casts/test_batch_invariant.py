@@ -169,6 +169,18 @@ def test_functions_run_by_length(device: torch.device, monkeypatch: pytest.Monke
     assert asked[1:] == ["auto"]
 
 
+@pytest.mark.parametrize("name", ["softmax", "group_norm", "cross_entropy"])
+def test_under_a_dispatch_mode(cuda: torch.device, name: str) -> None:
+    """A mode, such as a counter of FLOPs, sees an op in place of a launch."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, (x, targets) = Formula(FUNCTIONS[name]).to(cuda), inputs(FP16, cuda)
+    with tritonamp.enable(model, level="O1", batch_invariant=True, cast_outputs=None):
+        expected = model(x, targets)
+        with FlopCounterMode(display=False):
+            assert torch.equal(model(x[5:6], targets[5:6]), expected[5:6])
+
+
 def test_only_inside_of_its_forward() -> None:
     """Functions outside, and other models, choose as before."""
     asked = []

@@ -1,5 +1,6 @@
 """Tensors whose device is ``cuda:0`` and whose values are in main memory."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tritonamp.casts.unread import Unread
+from tritonamp.kernels._by_length import by_length
 from tritonamp.kernels._implementations import operations
 
 CUDA = torch.device("cuda", 0)
@@ -152,8 +154,10 @@ def run(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return func.decompose(*args, **kwargs)
     if func.namespace == "tritonamp":  # a dispatch mode made an op of it: it launches by itself
         name = known.name.removeprefix("tritonamp::")
-        with FakeCudaMode():
-            return operations()[name].triton_function(*args, **kwargs)
+        operation = operations()[name.removesuffix("_by_length")]
+        scope = by_length() if name.endswith("_by_length") else contextlib.nullcontext()
+        with FakeCudaMode(), scope:
+            return operation.triton_function(*args, **kwargs)
     if known.name == "_to_copy" and kind == ("cpu" if ours else "cuda"):
         return _moved(gpu, func, args[0], kwargs)
     if known.name == "copy_" and len({isinstance(x, CudaTensor) for x in args[:2]}) == 2:

@@ -193,6 +193,31 @@ aot_function(lambda x: softmax.softmax(x, 1, half, False, "triton"), fw_compiler
 assert str(traced.target) == "triton_kernel_wrapper_functional", traced.target
 """
 
+VIEWS = """
+from functorch.compile import aot_function, make_boxed_func
+
+from tritonamp.kernels._by_length import BATCH_INVARIANT
+
+graphs = []
+
+def compiler(graph_module, inputs):
+    graphs.append(graph_module.graph)
+    return make_boxed_func(graph_module.forward)
+
+def of_rows(x):
+    return softmax.softmax(x, 1, half, False, BATCH_INVARIANT["triton"])
+
+odd = torch.zeros(4, 101, dtype=half)
+# a view that the graph makes, one that comes in, and none
+for function, given, copies in (
+    (lambda x: of_rows(x[1:]), odd, 1), (of_rows, odd[1:], 1), (of_rows, odd, 0),
+):
+    aot_function(function, fw_compiler=compiler)(given)
+    called = [str(node.target) for node in graphs[-1].nodes]
+    (launched,) = (i for i, name in enumerate(called) if "triton_kernel" in name)
+    assert sum("clone" in name for name in called[:launched]) == copies, called
+"""
+
 DEVICES = """
 import tritonamp
 
@@ -239,8 +264,8 @@ assert not _implementations.failures, _implementations.failures
 @pytest.mark.static
 @pytest.mark.parametrize(
     "program",
-    [BUILDS, MODES, TRACERS, DEVICES, EARLIER_ERRORS],
-    ids=["builds", "modes", "tracers", "devices", "earlier errors"],
+    [BUILDS, MODES, TRACERS, VIEWS, DEVICES, EARLIER_ERRORS],
+    ids=["builds", "modes", "tracers", "views", "devices", "earlier errors"],
 )
 def test_launch(tmp_path: Path, program: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
