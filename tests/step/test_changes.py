@@ -861,6 +861,25 @@ def test_weights_written_while_asleep(
     run.amp.disable()
 
 
+def test_a_replaced_weight_that_wakes_at_its_old_address(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that a replaced weight has left is free, so that ``wake`` may get it again."""
+    from tritonamp.step import changes
+
+    place = bytes(8)
+    monkeypatch.setattr(changes, "addresses", lambda tensors: place * len(tensors))
+    run = Tracked("SGD", "O3", cuda, lr=1e-3)
+    run.step()
+    run.amp.changes()
+    place = b"replaced"
+    run.amp.sleep(weights=True)
+    place = bytes(8)
+    run.amp.wake()
+    assert total(run) == sum(p.numel() for p in run.values().values())
+    run.amp.disable()
+
+
 def test_a_capture_cannot_read(gpu: AnyCuda) -> None:
     run = OnGpu("O2", track_changes=True)
     run.step()

@@ -116,8 +116,8 @@ class Changes:
         for i, param in enumerate(self._params):
             # the addresses, without the versions; those of the parts after those of DTensors
             for k in range(n + i, len(seen), 2 * n) if param.is_cuda else ():
-                if seen[k] == before[k]:
-                    seen[k] = now[k]
+                # moved before it left, it has changed, even if it came back to its place of then
+                seen[k] = now[k] if seen[k] == before[k] else 1
 
     def _facts(self) -> "array[int]":
         """Return the parameters' versions, then their addresses, then those of shards."""
