@@ -137,6 +137,7 @@ def tiling(
     align = next(power for power in (MAX_VECTOR, 4, 2, 1) if width % power == 0)
     if fixed and not row_major:
         align = 1  # whatever the number of columns
+    rows_seen = MANY * SHORT if fixed else rows  # by length, tiles are those of many lines
 
     # a loop over columns holds fewer elements, because their addresses take registers, too
     of_loop = per_thread if row_major else min(per_thread, 16)
@@ -146,18 +147,15 @@ def tiling(
         block = power_of_two(n, min(longest, MAX_WARPS * WARP_SIZE * per_thread))
         lines = 1
         if block <= 512:
-            of_many = max(SHORT // block, 1)
-            lines = of_many if fixed else power_of_two(rows, of_many)
+            lines = power_of_two(rows_seen, SHORT // block)
         # Sums over lines want few programs, so each takes several longer lines, too, and has as
         # many warps more: bytes in flight are those of all warps. Few lines stay apart, because
         # they would leave programs idle.
         elif over_lines:
-            of_many = max(SHORT // block, 1)
-            lines = of_many if fixed else power_of_two(-(-rows // MANY), of_many)
+            lines = power_of_two(-(-rows_seen // MANY), SHORT // block)
     else:
         # as many lines side by side as fill a sector of memory, and more
-        of_many = min(max(loop // power_of_two(n), side), SIDE)
-        lines = of_many if fixed else power_of_two(rows, of_many)
+        lines = power_of_two(rows_seen, min(max(loop // power_of_two(n), side), SIDE))
         block = power_of_two(n, loop // lines)
     if block < n:  # the program moves along the lines
         block, per_thread = loop // lines, of_loop
