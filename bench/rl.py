@@ -133,10 +133,8 @@ class Transformer(nn.Module):
     def __init__(self, words: int, sizes: Sizes) -> None:
         super().__init__()
         length = max(PROMPT + sizes.answer, data.CONTEXT)
-        self.words, self.places = (
-            nn.Embedding(words, sizes.width),
-            nn.Embedding(length, sizes.width),
-        )
+        self.words = nn.Embedding(words, sizes.width)
+        self.places = nn.Embedding(length, sizes.width)
         self.blocks = nn.ModuleList(Block(sizes.width) for _ in range(sizes.layers))
         self.norm, self.head = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, words, bias=False)
 
@@ -181,10 +179,10 @@ def sample(sampler: nn.Module, prompts: Tensor, length: int) -> tuple[Tensor, Te
     for part in prompts.split(SAMPLED):
         log_probs = []
         for _ in range(length):
-            logits = F.log_softmax(sampler(part, last=True)[:, 0].float(), -1)
-            drawn = torch.multinomial(logits.exp(), 1)
+            scores = F.log_softmax(sampler(part, last=True)[:, 0].float(), -1)
+            drawn = torch.multinomial(scores.exp(), 1)
             part = torch.cat([part, drawn], 1)
-            log_probs.append(logits.gather(1, drawn))
+            log_probs.append(scores.gather(1, drawn))
         tokens.append(part)
         found.append(torch.cat(log_probs, 1))
     return torch.cat(tokens), torch.cat(found)
@@ -192,8 +190,8 @@ def sample(sampler: nn.Module, prompts: Tensor, length: int) -> tuple[Tensor, Te
 
 def log_probs_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Return the log-probabilities of the answers in one forward of all of them."""
-    logits = F.log_softmax(model(tokens[:, :-1]).float(), -1)
-    return logits.gather(2, tokens[:, 1:, None]).squeeze(2)[:, PROMPT - 1 :]
+    scores = F.log_softmax(model(tokens[:, :-1]).float(), -1)
+    return scores.gather(2, tokens[:, 1:, None]).squeeze(2)[:, PROMPT - 1 :]
 
 
 def compare(model: Transformer, chosen: Format, prompts: Tensor, length: int) -> Run:
