@@ -16,6 +16,7 @@ from torch import Tensor
 BATCH_INVARIANT = {name: f"{name}, batch-invariant" for name in ("auto", "triton", "eager")}
 """Backends of calls that have tiles by length, by the backend that the user asked for."""
 _ASKED = {invariant: name for name, invariant in BATCH_INVARIANT.items()}
+"""The same, by the backend that has tiles by length."""
 
 
 class _Thread(threading.local):
@@ -54,9 +55,9 @@ def called_by_length(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def aligned(value: Any) -> Any:
-    """Return a tensor, or a copy of it if its address is no multiple of 16 bytes.
+    """Copy a tensor whose address is no multiple of 16 bytes; return other values unchanged.
 
-    At another address a kernel loads fewer neighbours at once, and adds up in another order.
+    At such an address a kernel loads fewer neighbours at once, and adds up in another order.
     """
     if isinstance(value, Tensor) and _address(value) % 16:
         return value.clone()

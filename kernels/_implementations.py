@@ -150,9 +150,10 @@ class TraceableOp(Implementations):
         return compute in (self.traceable, self._traceable_by_length)
 
     def _chosen_by_length(self, asked: str, x: Tensor) -> Callable[..., Any]:
-        """Return the function for ``x`` whose lines have the same bits in every batch.
+        """Return a function that gives lines of ``x`` the same bits in every batch.
 
-        It is the kernel for each size, and where it cannot be compiled, that is an error.
+        On a GPU the kernel runs at every size. It raises if it cannot be compiled, because sums
+        of the twin depend on the number of lines there.
         """
         if asked == "eager" or (asked == "auto" and not x.is_cuda):
             # a scope is a side effect, with which Dynamo traces no autograd function
@@ -168,7 +169,7 @@ class TraceableOp(Implementations):
         return self.chosen(backend, x) not in (self.torch_function, self._twin_by_length)
 
     def prepare(self, backend: str, *args: Any) -> Callable[..., Any]:
-        """Return what ``prepared`` returns, with tiles by length if ``backend`` asks for them."""
+        """Return the function of ``prepared``, with tiles by length if ``backend`` has them."""
         assert self.prepared is not None
         if asked_backend(backend) is None:
             return self.prepared(*args)

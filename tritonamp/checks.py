@@ -321,8 +321,8 @@ def check_rows(device: torch.device, backend: Backend) -> None:
     """Refuse ``batch_invariant`` on a GPU without kernels.
 
     Raises:
-        UnsupportedDeviceError: torch would compute rows there, with bits that depend on their
-            number.
+        UnsupportedDeviceError: the device is a GPU, and the backend is eager torch, whose sums
+            depend on the number of rows.
     """
     if device.type != "cpu" and backend.name != "triton":
         raise UnsupportedDeviceError(

@@ -1,6 +1,6 @@
-"""Who asks for rows that have the same bits in every batch: libraries that are active, and torch.
+"""Requests in this process for rows with the same bits in every batch, by libraries and by torch.
 
-Nothing is imported to find out, because importing such a library may change torch.
+Libraries are not imported to find out, because importing one may change torch.
 """
 
 import functools
@@ -16,27 +16,28 @@ from tritonamp.policy import Policy
 
 logger = logging.getLogger("tritonamp")
 
-_OF_VLLM = "vllm.model_executor.layers.batch_invariant"
+_VLLM_MODULE = "vllm.model_executor.layers.batch_invariant"
 _MODULES = {
     "batch_invariant_ops": "batch_invariant_ops",
     "sglang.srt.batch_invariant_ops": "SGLang's batch-invariant mode",
     "megatron.core.transformer.custom_layers.batch_invariant_kernels": (
         "Megatron-Core's batch-invariant mode"
     ),
-    _OF_VLLM: "vLLM's batch-invariant mode",
+    _VLLM_MODULE: "vLLM's batch-invariant mode",
 }
 """Modules of batch-invariant kernels, all descended from the first, and their names in texts."""
 
-_VLLM = "VLLM_BATCH_INVARIANT"  # environment variable, also of processes that only start vLLM
+_VLLM_VARIABLE = "VLLM_BATCH_INVARIANT"
+"""Environment variable, which is also set where vLLM runs in a child process."""
 
 
 class Note(NamedTuple):
-    """What an enabled model without ``batch_invariant`` meets.
+    """A request that an enabled model without ``batch_invariant`` meets.
 
     Attributes:
-        why: who asks for equal bits, and what the model's rows have.
-        advice: what to give to ``enable``.
-        is_warning: whether the model lacks what the source asks for.
+        why: source of the request, and dependence of the model's rows on their batch.
+        advice: argument for ``enable``.
+        is_warning: whether the model does not fulfil the request.
     """
 
     why: str
@@ -48,10 +49,10 @@ class Note(NamedTuple):
 
 
 def notes(policy: Policy | None = None) -> Iterator[Note]:
-    """Yield a note for each source that meets a model without ``batch_invariant``.
+    """Yield a note for each request that a model without ``batch_invariant`` meets.
 
     Args:
-        policy: policy of the model. None: of any model whose forward runs under the op policy.
+        policy: policy of the model. None: that of any model with an op policy.
     """
     if policy is not None and (policy.batch_invariant or not policy.op_policy):
         return
@@ -86,8 +87,9 @@ def _log_once(level: int, text: str) -> None:
 def _libraries() -> list[str]:
     """Return the names of the batch-invariant libraries that are active in this process."""
     found = [name for module, name in _MODULES.items() if _is_active(module)]
-    if _is_set(_VLLM):
-        found = [name for name in found if name != _MODULES[_OF_VLLM]] + [f"vLLM's {_VLLM}=1"]
+    if _is_set(_VLLM_VARIABLE):
+        found = [name for name in found if name != _MODULES[_VLLM_MODULE]]
+        found.append(f"vLLM's {_VLLM_VARIABLE}=1")
     return found
 
 

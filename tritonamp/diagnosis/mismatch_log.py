@@ -1,4 +1,4 @@
-"""Mismatches of a run, read once they have arrived."""
+"""A log of mismatches, which arrive on the host without a wait."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ class MismatchLog:
     """The last mismatches of a run. The host does not wait for them.
 
     Args:
-        counts: function that returns the number of decisions by outcome, on their device; None:
-            there was no decision.
+        counts: function that returns the numbers of decisions by outcome, on their device, or None
+            before the first decision.
     """
 
     def __init__(self, counts: Callable[[], Tensor | None]) -> None:

@@ -120,7 +120,7 @@ def _parallel(modules: dict[str, nn.Module]) -> Iterator[Finding]:
 
 
 def _bits_of_rows(policy: Policy) -> Iterator[Finding]:
-    """Yield advice where something asks for rows with the same bits in every batch."""
+    """Yield a finding for each request for rows with the same bits in every batch."""
     for note in notes(policy):
         reason = "one batch does not show it"
         weight = 0.5 if note.is_warning else 0.1

@@ -23,10 +23,12 @@ the operation. One argument, because autograd takes 0.2 us for each.
 
 
 class _InForce:
-    """The question for the backend of an enabled forward, which ``casts`` answers.
+    """The backend of the enabled forward that this thread is in.
+
+    ``casts`` knows it. It sets ``ask`` when it is imported, because this package cannot import it.
 
     Attributes:
-        ask: returns the backend of the forward that this thread is in; None: it is in none.
+        ask: function that returns the backend, or None outside of enabled forwards.
     """
 
     ask: Callable[[], str | None] = staticmethod(lambda: None)
@@ -46,7 +48,7 @@ def backend_in_force() -> str:
 
 
 def is_batch_invariant() -> bool:
-    """Return whether rows have the same bits in every batch, in the forward in force."""
+    """Return whether this thread is in an enabled forward with ``batch_invariant``."""
     return backend_in_force() != "auto"
 
 

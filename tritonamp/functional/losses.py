@@ -165,7 +165,7 @@ def fused(
     """Return the loss of logits for which ``is_ours`` is true."""
     dim = _class_dim(input)
     if asked_backend(backend) is not None and dim != input.dim() - 1:
-        input, dim = input.movedim(dim, -1), -1  # a line lies in one piece then
+        input, dim = input.movedim(dim, -1), -1  # the reason is that of ``lies_in_pieces``
     losses = LineLosses(dim, ignore_index, float(smoothing), backend=backend)
     if input.requires_grad and torch.is_grad_enabled():
         (found,) = CrossEntropy.apply(input, target, losses)

@@ -99,9 +99,9 @@ def _along(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
 
 
 def lies_in_pieces(x: Tensor, dim: int) -> bool:
-    """Return whether lines along ``dim`` are to be moved to the last dimension.
+    """Return whether lines along ``dim`` have to be moved to the last dimension.
 
-    They are if rows have the same bits in every batch, so that one tile serves every dimension.
+    With ``batch_invariant`` they have, because tiles of columns depend on the number of columns.
     """
     return -x.dim() <= dim < x.dim() - 1 and dim != -1 and is_batch_invariant()
 

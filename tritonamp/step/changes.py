@@ -18,15 +18,15 @@ from tritonamp.step.parameter_bits import Changed, ParameterBits, kind_of, store
 
 
 class Changes:
-    """The changed elements of one optimizer's parameters; if asked, those of its last step, too.
+    """The changed elements of one optimizer's parameters, and on request those of its last step.
 
     An element has changed if the model's parameter holds other bits; one NaN for another is no
     change. A skip changes none.
 
     ::
 
-        fused step                      the kernel writes the bits: it holds the old master, which
-                                        rounds to the old half copy
+        fused step                      the kernel writes the bits, because it holds the old
+                                        master, which rounds to the old half copy
         step of the optimizer's own     compared before the half copies are written; parameters
                                         without a master, with a copy from before the step
         half parameter with an FP32     compared with its values of before, to which the master
@@ -107,14 +107,14 @@ class Changes:
         self._seen = self._facts()
 
     def fall_asleep(self) -> None:
-        """Note where parameters are that are about to leave the device."""
+        """Note addresses and versions of parameters that are about to leave the device."""
         self._before_sleep = self._facts()
 
     def wake_up(self) -> None:
-        """Note where parameters are that came back to the device: another address is no write."""
+        """Note the addresses of parameters that came back, so that a move counts as no write."""
         now, seen, before, n = self._facts(), self._seen, self._before_sleep, len(self._params)
         for i, param in enumerate(self._params):
-            # the addresses, without the versions; those of the parts after those of DTensors
+            # The facts are n versions, n addresses, and for parts of DTensors the same again.
             for k in range(n + i, len(seen), 2 * n) if param.is_cuda else ():
                 # moved before it left, it has changed, even if it came back to its place of then
                 seen[k] = now[k] if seen[k] == before[k] else 1
@@ -238,8 +238,11 @@ class Changes:
         Raises:
             ValueError, RuntimeError: as for ``ParameterBits.changed``.
         """
-        rows, how = zip(self._params, self._bits, strict=True), (dense_above, global_positions)
-        return {p: bits.changed(p, names[p], *how) for p, bits in rows if p in names}
+        return {
+            p: bits.changed(p, names[p], dense_above, global_positions)
+            for p, bits in zip(self._params, self._bits, strict=True)
+            if p in names
+        }
 
     def clear(self) -> None:
         """Count all elements as unchanged."""
