@@ -52,7 +52,8 @@ def mismatch(
 
     If no token counts, all results are NaN. If a token that counts has log-probability -inf on both
     sides, or NaN on one, its ratio is NaN, and so are all results except ``outside``. With -inf on
-    one side only, the ratio is 0 or inf, ``k3`` is inf, and ``k1`` is inf or -inf.
+    one side only, the ratio is 0 or inf, ``k3`` is inf, and ``k1`` is inf or -inf; NaN if both
+    occur.
 
     Args:
         log_probs: log-probabilities of the sampled tokens under the trained policy, of any shape,
