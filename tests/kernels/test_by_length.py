@@ -190,7 +190,7 @@ def test_long_rows(triton_device: torch.device, op: Any, n: int) -> None:
     assert differences(op, Rows.made(3, n, FP16, triton_device), INVARIANT) == []
 
 
-@pytest.mark.parametrize("n", [129, 1000, 2000])
+@pytest.mark.parametrize("n", [129, 500, 1000])
 @pytest.mark.parametrize("op", [softmaxes, sums], ids=lambda op: op.__name__)
 def test_shared_rows(
     triton_device: torch.device,
