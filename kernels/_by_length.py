@@ -64,7 +64,7 @@ def aligned(value: Any) -> Any:
     return value
 
 
-def _address(x: Tensor) -> int:
+def _address(x: Tensor) -> Any:
     """Return the address of a tensor, or of a traced one the distance to its memory's begin."""
     try:
         return x.data_ptr()

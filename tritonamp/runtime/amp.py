@@ -518,8 +518,8 @@ class Amp:
                 has positions whatever ``dense_above`` is.
 
         Returns:
-            name, as in ``named_parameters()`` of the model inside DDP or torch.compile, to positions
-            and values, for each parameter of the optimizers. The positions are int32, in
+            name, as in ``named_parameters()`` of the model inside DDP or torch.compile, to
+            positions and values, for each parameter of the optimizers. The positions are int32, in
             ``param.flatten()``, in ascending order. The values have the parameter's dtype. Both are
             empty if nothing has changed. The positions are None where the values are the whole parameter. A shared parameter has its first
             name. Of a sharded parameter, each rank returns its part.
