@@ -521,8 +521,9 @@ class Amp:
             name, as in ``named_parameters()`` of the model inside DDP or torch.compile, to
             positions and values, for each parameter of the optimizers. The positions are int32, in
             ``param.flatten()``, in ascending order. The values have the parameter's dtype. Both are
-            empty if nothing has changed. The positions are None where the values are the whole parameter. A shared parameter has its first
-            name. Of a sharded parameter, each rank returns its part.
+            empty if nothing has changed. The positions are None where the values are the whole
+            parameter. A shared parameter has its first name. Of a sharded parameter, each rank
+            returns its part.
 
         Raises:
             ValueError: an argument of another kind; or, with neither ``dense_above`` nor
