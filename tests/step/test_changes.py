@@ -1164,12 +1164,13 @@ class Exact(Tracked):
                 mask.zero_()
 
 
-FUSED_OR_OWN = [*FUSED, "Adagrad", "RMSprop momentum"]
+# no Adagrad: that of torch 2.11 has no state for parameters that join later
+FUSED_OR_OWN = [*FUSED, "RMSprop momentum"]
 USES = [
     *[("AdamW", level, {}) for level in ("O2", "O3")],
     ("AdamW", "O2", {"state": "8bit"}),
     ("AdamW", "O2", {"masters": "packed", "backend": "triton"}),
-    ("Adagrad", "O2", {"track_lost_updates": True}),
+    ("Adadelta", "O2", {"track_lost_updates": True}),
     ("SGD momentum", "O2", {"on_nonfinite": "heal"}),
     *more([(name, level, {}) for name in FUSED_OR_OWN for level in ("O2", "O3")]),
     *more([(name, "O2", {}) for name in ("RAdam", "Adadelta")]),
