@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import SampleCall as Call
-from tests.kernels.conftest import Shrink, Traffic, each_sample, numpy_warns
+from tests.kernels.conftest import Shrink, Traffic, each_sample, numpy_warns, unaligned
 from tritonamp.kernels import _lines, softmax, softmax_backward
 from tritonamp.kernels import activation as _activation
 from tritonamp.kernels import activation_backward as _activation_backward
@@ -25,6 +25,7 @@ from tritonamp.kernels import norm_backward as _norm_backward
 from tritonamp.kernels import reduce as _reduce
 from tritonamp.kernels._by_length import BATCH_INVARIANT, by_length, element_sigmoid, is_by_length
 from tritonamp.kernels._implementations import line_sums
+from tritonamp.kernels._launch import Launch
 
 pytestmark = numpy_warns
 
@@ -292,6 +293,28 @@ def test_bytes(triton_device: torch.device, traffic: Traffic) -> None:
             found[backend] = traffic.read, traffic.written
         assert found[INVARIANT][1] == 2 * x.numel() <= found["triton"][1]
         assert found[INVARIANT][0] <= found["triton"][0]
+
+
+def test_kernels_get_aligned_rows(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a call and by a plan; the interpreter has the same bits at any address."""
+    x = unaligned(torch.randn(3, 33).half().to(triton_device))
+    assert x.data_ptr() % 16
+    addresses: list[int] = []
+    call_launch = Launch.__call__
+
+    def noted(launch: Launch, *tensors: Tensor) -> Any:
+        addresses.extend(tensor.data_ptr() % 16 for tensor in tensors)
+        return call_launch(launch, *tensors)
+
+    monkeypatch.setattr(Launch, "__call__", noted)
+    args = 1, FP16, False
+    plan = softmax.SOFTMAX.prepare(INVARIANT, x, *args)
+    assert torch.equal(plan(x), softmax.softmax(x, *args, INVARIANT))
+    assert addresses and not any(addresses)
+    softmax.softmax(x, *args, "triton")
+    assert any(addresses)  # by shape, nothing is copied
 
 
 def test_the_scope_ends_with_an_error() -> None:
