@@ -225,3 +225,16 @@ def test_a_recomputed_segment_has_the_bits_of_the_forward(device: torch.device) 
     model = Formula(inner).to(device)
     with tritonamp.enable(model, level="O1", batch_invariant=True):
         assert_rows_are_alone(model, *inputs(FP16, device))
+
+
+@pytest.mark.parametrize("dim", [2, -3, "0", ("0",)])
+def test_a_wrong_dim_is_refused_as_without_it(dim: Any) -> None:
+    x, targets = inputs(FP16, torch.device("cpu"))
+    errors = []
+    for invariant in (False, True):
+        model = Formula(lambda m, x, t: functional.softmax(x, dim))
+        amp = tritonamp.enable(model, level="O1", batch_invariant=invariant)
+        with amp, pytest.raises((IndexError, TypeError)) as caught:
+            model(x, targets)
+        errors.append((caught.type, str(caught.value)))
+    assert errors[0] == errors[1]

@@ -103,7 +103,9 @@ def lies_in_pieces(x: Tensor, dim: int) -> bool:
 
     With ``batch_invariant`` they have, because tiles of columns depend on the number of columns.
     """
-    return is_batch_invariant() and -x.dim() <= dim < x.dim() - 1 and dim != -1
+    if not isinstance(dim, int) or not is_batch_invariant():  # torch refuses another type
+        return False
+    return -x.dim() <= dim < x.dim() - 1 and dim != -1
 
 
 def sum(
