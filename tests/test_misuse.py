@@ -91,6 +91,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
         {"fp32_modules": "encoder"},
         "fp32_modules: expected names .*got 'encoder', which matches no module.*modules are 0, 1",
     ),
+    "fp32_results": (
+        adamw,
+        {"fp32_results": "encoder"},
+        "fp32_results: expected names .*got 'encoder', which matches no module.*modules are 0, 1",
+    ),
     "torch's scaler": (
         adamw,
         {"scaler": torch.amp.GradScaler("cpu")},

@@ -33,6 +33,7 @@ TABLE: dict[str, tuple[Any, Any, Any, Any]] = {
     "grad_dtype": (None, None, None, None),
     "state_dict_dtype": (FP32, FP32, FP32, FP32),
     "fp32_modules": ((), (), (), ()),
+    "fp32_results": ((), (), (), ()),
     "fuse_norms": (True, True, True, True),
     "fuse_ops": (True, True, True, True),
     "fuse_loss": (False, False, False, False),
@@ -127,11 +128,13 @@ def test_scales_loss(level: str, scaled: bool) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    ["head", nn.LayerNorm, ["head", nn.LayerNorm], (name for name in ("head",)), {"head"}],
+    ["head", nn.LayerNorm, ["head", nn.LayerNorm], None, {"head"}],
     ids=["name", "class", "list", "generator", "set"],
 )
-def test_fp32_modules_becomes_a_tuple(given: Any) -> None:
-    modules = resolve("O1", fp32_modules=given).fp32_modules
+@pytest.mark.parametrize("field", ["fp32_modules", "fp32_results"])
+def test_a_selection_of_modules_becomes_a_tuple(field: str, given: Any) -> None:
+    given = (name for name in ("head",)) if given is None else given
+    modules = getattr(resolve("O1", **{field: given}), field)
     assert isinstance(modules, tuple)
     assert set(modules) <= {"head", nn.LayerNorm}
     assert modules
@@ -252,6 +255,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "on_nonfinite: expected one of 'skip', 'explain', 'heal', 'raise', got 'ignore'",
     ),
     ({"fp32_modules": None}, "fp32_modules: expected module names and module classes, got None"),
+    ({"fp32_results": 3}, "fp32_results: expected module names and module classes, got 3"),
     ({"fp32_modules": 3}, "fp32_modules: expected module names and module classes, got 3"),
     (
         {"fp32_modules": ("head", 3)},
@@ -301,6 +305,8 @@ CONFLICTS: list[tuple[str, dict[str, Any], str]] = [
     ("O0", {"softmax_dtype": FP32}, "softmax_dtype needs op_policy=True"),
     ("O3", {"softmax_dtype": FP32}, "softmax_dtype needs op_policy=True"),
     ("O3", {"batch_invariant": True}, "batch_invariant=True needs op_policy=True"),
+    ("O0", {"fp32_results": "head"}, "fp32_results needs op_policy=True"),
+    ("O3", {"fp32_results": "head"}, "fp32_results needs op_policy=True: .*use level='O1' or 'O2'"),
     ("O0", {"track_changes": True}, r"track_changes=True needs half weights, .*\(use level='O2'"),
     ("O1", {"track_lost_updates": True}, "track_lost_updates=True needs half weights, cast_model"),
     (
@@ -370,6 +376,7 @@ class Inner:
     [
         *LEVELS.values(),
         resolve("O5", fp32_modules=["head", nn.LayerNorm, Inner.Block]),
+        resolve("O2", fp32_results=["head", nn.Linear, Inner.Block]),
         resolve(
             "O2", softmax_dtype=FP32, state_dict_dtype=FP16, cast_outputs=FP16, loss_scale=128.0
         ),
@@ -411,6 +418,10 @@ def test_fields_that_the_text_leaves_out_have_their_defaults() -> None:
         (
             '{"op_policy": true, "fp32_modules": ["math:pi"]}',
             "expected the class of a module, got 'math:pi' of type float",
+        ),
+        (
+            '{"op_policy": true, "fp32_results": ["torch.nn:Nothing"]}',
+            "fp32_results: no class 'Nothing' can be imported from",
         ),
         ('{"fp32_modules": null}', r"fp32_modules: expected module names .* got \[None\]"),
     ],

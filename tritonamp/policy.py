@@ -17,6 +17,7 @@ from tritonamp.kernels._state_formats import FORMATS
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 STATES = tuple(FORMATS)  # formats of optimizer state
 MASTERS = (None, "packed", "fp32")  # forms of FP32 masters
+SELECTIONS = ("fp32_modules", "fp32_results")  # fields that select modules by name or class
 ON_NONFINITE = ("skip", "explain", "heal", "raise")
 INIT_SCALE = 2.0**16  # torch.amp.GradScaler's
 
@@ -63,6 +64,10 @@ class Policy:
             that require gradients get FP32 values.
         fp32_modules: names ("encoder.head") or classes of modules whose parameters and arithmetic
             stay FP32.
+        fp32_results: names or classes of modules whose matrix products take half operands and have
+            FP32 results, at the speed of half products (only with ``op_policy``). Their
+            convolutions compute in FP32. Parameters stay half. Norms that read the FP32 sums after
+            such a module return half.
         fuse_norms: hand-written RMSNorms with the arithmetic of ``rms_norm`` run as ``rms_norm``
             (only with ``op_policy``).
         fuse_ops: activations that code writes out, such as the tanh form of GELU or ``silu(a) *
@@ -110,6 +115,7 @@ class Policy:
     offload: str | None = None
     half_parameters: bool = False
     fp32_modules: tuple[str | type, ...] = ()
+    fp32_results: tuple[str | type, ...] = ()
     fuse_norms: bool = True
     fuse_ops: bool = True
     fuse_loss: bool = False
@@ -121,15 +127,8 @@ class Policy:
     skip_outliers: float | None = None
 
     def __post_init__(self) -> None:
-        modules = self.fp32_modules
-        if isinstance(modules, (str, type)):
-            modules = (modules,)
-        modules = tuple(modules) if isinstance(modules, Iterable) else (modules,)
-        if not all(isinstance(m, (str, type)) for m in modules):
-            raise ValueError(
-                f"fp32_modules: expected module names and module classes, got {self.fp32_modules!r}"
-            )
-        object.__setattr__(self, "fp32_modules", modules)
+        for name in SELECTIONS:
+            object.__setattr__(self, name, _normalised_selection(name, getattr(self, name)))
         object.__setattr__(
             self, "cast_inputs", _normalised_cast_inputs(self.cast_inputs, self.dtype)
         )
@@ -143,7 +142,8 @@ class Policy:
     def to_json(self) -> str:
         """Return the policy as text, for ``from_json``.
 
-        Dtypes are written by name, classes in ``fp32_modules`` as "module:name".
+        Dtypes are written by name, classes in ``fp32_modules`` and ``fp32_results`` as
+        "module:name".
         """
         return json.dumps(vars(self), default=_name, indent=2)
 
@@ -151,7 +151,7 @@ class Policy:
     def from_json(cls, text: str) -> "Policy":
         """Return the policy that ``to_json`` wrote; missing fields have their defaults.
 
-        The modules of the classes that ``fp32_modules`` names are imported.
+        The modules of the classes that ``fp32_modules`` and ``fp32_results`` name are imported.
 
         Raises:
             ValueError: ``text`` is no such text, or its fields contradict one another.
@@ -170,11 +170,12 @@ class Policy:
         for name in ("dtype", "cast_outputs", "softmax_dtype", "state_dict_dtype", "grad_dtype"):
             if isinstance(plain.get(name), str):
                 plain[name] = getattr(torch, plain[name], plain[name])
-        named = plain.get("fp32_modules", [])
-        named = named if isinstance(named, list) else [named]
-        plain["fp32_modules"] = [
-            _named_class(m) if isinstance(m, str) and ":" in m else m for m in named
-        ]
+        for field in SELECTIONS:
+            named = plain.get(field, [])
+            named = named if isinstance(named, list) else [named]
+            plain[field] = [
+                _named_class(field, m) if isinstance(m, str) and ":" in m else m for m in named
+            ]
         return cls(**plain)
 
     @property
@@ -228,6 +229,19 @@ def _in_blocks(state: str) -> bool:
     return state in STATES and FORMATS[state].in_blocks
 
 
+def _normalised_selection(field: str, given: Any) -> tuple[str | type, ...]:
+    """Return names and classes of modules as a tuple.
+
+    Raises:
+        ValueError: ``given`` has something else.
+    """
+    modules = (given,) if isinstance(given, (str, type)) else given
+    modules = tuple(modules) if isinstance(modules, Iterable) else (modules,)
+    if not all(isinstance(m, (str, type)) for m in modules):
+        raise ValueError(f"{field}: expected module names and module classes, got {given!r}")
+    return modules
+
+
 def _normalised_cast_inputs(given: Any, dtype: torch.dtype) -> Any:
     """Return ``cast_inputs`` as a bool or a tuple.
 
@@ -246,18 +260,17 @@ def _name(value: torch.dtype | type) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _named_class(text: str) -> type:
+def _named_class(field: str, text: str) -> type:
     module, _, name = text.partition(":")
     try:
         found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"fp32_modules: no class {name!r} can be imported from {module!r}: {error}"
+            f"{field}: no class {name!r} can be imported from {module!r}: {error}"
         ) from error
     if not isinstance(found, type):
         raise ValueError(
-            f"fp32_modules: expected the class of a module, got {text!r} of type "
-            f"{type(found).__name__}"
+            f"{field}: expected the class of a module, got {text!r} of type {type(found).__name__}"
         )
     return found
 
@@ -382,6 +395,11 @@ def _conflicts(policy: Policy) -> Iterable[str]:
         yield (
             "batch_invariant=True needs op_policy=True: without the op policy rows are torch's own "
             "(use level='O1' or 'O2')"
+        )
+    if policy.fp32_results and not policy.op_policy:
+        yield (
+            "fp32_results needs op_policy=True: without the op policy the half layers that follow "
+            "refuse FP32 activations (use level='O1' or 'O2', or fp32_modules)"
         )
     if policy.fp32_modules and not (policy.cast_model or policy.op_policy):
         yield (

@@ -16,15 +16,23 @@ from tritonamp.policy import Policy
 F = TypeVar("F", bound=Callable[..., Any])
 
 NO_RULES = 0  # the number for ``enter`` that stands for no rules
-MARKS = 128  # changes of policy that a backward can look back on
+MARKS = 4096  # changes of policy that a backward can look back on
 
 
 class ActivePolicy(NamedTuple):
-    """The policy and backend that the ops of an enabled forward follow, and their device type."""
+    """What the ops of an enabled forward follow.
+
+    Attributes:
+        policy: policy of the model.
+        backend: backend of the model.
+        device_type: device type of the model's parameters.
+        fp32_results: whether products have FP32 results, inside of ``policy.fp32_results``.
+    """
 
     policy: Policy
     backend: str
     device_type: str
+    fp32_results: bool = False
 
 
 class _Thread(threading.local):
@@ -95,19 +103,24 @@ class _Process:
         if not marks:
             return None
         number = -1 if node is None else node._sequence_nr()
-        made = [mark for mark in marks if mark[0] <= number]
-        return max(reversed(made), key=lambda mark: mark[0], default=marks[-1])[1]
+        for first, policy in reversed(marks):  # in the order of their numbers
+            if first <= number:
+                return policy
+        return marks[-1][1]
 
 
 thread = _Thread()
 process = _Process()
 
 
-def number_of(policy: Policy, backend: str, device_type: str) -> int:
-    """Return a policy's number for ``enter``, because a graph can carry a number, but no Policy."""
+def number_of(policy: Policy, backend: str, device_type: str, fp32_results: bool = False) -> int:
+    """Return the number for ``enter`` of an ``ActivePolicy`` with these attributes.
+
+    A graph can carry a number, but no Policy.
+    """
     if policy.batch_invariant:
         backend = BATCH_INVARIANT[backend]
-    active = ActivePolicy(policy, backend, device_type)
+    active = ActivePolicy(policy, backend, device_type, fp32_results)
     if active not in process.policies:
         process.policies.append(active)
     return process.policies.index(active)

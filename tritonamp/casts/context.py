@@ -117,6 +117,38 @@ class EnabledContext:
         )
         self.input_cast = to_half(self.policy.dtype)
         self.output_cast = _output_cast(self.policy)
+        self._number_with_fp32_results = active.NO_RULES
+        if self.policy.fp32_results and self.autocast:
+            dispatch.have_products()
+            self._number_with_fp32_results = active.number_of(
+                self.policy, self.backend, device_type, fp32_results=True
+            )
+
+    @active.inlined_by_dynamo
+    def run_with_fp32_results(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return ``function(*args, **kwargs)``, run with FP32 results of products.
+
+        Outside of enabled forwards, and where nothing is cast, it runs as it is.
+        """
+        number = self._number_with_fp32_results
+        is_cast = torch.is_autocast_enabled(self.device_type) and active.is_inside()
+        if number == active.NO_RULES or not is_cast:
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            active.tell_dynamo()
+            active.enter(number)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                active.leave()
+        depth = len(active.thread.live())
+        active.push_policy(active.process.policies[number])
+        try:
+            return function(*args, **kwargs)
+        finally:
+            active.pop_policies(depth)
 
     @property
     def is_copy(self) -> bool:
@@ -179,6 +211,8 @@ class EnabledContext:
         """Register the op table for a copy that outlived its original."""
         if not dispatch.is_registered():
             dispatch.borrow(self)
+            if self.policy.fp32_results:
+                dispatch.have_products()
 
 
 def _output_cast(policy: Policy) -> Cast | None:

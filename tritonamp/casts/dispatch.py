@@ -19,6 +19,7 @@ from tritonamp.casts.compiled_backward import compilations
 from tritonamp.casts.linear_losses import LINEAR_LOSSES
 from tritonamp.casts.op_rules import ALSO_WITHOUT_OP_POLICY, Rule, Stock
 from tritonamp.casts.op_table import op_table
+from tritonamp.casts.product_rules import FP32_RESULTS
 from tritonamp.casts.user_functions import registered
 from tritonamp.casts.written import installed
 from tritonamp.watched.frames import Role, plays
@@ -32,6 +33,7 @@ class _Registration:
         self.stock: Any = None  # torch.utils.checkpoint's function that ``noted`` replaces
         self.noted: Any = None
         self.owners = 0  # number of enabled models, and of copies that borrow
+        self.has_products = False  # whether the rules of FP32_RESULTS are registered on CUDA, too
 
 
 registration = _Registration()
@@ -76,10 +78,34 @@ def _register() -> None:
                     implementation = _implementation(library.ns, op, rule, key)
                     library.impl(op, implementation, key, with_keyset=True)
         batched_norms.register(aten)
+        if registration.has_products:
+            _register_products()
     # private (torch 2.11 to 2.15): nothing public tells a checkpointed segment whose forward it is
     # a part of
     registration.stock = checkpoint._get_autocast_kwargs
     registration.noted = checkpoint._get_autocast_kwargs = checkpointed(registration.stock)
+
+
+def have_products() -> None:
+    """Register the rules of FP32_RESULTS on CUDA until the last ``release``.
+
+    They are not registered from the start, because each product of the process would pass through
+    Python. On a CPU each product does.
+    """
+    if not registration.has_products:
+        registration.has_products = True
+        if registration.libraries:
+            _register_products()
+
+
+def _register_products() -> None:
+    library = torch.library.Library("aten", "IMPL")
+    registration.libraries.append(library)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        for op in FP32_RESULTS.keys() - op_table("cuda").keys():
+            implementation = _implementation(library.ns, op, None, "AutocastCUDA")
+            library.impl(op, implementation, "AutocastCUDA", with_keyset=True)
 
 
 def release() -> None:
@@ -93,18 +119,25 @@ def release() -> None:
             # private (torch 2.11 to 2.15): else the kernels stay until the library is collected
             library._destroy()
         registration.libraries.clear()
+        registration.has_products = False
         if checkpoint._get_autocast_kwargs is registration.noted:  # else other code has wrapped it
             checkpoint._get_autocast_kwargs = registration.stock
 
 
-def _implementation(namespace: str, op: str, rule: Rule, key_name: str) -> Callable[..., Any]:
+def _implementation(
+    namespace: str, op: str, rule: Rule | None, key_name: str
+) -> Callable[..., Any]:
+    """Return the kernel of an op; ``rule`` None: torch's own outside of FP32 results."""
     stock = Stock(namespace, op, key_name)
     needs_op_policy = rule not in ALSO_WITHOUT_OP_POLICY
+    with_fp32_result = FP32_RESULTS.get(op) if namespace == "aten" else None
 
     @plays(Role.RULE)
     def implementation(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         found = None if thread.in_rule else active()
-        if found is None:
+        if found is not None and found.fp32_results and with_fp32_result is not None:
+            return with_fp32_result(stock, found, *args, **kwargs)
+        if found is None or rule is None:
             return stock.call_torchs(keyset, *args, **kwargs)
         if needs_op_policy and not found.policy.op_policy:
             return stock(*args, **kwargs)

@@ -7,10 +7,15 @@ from torch import Tensor, nn
 
 from tritonamp.casts import sharing
 from tritonamp.casts.context import EnabledContext
-from tritonamp.casts.enabled_module import EnabledModule, Fp32Module, NormModule
+from tritonamp.casts.enabled_module import (
+    EnabledModule,
+    Fp32Module,
+    Fp32ResultsModule,
+    NormModule,
+)
 from tritonamp.casts.fused_norms import FusedRMSNorm, recipe_of
 from tritonamp.casts.inputs import signature_of
-from tritonamp.casts.model import flatten_rnns, fp32_modules
+from tritonamp.casts.model import flatten_rnns, fp32_modules, modules_with_fp32_results
 from tritonamp.casts.model_dtypes import ModelDtypes
 from tritonamp.casts.model_losses import install_loss
 from tritonamp.casts.norm_layers import is_written_norm
@@ -63,6 +68,9 @@ class EnabledModels:
                 else:
                     install(inner, Fp32Module, context)
             self._install_norms(model, context, front)
+            for inner in modules_with_fp32_results(model, context.policy):
+                if not is_installed(inner):
+                    install(inner, Fp32ResultsModule, context)
             if context.policy.op_policy and context.policy.fuse_ops:
                 self._install_formulas(model, context)
             install(model, EnabledModule, context, saved, signature_of(model.forward), False)

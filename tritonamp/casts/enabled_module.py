@@ -328,6 +328,15 @@ class Fp32Module(_WithForward):
     _run = staticmethod(_fp32_forward)
 
 
+class Fp32ResultsModule(_WithForward):
+    """A module inside an enabled model whose products of half operands have FP32 results."""
+
+    @staticmethod
+    def _run(module: Any, forward: Callable[..., Any], bound: Any, args: Any, kwargs: Any) -> Any:
+        """Run the forward. Arguments are those of ``enabled_forward``."""
+        return module._tritonamp.run_with_fp32_results(forward, (*bound, *args), kwargs)
+
+
 class NormModule(_WithForward):
     """A norm layer that is not torch's. Its FP32 weights do not make a half result FP32."""
 

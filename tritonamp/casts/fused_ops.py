@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.casts.active import ActivePolicy
-from tritonamp.casts.op_rules import Rule, Stock, fp32_rule, storage_rule
+from tritonamp.casts.op_rules import Rule, Stock, fp32_rule, norm_dtype, norm_rule
 from tritonamp.functional import group_norms, norms
 from tritonamp.functional import losses as _losses
 from tritonamp.functional.inputs import is_under_transforms, takes
@@ -190,10 +190,12 @@ def _layer_norm_rule(
     key, plan = _find(stock, active, (*normalized_shape, eps), *tensors)
     if plan is not None:
         return plan(*tensors)
-    if not norms.is_ours(input, normalized_shape, weight, bias, least=_least(active)):
+    dtype, least = norm_dtype(active.policy, input), _least(active)
+    wide = dtype is not input.dtype
+    if not norms.is_ours(input, normalized_shape, weight, bias, least=least, wide=wide):
         given = input, normalized_shape, weight, bias, eps, cudnn_enable
-        return storage_rule(stock, active, *given)
-    args = math.prod(normalized_shape), eps, True, input.dtype
+        return norm_rule(stock, active, *given)
+    args = math.prod(normalized_shape), eps, True, dtype
     return _apply(key, norms.Norm, _norm.NORM, stock, active, tensors, *args)
 
 
@@ -209,10 +211,12 @@ def _rms_norm_rule(
     key, plan = _find(stock, active, (*normalized_shape, eps), *tensors)
     if plan is not None:
         return plan(*tensors)
-    if not norms.is_ours(input, normalized_shape, weight, least=_least(active)):
-        return storage_rule(stock, active, input, normalized_shape, weight, eps)
+    dtype, least = norm_dtype(active.policy, input), _least(active)
+    wide = dtype is not input.dtype
+    if not norms.is_ours(input, normalized_shape, weight, least=least, wide=wide):
+        return norm_rule(stock, active, input, normalized_shape, weight, eps)
     eps = norms.RMS_EPS if eps is None else eps
-    args = math.prod(normalized_shape), eps, False, input.dtype
+    args = math.prod(normalized_shape), eps, False, dtype
     return _apply(key, norms.Norm, _norm.NORM, stock, active, tensors, *args)
 
 
@@ -231,7 +235,7 @@ def _group_norm_rule(
     if plan is not None:
         return plan(*tensors)
     if not group_norms.is_ours(input, num_groups, weight, bias, least=_least(active)):
-        return storage_rule(stock, active, input, num_groups, weight, bias, eps, cudnn_enabled)
+        return norm_rule(stock, active, input, num_groups, weight, bias, eps, cudnn_enabled)
     function, operation = group_norms.GroupNorm, _group_norm.GROUP_NORM
     return _apply(key, function, operation, stock, active, tensors, num_groups, eps)
 

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,13 +26,32 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
     Raises:
         ValueError: a name or class matches nothing in ``model``.
     """
+    found = dict.fromkeys(_selected(model, policy.fp32_modules, "fp32_modules"))
+    found |= dict.fromkeys(m for kept in kept_modules(model, policy) for m in with_forward(kept))
+    if policy.keep_norms_fp32 and not policy.op_policy:
+        found |= dict.fromkeys(m for m in model.modules() if m is not model and is_norm(m))
+    return list(found)
+
+
+def modules_with_fp32_results(model: nn.Module, policy: Policy) -> list[nn.Module]:
+    """Return the modules inside ``model`` that ``policy.fp32_results`` names.
+
+    Raises:
+        ValueError: a name or class matches nothing in ``model``.
+    """
+    return list(_selected(model, policy.fp32_results, "fp32_results"))
+
+
+def _selected(
+    model: nn.Module, selection: Iterable[str | type], field: str
+) -> dict[nn.Module, None]:
+    """Return the modules inside ``model`` that a policy field selects, by name or class."""
     found: dict[nn.Module, None] = {}
-    keeps_norms = policy.keep_norms_fp32 and not policy.op_policy
-    named: dict[str, nn.Module] = {}
-    if policy.fp32_modules or keeps_norms:  # else the names of thousands of modules cost time
-        named = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
+    if not selection:  # the names of thousands of modules cost time
+        return found
+    named = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
     unwrapped = {unwrapped_name(name): module for name, module in named.items()}
-    for wanted in policy.fp32_modules:
+    for wanted in selection:
         if isinstance(wanted, str):
             match = named.get(wanted, unwrapped.get(unwrapped_name(wanted)))
             matches = [] if match is None else [match]
@@ -41,14 +60,11 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
         if not matches:
             names = ", ".join(sorted(named)[:20]) or "(it has no submodules)"
             raise ValueError(
-                f"fp32_modules: expected names or classes of modules of the model, got {wanted!r}, "
+                f"{field}: expected names or classes of modules of the model, got {wanted!r}, "
                 f"which matches no module; its modules are {names}"
             )
         found |= dict.fromkeys(m for match in matches for m in with_forward(match))
-    found |= dict.fromkeys(m for kept in kept_modules(model, policy) for m in with_forward(kept))
-    if keeps_norms:
-        found |= dict.fromkeys(m for m in named.values() if is_norm(m))
-    return list(found)
+    return found
 
 
 def unwrapped_name(name: str) -> str:

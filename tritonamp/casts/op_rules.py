@@ -1,5 +1,6 @@
 """The rules of the op table: how each changes the arguments of an op, and its result."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from torch._C import DispatchKey, DispatchKeySet
 
 from tritonamp.casts.active import ActivePolicy, thread
 from tritonamp.functional.inputs import is_under_transforms
-from tritonamp.policy import HALF_DTYPES
+from tritonamp.policy import HALF_DTYPES, Policy
 
 
 class Stock:
@@ -100,6 +101,11 @@ def floating_dtypes(value: Any) -> Iterator[torch.dtype]:
 
 def _to_fp32(value: Any) -> Any:
     return _cast(value, torch.float32)
+
+
+def rounded_to_half(value: Any, half: torch.dtype, *then: torch.dtype) -> Any:
+    """Return ``value`` with every tensor in it rounded to half, and then cast to other dtypes."""
+    return _cast(value, half, *then)
 
 
 def half_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
@@ -206,6 +212,23 @@ def storage_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) 
     return _cast(result, args[0].dtype)
 
 
+def norm_dtype(policy: Policy, input: Tensor) -> torch.dtype:
+    """Return the dtype of a norm's result.
+
+    It is the dtype of the input. After modules with FP32 results the input may be an FP32 sum, and
+    the norm ends the FP32 stretch.
+    """
+    if policy.fp32_results and input.dtype is torch.float32:
+        return policy.dtype
+    return input.dtype
+
+
+def norm_rule(stock: Stock, active: ActivePolicy, input: Tensor, *args: Any) -> Any:
+    """Compute in FP32, and return the result in ``norm_dtype``."""
+    result = stock(*_to_fp32((input, *args)))
+    return _cast(result, norm_dtype(active.policy, input))
+
+
 def running_norm_rule(
     stock: Stock,
     active: ActivePolicy,
@@ -218,6 +241,10 @@ def running_norm_rule(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    if (written := norm_dtype(active.policy, input)) is not input.dtype:
+        wide = input, weight, bias, mean, var, updates, *args
+        plain = active._replace(policy=dataclasses.replace(active.policy, fp32_results=()))
+        return running_norm_rule(stock, plain, *wide, **kwargs).to(written)
     own = (weight, bias, mean, var)
     found = set(floating_dtypes(own))
     if found - {input.dtype} and input.dtype in HALF_DTYPES and is_under_transforms():

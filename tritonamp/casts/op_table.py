@@ -20,11 +20,11 @@ from tritonamp.casts.op_rules import (
     fp32_rule,
     grouped_mm_rule,
     half_rule,
+    norm_rule,
     out_dtype_rule,
     promote_rule,
     running_norm_rule,
     storage_on_cpu_rule,
-    storage_rule,
     written_into_rule,
 )
 
@@ -76,7 +76,9 @@ fail.
 """
 
 STORAGE = "layer_norm group_norm rms_norm".split()
-"""Computed in FP32, with the result in the input's dtype. Half and FP32 weights may be mixed."""
+"""Computed in FP32, with the result in the input's dtype (half after FP32 results). Half and FP32
+weights may be mixed.
+"""
 
 RUNNING_NORMS = "batch_norm instance_norm".split()
 """Unchanged where their kernels take the dtypes. Otherwise computed in FP32, with the result in the
@@ -146,7 +148,7 @@ def overloads(names: list[str]) -> Iterator[str]:
 def op_table(device_type: str) -> dict[str, Rule]:
     """Return the op table of "cuda" or "cpu". It is cached, because asking torch is slow."""
     rows: list[tuple[list[str], Rule]] = [(FP32_EVERYWHERE, fp32_rule), (SPARSE, fp32_rule)]
-    rows += [(STORAGE, storage_rule), (RUNNING_NORMS, running_norm_rule)]
+    rows += [(STORAGE, norm_rule), (RUNNING_NORMS, running_norm_rule)]
     rows += [(PROMOTE_EVERYWHERE, promote_rule), (["_grouped_mm"], grouped_mm_rule)]
     if device_type == "cpu":
         rows += [(HALF, half_rule), (FP32, fp32_rule), (PROMOTE, promote_rule)]

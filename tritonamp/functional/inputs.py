@@ -52,15 +52,16 @@ def is_batch_invariant() -> bool:
     return backend_in_force() != "auto"
 
 
-def takes(input: Any) -> bool:
+def takes(input: Any, wide: bool = False) -> bool:
     """Return whether ``input`` has a dtype for this package, memory, and no torch.func around it.
 
     The dtypes are float16 and bfloat16. If rows have the same bits in every batch, FP32 is one,
-    too, because torch's kernels on a GPU depend on the number of rows.
+    too, because torch's kernels on a GPU depend on the number of rows; with ``wide`` it is always
+    one.
     """
     if not isinstance(input, Tensor):
         return False
-    is_wide = input.dtype is torch.float32 and is_batch_invariant()
+    is_wide = input.dtype is torch.float32 and (wide or is_batch_invariant())
     if input.dtype not in HALF_DTYPES and not is_wide:
         return False
     return not is_under_transforms() and not hasattr(type(input), HAS_NO_MEMORY)

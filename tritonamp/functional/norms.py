@@ -226,14 +226,25 @@ def _is_our_sum(
 
 
 def is_ours(
-    input: Tensor, normalized_shape: Sequence[int], *weights: Tensor | None, least: int
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    *weights: Tensor | None,
+    least: int,
+    wide: bool = False,
 ) -> bool:
     """Return whether this package computes the norm; if not, torch computes or refuses it.
 
-    On a GPU ``least`` is the least number of elements, except with weights in another dtype than
-    the input, which torch's kernels refuse.
+    Args:
+        input: the input.
+        normalized_shape: shape of the last dimensions.
+        *weights: weights; None for a weight that the norm lacks.
+        least: least number of elements on a GPU, except with weights in another dtype than the
+            input, which torch's kernels refuse.
+        wide: whether FP32 inputs are this package's, too.
     """
-    if not takes(input) or is_traceable_wrapper_subclass(input):  # torch shards DTensors' norms
+    if not takes(input, wide) or is_traceable_wrapper_subclass(
+        input
+    ):  # torch shards DTensors' norms
         return False
     if not isinstance(normalized_shape, Sequence):
         return False
