@@ -13,15 +13,20 @@ SOFTMAXES = {
     "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
 }  # fmt: skip
 
+aten = torch.ops.aten
+WITH_DTYPE = {
+    op.dtype: op.default for op in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
+}  # fmt: skip
+
 
 def computed(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> Any:
     """Run the operation on tensors of main memory, also where only CUDA has it."""
     known = facts(func)
     if known.name in SOFTMAXES:
         return rounded_once(func, args)
-    if func is torch.ops.aten.mm.dtype:  # half operands, an FP32 result
-        a, b, out = args
-        return a.to(out) @ b.to(out)
+    if func in WITH_DTYPE:  # half operands, an FP32 result
+        *given, out = args
+        return WITH_DTYPE[func](*(t.to(out) for t in given), **kwargs)
     if func is torch.ops.aten.histc.default and not args[0].is_floating_point():
         return histogram(*args, **kwargs)
     if known.is_random:

@@ -16,7 +16,7 @@ from tritonamp.policy import Policy
 F = TypeVar("F", bound=Callable[..., Any])
 
 NO_RULES = 0  # the number for ``enter`` that stands for no rules
-MARKS = 4096  # changes of policy that a backward can look back on
+MARKS = 1024  # changes of policy that a backward can look back on
 
 
 class ActivePolicy(NamedTuple):
@@ -103,10 +103,8 @@ class _Process:
         if not marks:
             return None
         number = -1 if node is None else node._sequence_nr()
-        for first, policy in reversed(marks):  # in the order of their numbers
-            if first <= number:
-                return policy
-        return marks[-1][1]
+        made = [mark for mark in marks if mark[0] <= number]
+        return max(reversed(made), key=lambda mark: mark[0], default=marks[-1])[1]
 
 
 thread = _Thread()

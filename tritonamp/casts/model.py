@@ -135,7 +135,10 @@ def _scripted_global(forward: Callable[..., Any]) -> str | None:
     function = inspect.unwrap(forward)
     if not inspect.isfunction(function):
         return None
-    named = inspect.getclosurevars(function)
+    try:
+        named = inspect.getclosurevars(function)
+    except ValueError:  # a variable around the class has no value yet
+        return None
     return _first_scripted({**named.globals, **named.nonlocals})
 
 

@@ -66,7 +66,8 @@ def like_given(module: Any, output: Any, args: tuple[Any, ...], kwargs: dict[str
     given = given_to(args, kwargs)
     if given is None or given.dtype not in HALF_DTYPES:
         policy = module._tritonamp_context.policy
-        if policy.fp32_results and type(output) is Tensor and output.dtype is torch.float32:
+        is_wide = isinstance(output, Tensor) and output.dtype is torch.float32
+        if policy.fp32_results and is_wide:
             return TO[policy.dtype](output)  # the norm ends an FP32 stretch
         return output
     is_compiling = torch.compiler.is_compiling()

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tritonamp.casts.active import ActivePolicy
 from tritonamp.casts.op_rules import Rule, Stock, fp32_rule, rounded_to_half
 from tritonamp.functional.inputs import is_under_transforms
+from tritonamp.nested import leaves
 
 
 class Product(torch.autograd.Function):
@@ -62,12 +63,19 @@ def _product_rule(
     """Return the FP32 product of the last two arguments; a third one before them is added."""
     *added, a, b = args
     numbers = {"beta": beta, "alpha": alpha} if added else {}
-    half = torch.get_autocast_dtype(a.device.type)
+    half = _half_for(args)
     if not all(map(_is_plain, args)):
         return stock(*rounded_to_half(args, half, torch.float32), **numbers)
     operands = rounded_to_half((a, b), half)
     wide = added[0].float() if added else None
     return stock.run_without_rules(Product.apply, *operands, wide, beta, alpha)
+
+
+def _half_for(args: Any) -> torch.dtype:
+    """Return the half dtype for the device of the tensors among an op's arguments."""
+    return torch.get_autocast_dtype(
+        next(t for t in leaves(args) if isinstance(t, Tensor)).device.type
+    )
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -88,18 +96,26 @@ def _made_of_products(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: 
     return stock.target.decompose(*args, **kwargs)
 
 
+def _tensordot_rule(stock: Stock, active: ActivePolicy, *args: Any) -> Any:
+    """Run the parts of tensordot, which asks for operands of one dtype."""
+    return stock.target.decompose(*rounded_to_half(args, _half_for(args)))
+
+
 def _vector_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
     """Compute in FP32 on operands that are rounded to half, with an FP32 result."""
-    half = torch.get_autocast_dtype(args[0].device.type)
-    return stock(*rounded_to_half(args, half, torch.float32), **kwargs)
+    return stock(*rounded_to_half(args, _half_for(args), torch.float32), **kwargs)
 
 
 FP32_RESULTS: Mapping[str, Rule] = {
     **dict.fromkeys("mm bmm addmm baddbmm".split(), _product_rule),
+    "tensordot": _tensordot_rule,
+    **dict.fromkeys("linear matmul einsum".split(), _made_of_products),
     **dict.fromkeys(
-        "linear matmul einsum chain_matmul linalg_multi_dot".split(), _made_of_products
+        """
+        addbmm addmv addr bilinear chain_matmul dot linalg_multi_dot linalg_vecdot mv vdot
+        """.split(),
+        _vector_rule,
     ),
-    **dict.fromkeys("mv addmv addr addbmm linalg_vecdot".split(), _vector_rule),
     # torch has no convolution of half operands with an FP32 result
     **dict.fromkeys(
         """

@@ -1,0 +1,485 @@
+"""fp32_results: products of half operands with FP32 results, and the FP32 sums after them."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tritonamp
+from tritonamp.casts.dispatch import registration
+from tritonamp.casts.enabled_module import Fp32ResultsModule
+
+F = nn.functional
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
+HALVES = pytest.mark.parametrize("half", [FP16, BF16], ids=str)
+
+
+class Formula(nn.Module):
+    """A function of an input [3, 5, 6]; its parameters make it a module."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.w, self.v = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6))
+        self.conv, self.up = nn.Conv1d(6, 6, 3), nn.ConvTranspose1d(6, 6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+class Around(nn.Module):
+    """A model around one module, ``m``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.m = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.m(x)
+
+
+def squares(m: Formula, x: Tensor) -> Tensor:
+    return m.w.expand(len(x), 6, 6)
+
+
+PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    "linear": lambda m, x: F.linear(x, m.w, m.v),
+    "linear of a matrix": lambda m, x: F.linear(x[0], m.w, m.v),
+    "linear without bias": lambda m, x: F.linear(x, m.w),
+    "linear of a vector": lambda m, x: F.linear(x[0, 0], m.w, m.v),
+    "linear of a transpose": lambda m, x: F.linear(x.transpose(0, 1), m.w, m.v),
+    "matmul": lambda m, x: x @ m.w,
+    "scores": lambda m, x: x @ x.mT,
+    "broadcast": lambda m, x: x[:, None] @ x[None].mT,
+    "einsum": lambda m, x: torch.einsum("bij,jk->bik", x, m.w),
+    "mm": lambda m, x: x[0].mm(m.w),
+    "bmm": lambda m, x: x.bmm(x.mT),
+    "addmm": lambda m, x: torch.addmm(m.v, x[0], m.w, beta=2.0, alpha=0.5),
+    "baddbmm": lambda m, x: torch.baddbmm(x, x, squares(m, x), alpha=3),
+    "tensordot": lambda m, x: torch.tensordot(x, m.w, 1),
+    "matrix and vector": lambda m, x: m.w @ m.v,
+    "rows and vector": lambda m, x: x @ m.v,
+    "two vectors": lambda m, x: m.v @ m.v,
+    "addmv": lambda m, x: torch.addmv(m.v, m.w, m.v),
+    "addbmm": lambda m, x: torch.addbmm(m.w[:5], x, squares(m, x)),
+    "chain_matmul": lambda m, x: torch.linalg.multi_dot([x[0], m.w, m.w]),
+    "vecdot": lambda m, x: torch.linalg.vecdot(x, m.v),
+    "no rows": lambda m, x: x[:0] @ m.w,
+}
+OWN_TERMS = "addmm", "linear", "linear of a matrix", "linear of a vector", "linear of a transpose"
+"""Products with a further term, which is not rounded at O1."""
+
+
+def rounded(value: Any, half: torch.dtype) -> Any:
+    return value.detach().to(half).double().requires_grad_()
+
+
+@HALVES
+@LEVELS
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_is_exact_in_its_half_operands(
+    name: str, level: str, half: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    model, x = Around(Formula(PRODUCTS[name])), torch.randn(3, 5, 6).to(half)
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        for p in exact.parameters():
+            p.copy_(p.to(half))
+    model, x = model.to(device), x.to(device)
+    amp = tritonamp.enable(
+        model, level=level, dtype=half, fp32_results=["m"], cast_outputs=None, cast_inputs=False
+    )
+    given = x.clone().requires_grad_()
+    found = model(given)
+    assert found.dtype is FP32
+    wide = rounded(x.cpu(), half)
+    expected = exact(wide)
+    # a term that O1 does not round: half a unit in the last place of the format
+    slack = torch.finfo(half).eps * 4 if name in OWN_TERMS and level == "O1" else 1e-6
+    torch.testing.assert_close(found.detach().cpu().double(), expected, rtol=slack, atol=2 * slack)
+    weight = torch.linspace(0.5, 1.5, max(found.numel(), 1))[: found.numel()].view(found.shape)
+    (found * weight.to(device)).sum().backward()
+    (expected * weight).sum().backward()
+    limit = {"rtol": 4 * torch.finfo(half).eps, "atol": 8 * torch.finfo(half).eps}
+    for (own, p), q in zip(model.m.named_parameters(), exact.m.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), own
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad.detach().cpu().double(), q.grad, **limit)
+    if given.grad is not None and wide.grad is not None:
+        torch.testing.assert_close(given.grad.cpu().double(), wide.grad, **limit)
+    amp.disable()
+
+
+@LEVELS
+def test_a_product_beyond_half_is_finite(level: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 256)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(256, 256) * 20)
+    x = torch.randn(64, 256) * 20
+    expected = layer.double()(x.double()).float().detach()
+    layer.float()
+    x, expected = (20 * x), 20 * expected
+    counts = {}
+    for fields in ({}, {"fp32_results": ["m"]}, {"fp32_modules": ["m"]}):
+        model = Around(copy.deepcopy(layer)).to(device)
+        with tritonamp.enable(model, level=level, dtype=FP16, **fields):
+            found = model(x.to(device)).detach().cpu()
+        wrong = ~found.isfinite()
+        error = (found - expected)[~wrong].norm() / expected[~wrong].norm()
+        counts[tuple(fields)] = int(wrong.sum()), float(error)
+    assert counts[()][0] > 100
+    assert counts[("fp32_results",)][0] == counts[("fp32_modules",)][0] == 0
+    # O2 has half weights in each form, so that an FP32 module there is an FP32 model's
+    assert counts[("fp32_results",)][1] < 4e-4
+
+
+CONVOLUTIONS: dict[str, Callable[..., Tensor]] = {
+    "conv1d": lambda m, x: m.conv(x.mT),
+    "conv1d with a name": lambda m, x: F.conv1d(x.mT, m.conv.weight, padding="same"),
+    "conv2d": lambda m, x: F.conv2d(x.mT[..., None], m.conv.weight[..., None], m.conv.bias),
+    "conv_transpose1d": lambda m, x: m.up(x.mT),
+}
+
+
+@LEVELS
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_computes_in_fp32_on_half_weights(
+    name: str, level: str, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    model, x = Around(Formula(CONVOLUTIONS[name])), torch.randn(3, 5, 6)
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        for p in exact.parameters():
+            p.copy_(p.half() if level == "O2" else p)
+    model = model.to(device)
+    with tritonamp.enable(model, level=level, dtype=FP16, fp32_results=["m"], cast_outputs=None):
+        found = model(x.to(device))
+        assert {p.dtype for p in model.m.conv.parameters()} == {FP16 if level == "O2" else FP32}
+    assert found.dtype is FP32
+    torch.testing.assert_close(
+        found.detach().cpu().double(), exact(x.double()), rtol=1e-5, atol=1e-5
+    )
+
+
+class WrittenNorm(nn.Module):
+    """An RMSNorm that is no ``rms_norm``, because it has a branch."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() > 9:
+            return x
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+class LlamaRMSNorm(WrittenNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+class Turned(nn.Module):
+    """A norm of channels, of rows."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.inner = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.mT).mT
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "LayerNorm": nn.LayerNorm,
+    "LayerNorm without weights": lambda n: nn.LayerNorm(n, elementwise_affine=False),
+    "RMSNorm": nn.RMSNorm,
+    "GroupNorm": lambda n: Turned(nn.GroupNorm(4, n)),
+    "BatchNorm": lambda n: Turned(nn.BatchNorm1d(n)),
+    "InstanceNorm": lambda n: Turned(nn.InstanceNorm1d(n)),
+    "written norm": WrittenNorm,
+    "proved norm": LlamaRMSNorm,
+}
+
+
+class Stretch(nn.Module):
+    """A residual block whose last product leaves float16, a norm, and a layer."""
+
+    def __init__(self, norm: Callable[[int], nn.Module], n: int = 32) -> None:
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(8, n), nn.Linear(n, 4 * n), nn.Linear(4 * n, n)
+        self.norm, self.last = norm(n), nn.Linear(n, 4)
+        with torch.no_grad():
+            self.down.weight.mul_(5e5)
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        product = self.down(torch.relu(self.up(x)))
+        stream = x + product
+        normed = self.norm(stream)
+        last = self.last(normed)
+        values = (x, product, stream, normed, last)
+        names = ("x", "product", "stream", "normed", "last")
+        self.seen = {name: value.dtype for name, value in zip(names, values, strict=True)}
+        return last
+
+
+@HALVES
+@LEVELS
+@pytest.mark.parametrize("name", NORMS)
+def test_the_sum_stays_fp32_until_a_norm(
+    name: str, level: str, half: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    model, x = Stretch(NORMS[name]), 4 * torch.randn(3, 6, 8)
+    exact = copy.deepcopy(model).double()
+    expected, weight = exact(x.double()), torch.randn(3, 6, 4)
+    (expected * weight).sum().backward()
+    expected = expected.detach()
+    model, x, weight = model.to(device), x.to(device), weight.to(device)
+    adamw = torch.optim.AdamW(model.parameters(), 1e-3)
+    fields = {"dtype": half, "fp32_results": ["down"], "loss_scale": 64.0}
+    with tritonamp.enable(model, adamw, level=level, **fields) as amp:
+        found = model(x)
+        # O1 leaves a written norm with FP32 weights alone
+        normed = FP32 if (name, level) == ("written norm", "O1") else half
+        assert model.seen == {
+            "x": half, "product": FP32, "stream": FP32, "normed": normed, "last": half,
+        }  # fmt: skip
+        eps = torch.finfo(half).eps
+        off = (found.detach().cpu().double() - expected).norm() / expected.norm()
+        assert off < 4 * eps
+        amp.backward((found * weight).sum())
+        amp.unscale_()
+        for (own, p), q in zip(amp.named_master_params(), exact.parameters(), strict=True):
+            # gradients of biases before a norm cancel
+            size = max(q.grad.norm(), torch.tensor(1e-3))
+            assert (p.grad.detach().cpu().double() - q.grad).norm() < 16 * eps * size, own
+        adamw.step()
+
+
+def test_without_fp32_results_norms_keep_an_fp32_input() -> None:
+    with tritonamp.enable(model := nn.Sequential(nn.LayerNorm(4)), level="O1", cast_outputs=None):
+        assert model(torch.randn(2, 4)).dtype is FP32
+
+
+def test_further_results_of_a_norm_stay() -> None:
+    class AddNorm(WrittenNorm):
+        def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+            total = x if residual is None else x.float() + residual.float()
+            return super().forward(total), total
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(4, 4), AddNorm(4)
+            with torch.no_grad():
+                self.layer.weight.mul_(1e5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x, self.layer(x))[1]
+
+    with tritonamp.enable(model := Model(), level="O2", fp32_results="layer"):
+        total = model(4 * torch.randn(2, 4))
+    assert total.dtype is FP32
+    assert total.isfinite().all()
+    assert total.abs().max() > 65504
+
+
+@HALVES
+def test_parameters_stay_half(half: torch.dtype, device: torch.device) -> None:
+    model = Stretch(nn.LayerNorm).to(device)
+    adamw = torch.optim.AdamW(model.parameters(), 1e-3)
+    with tritonamp.enable(model, adamw, level="O2", dtype=half, fp32_results=["down"]) as amp:
+        assert amp.policy.fp32_results == ("down",)
+        assert isinstance(model.down, Fp32ResultsModule)
+        assert type(model.down) is not nn.Linear
+        assert {p.dtype for p in model.down.parameters()} == {half}
+        masters = dict(amp.named_master_params())
+        assert masters["down.weight"].dtype is FP32
+        amp.backward(model(torch.randn(2, 3, 8, device=device)).sum())
+        assert model.down.weight.grad.dtype is half
+    assert type(model.down) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    "wanted", ["layers.1", nn.Linear, "layers", ["layers.0", "layers.1"]], ids=str
+)
+def test_names_and_classes(wanted: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[1](self.layers[0](x))
+
+    with tritonamp.enable(model := Model(), level="O2", fp32_results=wanted, cast_outputs=None):
+        assert isinstance(model.layers[1], Fp32ResultsModule)
+        assert isinstance(model.layers[0], Fp32ResultsModule) == (wanted != "layers.1")
+        assert model(torch.randn(2, 4)).dtype is FP32
+    assert type(model.layers[1]) is nn.Linear
+
+
+def test_a_gradient_that_half_does_not_hold_becomes_inf(device: torch.device) -> None:
+    model = Around(nn.Linear(8, 8)).to(device)
+    with tritonamp.enable(model, level="O2", dtype=FP16, fp32_results=["m"], cast_outputs=None):
+        (model(torch.ones(2, 8, device=device)) * 1e5).sum().backward()
+    assert model.m.weight.grad.isinf().all()
+
+
+def test_in_other_modules_products_stay_half() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    seen = []
+    for layer in model:
+        layer.register_forward_hook(lambda m, args, output: seen.append(output.dtype))
+    with tritonamp.enable(model, level="O2", fp32_results=["1"]):
+        model(torch.randn(2, 4))
+        assert seen == [FP16, FP32, FP16]
+        # an FP32 module around it, and a block without casts, decide first
+        with tritonamp.disable_casts(), pytest.raises(RuntimeError, match="same dtype"):
+            model[1](torch.randn(2, 4))
+        assert model[1](torch.randn(2, 4).half()).dtype is FP16  # called alone
+
+
+def test_inside_an_fp32_module() -> None:
+    model = Around(nn.Sequential(nn.Linear(4, 4)))
+    fields = {"fp32_modules": ["m"], "fp32_results": ["m.0"]}
+    with tritonamp.enable(model, level="O2", **fields) as amp:
+        x = torch.randn(2, 4)
+        expected = F.linear(x, *(p.detach() for p in model.parameters()))
+        assert torch.equal(model(x), expected)
+        assert amp.policy.fp32_modules == ("m",)
+
+
+def test_attention_and_recurrent_layers_are_half() -> None:
+    attend = Formula(lambda m, x: F.scaled_dot_product_attention(x, x, x))
+    with tritonamp.enable(model := Around(attend), level="O2", fp32_results="m", cast_outputs=None):
+        assert model(torch.randn(3, 5, 6)).dtype is FP16
+
+
+@LEVELS
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_segment(level: str, reentrant: bool, device: torch.device) -> None:
+    class Segments(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inner(x)
+            return checkpoint(self.block, x, use_reentrant=reentrant) if wanted else self.block(x)
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def both(self, x: Tensor) -> Tensor:
+            dtypes.append((y := self.a(x)).dtype)
+            return self.b(torch.tanh(y))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.both, x, use_reentrant=reentrant) if wanted else self.both(x)
+
+    torch.manual_seed(0)
+    model, gradients = Segments().to(device), []
+    dtypes: list[torch.dtype] = []
+    x = torch.randn(4, 8, device=device)
+    with tritonamp.enable(model, level=level, fp32_results=["block.0", "inner"]):
+        for wanted in (False, True):
+            model.zero_grad()
+            model(x.clone().requires_grad_()).square().sum().backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+    assert dtypes == [FP32] * 3
+    for own, first, second in zip(dict(model.named_parameters()), *gradients, strict=True):
+        assert torch.equal(first, second), (own, (first - second).abs().max(), first.abs().max())
+
+
+def test_a_copy_and_disable() -> None:
+    model = Stretch(nn.LayerNorm)
+    amp = tritonamp.enable(model, level="O2", fp32_results=["down"])
+    x = 4 * torch.randn(2, 3, 8)
+    twin = copy.deepcopy(model)
+    assert twin(x).isfinite().all()
+    assert twin.seen["stream"] is FP32
+    assert twin.seen["normed"] is FP16
+    assert twin.down.weight.dtype is FP32
+    amp.disable()
+    assert twin(x).isfinite().all()
+    assert twin.seen["normed"] is FP16
+    del twin
+
+
+def test_rules_on_cuda_last_until_the_last_disable(cuda: Any) -> None:
+    plain, wide = (Around(nn.Linear(4, 4)).cuda() for _ in range(2))
+    first = tritonamp.enable(plain, level="O2")
+    assert not registration.has_products
+    second = tritonamp.enable(wide, level="O2", fp32_results=["m"], cast_outputs=None)
+    x = torch.randn(2, 4, device="cuda")
+    assert wide(x).dtype is FP32
+    assert plain.m(x.half()).dtype is FP16
+    second.disable()
+    first.disable()
+    assert not registration.libraries
+    assert not registration.has_products
+    with torch.autocast("cuda", FP16):
+        assert plain.m(x).dtype is FP16
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+def test_transforms_of_functions() -> None:
+    model = Around(nn.Linear(6, 6))
+    with tritonamp.enable(model, level="O2", fp32_results=["m"], cast_outputs=None):
+        x = torch.randn(3, 6)
+        expected = model(x)
+        torch.testing.assert_close(torch.func.vmap(model)(x), expected)
+        value, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        torch.testing.assert_close(value, expected)
+        weight = model.m.weight.detach().float()
+        torch.testing.assert_close(tangent, torch.ones(3, 6) @ weight.T, rtol=1e-3, atol=1e-3)
+
+
+def test_a_gradient_of_a_gradient() -> None:
+    model = Around(nn.Linear(6, 6, bias=False))
+    with tritonamp.enable(model, level="O1", fp32_results=["m"]):
+        x = torch.randn(3, 6, requires_grad=True)
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        first.square().sum().backward()
+    w = model.m.weight.detach().double()
+    twice = 2 * w.T @ w
+    expected = 2 * (x.detach().double() @ twice) @ twice
+    torch.testing.assert_close(x.grad.double(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+@LEVELS
+def test_compiled(level: str) -> None:
+    torch.manual_seed(0)
+    model, x = Stretch(LlamaRMSNorm), torch.randn(2, 3, 8)
+    with tritonamp.enable(model, level=level, fp32_results=["down"]):
+        expected = model(x)
+        expected.sum().backward()
+        gradients = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        compiled = torch.compile(model, backend="aot_eager")
+        found = compiled(x)
+        found.sum().backward()
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+        for p, g in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(p.grad, g, rtol=1e-2, atol=1e-2)
