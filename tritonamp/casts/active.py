@@ -16,7 +16,7 @@ from tritonamp.policy import Policy
 F = TypeVar("F", bound=Callable[..., Any])
 
 NO_RULES = 0  # the number for ``enter`` that stands for no rules
-MARKS = 1024  # changes of policy that a backward can look back on
+MARKS = 128  # changes of policy that a backward can look back on
 
 
 class ActivePolicy(NamedTuple):
