@@ -1,6 +1,5 @@
 """The rules of the op table: how each changes the arguments of an op, and its result."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -230,8 +229,14 @@ def norm_rule(stock: Stock, active: ActivePolicy, input: Tensor, *args: Any) -> 
 
 
 def running_norm_rule(
+    stock: Stock, active: ActivePolicy, input: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    result = _running_norm(stock, input, *args, **kwargs)
+    return _cast(result, norm_dtype(active.policy, input))
+
+
+def _running_norm(
     stock: Stock,
-    active: ActivePolicy,
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -241,10 +246,7 @@ def running_norm_rule(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if (written := norm_dtype(active.policy, input)) is not input.dtype:
-        wide = input, weight, bias, mean, var, updates, *args
-        plain = active._replace(policy=dataclasses.replace(active.policy, fp32_results=()))
-        return running_norm_rule(stock, plain, *wide, **kwargs).to(written)
+    """Return the norm in the dtype of the input, in FP32 where torch's kernels take no other."""
     own = (weight, bias, mean, var)
     found = set(floating_dtypes(own))
     if found - {input.dtype} and input.dtype in HALF_DTYPES and is_under_transforms():
