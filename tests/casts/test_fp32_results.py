@@ -382,7 +382,7 @@ def test_a_checkpointed_segment(level: str, reentrant: bool, device: torch.devic
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.inner(x)
-            return checkpoint(self.block, x, use_reentrant=reentrant) if wanted else self.block(x)
+            return self.block(x) if is_plain else checkpoint(self.block, x, use_reentrant=reentrant)
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -394,14 +394,15 @@ def test_a_checkpointed_segment(level: str, reentrant: bool, device: torch.devic
             return self.b(torch.tanh(y))
 
         def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.both, x, use_reentrant=reentrant) if wanted else self.both(x)
+            return self.both(x) if is_plain else checkpoint(self.both, x, use_reentrant=reentrant)
 
     torch.manual_seed(0)
     model, gradients = Segments().to(device), []
     dtypes: list[torch.dtype] = []
     x = torch.randn(4, 8, device=device)
     with tritonamp.enable(model, level=level, fp32_results=["block.0", "inner"]):
-        for wanted in (False, True):
+        for kept in (True, False):
+            is_plain = kept
             model.zero_grad()
             model(x.clone().requires_grad_()).square().sum().backward()
             gradients.append([p.grad.clone() for p in model.parameters()])

@@ -1,4 +1,4 @@
-"""Models with one product beyond float16, trained at O2 to FP32's loss, by either tier of repair."""
+"""Models with one product beyond float16, trained at O2 to FP32's loss by each tier of repair."""
 
 import copy
 import math
@@ -115,7 +115,9 @@ class DiT(nn.Module):
 def trained(model: nn.Module, level: str, **fields: Any) -> tuple[list[float], Any]:
     """Return the losses of a training, and facts of the handle."""
     adamw = torch.optim.AdamW(model.parameters(), 1e-2)
-    amp = tritonamp.enable(model, adamw, level=level, init_scale=2.0**12, **fields)
+    if level != "O0":
+        fields["init_scale"] = 2.0**10
+    amp = tritonamp.enable(model, adamw, level=level, **fields)
     data, losses = torch.Generator().manual_seed(1), []
     kept = torch.randn(8, 4, generator=data)
     for _ in range(STEPS):
@@ -136,25 +138,13 @@ def test_each_tier_trains_to_the_loss_of_fp32(kind: Any, tier: str) -> None:
     torch.manual_seed(0)
     model = kind()
     expected, _ = trained(copy.deepcopy(model), "O0")
-    plain, (skipped, _) = trained(copy.deepcopy(model), "O2")
+    plain, (skipped, held_before) = trained(copy.deepcopy(model), "O2")
     assert skipped > STEPS // 2  # there is something to repair
     assert math.isnan(plain[-1]) or math.isinf(plain[-1])
     found, (skipped, held) = trained(copy.deepcopy(model), "O2", **{TIERS[tier]: [kind.wrong]})
     assert skipped <= 2
     assert sum(expected[-5:]) < 0.7 * sum(expected[:5])
     assert sum(found[-5:]) == pytest.approx(sum(expected[-5:]), rel=0.05)
-    weights = model.get_submodule(kind.wrong).weight.numel()
-    halves = sum(p.numel() for m in model.modules() if not is_norm(m) for p in own(m))
-    norms = sum(p.numel() for m in model.modules() if is_norm(m) for p in own(m))
-    biases = model.get_submodule(kind.wrong).bias
-    wide = weights + (0 if biases is None else biases.numel())
+    wide = sum(p.numel() for p in model.get_submodule(kind.wrong).parameters())
     more = 2 * wide if tier == "FP32 module" else 0
-    assert held == 2 * halves + 4 * norms + more  # FP32 results keep no FP32 weights
-
-
-def own(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.parameters(recurse=False))
-
-
-def is_norm(module: nn.Module) -> bool:
-    return "Norm" in type(module).__name__
+    assert held == held_before + more  # FP32 results keep no FP32 weights
