@@ -1,4 +1,7 @@
-"""Largest magnitude and sum of squares of gradients, the basis of a step's decision. 2 B/param."""
+"""Largest magnitude and sum of squares of gradients, the basis of a step's decision. 2 B/param.
+
+The same pass can take a checksum of each tensor's bits.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -6,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._bit_sums import bit_sum, pattern, stacked
 from tritonamp.kernels._blocks import Scratch, block_size, cut, reused
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
@@ -14,21 +18,26 @@ from tritonamp.kernels._multi_tensor import TensorLists
 from tritonamp.kernels._plan import Plan
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped, build_name, shipped_lists
-from tritonamp.kernels._tables import Table, chunk_bounds, element_pointer
+from tritonamp.kernels._tables import DTYPES, Table, chunk_bounds, element_pointer
 from tritonamp.kernels._transfer import transfer
 from tritonamp.kernels.device import WARP_SIZE, tl, triton
 
 _WARPS = 4
 _STATS = "grad_stats"  # name of its launches in a plan
+_CHECKED = "checked_stats"
 _VECTORS = 4  # of 16 bytes that a thread waits for
 
 
 @triton.jit(do_not_specialize=("chunk", "before"))
 def grad_stats_kernel(
-    grads_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr, amax_ptr, square_ptr, chunk, before,
-    TYPE: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+    grads_ptr, numel_ptr, first_ptr, number_ptr, rows_ptr, amax_ptr, square_ptr, checksum_ptr,
+    chunk, before,
+    TYPE: tl.constexpr, CHECKSUM: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reduce one chunk to an integer maximum, which is exact in any order, and a partial sum."""
+    """Reduce one chunk to an integer maximum, which is exact in any order, and a partial sum.
+
+    CHECKSUM is the number of bits of an element, whose patterns are added up; 0: no checksum.
+    """
     row = tl.load(rows_ptr + tl.program_id(0))
     begin, whole, end = chunk_bounds(numel_ptr, first_ptr, row, tl.program_id(0), chunk, VEC)
     grads = element_pointer(grads_ptr, row, TYPE, VEC)
@@ -36,6 +45,9 @@ def grad_stats_kernel(
     # integers, whose maximum is exact in any order: one pass finds amax, inf and NaN
     largest = tl.zeros([BLOCK // VEC], tl.int32)  # of the VEC neighbours that one thread holds
     squares = tl.zeros([BLOCK // VEC], tl.float32)
+    if CHECKSUM:
+        # a chunk has at most 2^16 patterns for each sum
+        patterns = tl.zeros([BLOCK // VEC], tl.int32 if CHECKSUM == 16 else tl.int64)
     for at in range(begin, whole, BLOCK):
         g = tl.load(grads + at + j, mask=at + j < whole, other=0.0)
         # each thread reduces its own vector first, because that needs no exchange between threads
@@ -44,7 +56,11 @@ def grad_stats_kernel(
         # finite bfloat16 values may overflow here, so non-finite
         # gradients are found by magnitude alone
         squares += tl.sum(g.to(tl.float32) * g.to(tl.float32), 1)
+        if CHECKSUM:
+            patterns += tl.sum(pattern(g, TYPE, CHECKSUM), 1)
     amax, square = tl.max(largest, 0), tl.sum(squares, 0)
+    if CHECKSUM:
+        checksum = tl.sum(patterns.to(tl.int64), 0)
     if whole < end:
         rest = whole + tl.arange(0, VEC)
         g = tl.load(grads + rest, mask=rest < end, other=0.0)
@@ -52,40 +68,59 @@ def grad_stats_kernel(
         # behind a mask, or the sum would absorb the product as a
         # multiply-add, and lanes differ by an ulp
         square += tl.sum(tl.where(rest < end, g.to(tl.float32) * g.to(tl.float32), 0.0), 0)
+        if CHECKSUM:
+            checksum += tl.sum(pattern(g, TYPE, CHECKSUM), 0).to(tl.int64)
     # Chunks of a tensor meet in an integer maximum, which needs no order. A sum of floats would
     # depend on it, so each chunk keeps a sum of its own, and decide adds them in one order.
     tl.atomic_max(amax_ptr + tl.load(number_ptr + row), float_bits(amax, TYPE), sem="relaxed")
     tl.store(square_ptr + before + tl.program_id(0), square)
+    if CHECKSUM:
+        # a sum of integers modulo 2**64 needs no order, either
+        tl.atomic_add(checksum_ptr + tl.load(number_ptr + row), checksum, sem="relaxed")
 
 
 def grad_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor]:
+    amax, squares = _run(lists, device, _STATS)
+    return amax, squares
+
+
+def checked_stats_triton(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    amax, squares, checksums = _run(lists, device, _CHECKED)
+    return amax, squares, checksums
+
+
+def _run(lists: TensorLists, device: torch.device, name: str) -> tuple[Tensor, ...]:
     # gradients alone: other lists would be described and compared for nothing
     with lists.launches(names=("grads",)) as plan:
-        prepared = plan.prepared(_STATS, lambda: _prepared(lists, plan.tables))
+        prepared = plan.prepared(name, lambda: _prepared(lists, plan.tables, name))
         results = prepared.run()
     if len(results) == 1 and results[0][0].device == device:
         return results[0]
     # each device has zeros for the chunks of the others, so that sums are sums of disjoint parts
-    amaxes, sums = (torch.stack([transfer(r[k], device) for r in results]) for k in (0, 1))
-    return amaxes.amax(0), sums.sum(0)
+    amaxes, *sums = (
+        torch.stack([transfer(r, device) for r in rs]) for rs in zip(*results, strict=True)
+    )
+    return amaxes.amax(0), *(s.sum(0) for s in sums)
 
 
 class Prepared(NamedTuple):
     """The launches on the tables of one plan.
 
     Attributes:
-        results: largest magnitudes and sums of squares, for each device.
+        results: largest magnitudes, sums of squares and, if asked for, checksums, for each device.
         launches: launches that write the results.
     """
 
-    results: list[tuple[Tensor, Tensor]]
+    results: list[tuple[Tensor, ...]]
     launches: list[Launch]
 
-    def run(self) -> list[tuple[Tensor, Tensor]]:
+    def run(self) -> list[tuple[Tensor, ...]]:
         """Run the launches, and return the results."""
-        for amax, squares in self.results:
-            # atomics accumulate, so the maxima of the step before have to go
+        for amax, squares, *checksums in self.results:
+            # atomics accumulate, so the maxima and checksums of the step before have to go
             amax.zero_()
+            for checksum in checksums:
+                checksum.zero_()
             if len(self.results) > 1:
                 squares.zero_()  # other devices leave the chunks of this one empty
         for launch in self.launches:
@@ -99,30 +134,41 @@ def prepared_stats(plan: Plan) -> Prepared | None:
     return found
 
 
-def _prepared(lists: TensorLists, tables: Sequence[Table]) -> Prepared:
+def _prepared(lists: TensorLists, tables: Sequence[Table], name: str) -> Prepared:
     results, launches = [], []
     chunks = sum(t.chunks for t in tables)
     devices = dict.fromkeys(t.device for t in tables)
+    # memory of its own, because a decision may still wait for the results of ``grad_stats``
+    checked = name == _CHECKED
+    kept = "checked " if checked else ""
     for on in devices:
-        amax = lists.kept("amax", (lists.size,), torch.float32, on)
+        amax = lists.kept(f"{kept}amax", (lists.size,), torch.float32, on)
         # rounded up to powers of two, so that few sizes of persistent memory exist
         room = 1 << (chunks - 1).bit_length()
-        squares = lists.kept("squares", (room,), torch.float32, on)[:chunks]
-        results.append((amax, squares))
-        launches += [_launch_of(t, amax, squares) for t in tables if t.device == on]
+        squares = lists.kept(f"{kept}squares", (room,), torch.float32, on)[:chunks]
+        result: tuple[Tensor, ...] = amax, squares
+        if checked:
+            result = *result, lists.kept("checksums", (lists.size,), torch.int64, on)
+        results.append(result)
+        launches += [_launch_of(t, *result) for t in tables if t.device == on]
     return Prepared(results, launches)
 
 
-def _launch_of(t: Table, amax: Tensor, squares: Tensor) -> Launch:
+def _launch_of(t: Table, amax: Tensor, squares: Tensor, checksums: Tensor | None = None) -> Launch:
     # 16 bytes of a gradient for each load
-    per_vector = 4 if t.dtypes["grads"] is torch.float32 else 8
+    dtype = t.dtypes["grads"]
+    per_vector = 4 if dtype is torch.float32 else 8
     vec = per_vector if t.aligned else 1
-    operands, types = (amax.view(torch.int32), squares), (t.type("grads"),)
+    # of the gradient, which the interpreter may read as another type
+    bits = 0 if checksums is None or dtype is None else 8 * dtype.itemsize
+    # without a checksum no instruction touches the third operand
+    operands = amax.view(torch.int32), squares, squares if checksums is None else checksums
+    constants = t.type("grads"), bits
     # A thread waits for several loads at once: one vector at a time would
     # not fill the memory's pipeline.
     tile, sizes = WARP_SIZE * _WARPS * _VECTORS * vec, (t.before,)
     return t.launch_of(
-        grad_stats_kernel, ("grads",), operands, types, vec, sizes, tile=tile, num_warps=_WARPS
+        grad_stats_kernel, ("grads",), operands, constants, vec, sizes, tile=tile, num_warps=_WARPS
     )
 
 
@@ -150,6 +196,14 @@ def _norms(g: Tensor, device: torch.device, size: int, scratch: Scratch) -> list
     return [torch.linalg.vector_norm(part).to(device) for part in wide]
 
 
+def checked_stats_torch(lists: TensorLists, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    checksums = [torch.zeros((), dtype=torch.int64, device=device)] * lists.size
+    for i, grad in zip(lists.numbers, lists["grads"] if len(lists) else (), strict=True):
+        checksums[i] = transfer(bit_sum(grad), device)
+    amax, squares = grad_stats_torch(lists, device)
+    return amax, squares, stacked(checksums, device)
+
+
 def grad_stats(
     lists: TensorLists, device: torch.device, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -170,6 +224,45 @@ def grad_stats(
     )
 
 
+def checked_stats(
+    lists: TensorLists, device: torch.device, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of ``grad_stats`` and a checksum of each tensor, from one read.
+
+    Arguments are those of ``grad_stats``.
+
+    Returns:
+        amax and sums of squares, as ``grad_stats`` returns them; and checksums, int64 of shape
+        (lists.size,), as ``checksums`` describes them, which are 0 for a number without a tensor.
+        The next call for the same lists may overwrite them.
+    """
+    return CHECKED_STATS.run(
+        backend, lists.uses_triton(backend, CHECKED_STATS, ("grads",)), lists, device
+    )
+
+
+def checksums(tensors: Sequence[Tensor], device: torch.device, backend: str = "auto") -> Tensor:
+    """Return a checksum of the bits of each tensor. The host does not wait.
+
+    A checksum is the sum, modulo 2^64, of the bit patterns of the elements as signed integers. Its
+    bits depend neither on the order of the elements nor on device or backend. One flipped bit
+    always changes it. Of a sharded tensor this rank's part counts.
+
+    Args:
+        tensors: n dense tensors of any shapes, dtypes and devices.
+        device: device of the result.
+        backend: "auto", "triton" or "eager".
+
+    Returns:
+        checksums, int64 of shape (n,), in memory of their own.
+    """
+    lists = TensorLists(grads=tensors)
+    # the kernel takes the dtypes of gradients, and counts in the order of memory
+    if all(t.dtype in DTYPES for t in tensors) and lists.uses_triton(backend, CHECKED_STATS):
+        return CHECKED_STATS.run(backend, True, lists, device)[2]
+    return stacked([transfer(bit_sum(t), device) for t in lists["grads"]], device)
+
+
 GRAD_STATS = Implementations(
     grad_stats_triton,
     grad_stats_torch,
@@ -187,11 +280,25 @@ GRAD_STATS = Implementations(
     ],
 )
 
+CHECKED_STATS = Implementations(
+    checked_stats_triton,
+    checked_stats_torch,
+    [
+        ListSample(
+            lambda t, half: (TensorLists(grads=[x.to(half) for x in t]), t[0].device),
+            lambda _, stats: [stats[0], stats[1].sum(), stats[2]],
+            bytes=2,
+        )
+    ],
+)
+
 
 def shipped() -> Iterator[Shipped]:
-    """Yield calls for each dtype, aligned and not."""
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        for aligned in (True, False):
-            lists = shipped_lists(aligned, grads=dtype)
-            name = build_name("grad_stats", dtype, not aligned and "unaligned")
-            yield Shipped(name, grad_stats_triton, (lists, torch.device("cpu")))
+    """Yield calls for each dtype, aligned and not, without and with checksums."""
+    functions = {"grad_stats": grad_stats_triton, "checked_stats": checked_stats_triton}
+    for what, function in functions.items():
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            for aligned in (True, False):
+                lists = shipped_lists(aligned, grads=dtype)
+                name = build_name(what, dtype, not aligned and "unaligned")
+                yield Shipped(name, function, (lists, torch.device("cpu")))

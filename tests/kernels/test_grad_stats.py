@@ -12,7 +12,7 @@ from tritonamp.kernels._launch import Launch
 from tritonamp.kernels._magnitudes import float_bits, magnitude
 from tritonamp.kernels._multi_tensor import Memory, TensorLists
 from tritonamp.kernels.device import INTERPRETED, tl, triton
-from tritonamp.kernels.grad_stats import grad_stats
+from tritonamp.kernels.grad_stats import checked_stats, checksums, grad_stats
 
 pytestmark = numpy_warns
 
@@ -294,3 +294,104 @@ def test_each_gradient_is_read_once(
     numel = sum(map(len, grads))
     assert traffic.read == numel * dtype.itemsize + programs * (4 + 4 * 8)
     assert traffic.written == programs * 8
+
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def exact_checksum(x: Tensor) -> int:
+    """Patterns added up by Python, as signed 64 bits."""
+    bits = (torch.view_as_real(x) if x.is_complex() else x).cpu()
+    total = sum(bits.view(INTEGERS[bits.element_size()]).flatten().tolist())
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("programs", [_device_tables.PROGRAMS, 1])
+@pytest.mark.parametrize("place", [lambda x: x, unaligned], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_checksums_add_up_bit_patterns(
+    device: torch.device,
+    backend: str,
+    dtype: torch.dtype,
+    place: Any,
+    programs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the chunks: the same bits, also of inf, NaN with payload and subnormal numbers."""
+    monkeypatch.setattr(_device_tables, "PROGRAMS", programs)
+    grads = [torch.randn(shape).to(dtype) for shape in SHAPES]
+    grads[-1].view(INTEGERS[dtype.itemsize]).random_()
+    expected = [exact_checksum(grad) for grad in grads]
+    grads = [place(grad.to(device)) for grad in grads]
+    result = checksums(grads, device, backend)
+    assert (result.dtype, result.device.type) == (torch.int64, device.type)
+    assert result.tolist() == expected
+
+
+@pytest.mark.parametrize("at", [0, 7, 511, 2047, 2048, 4096, 4106])
+@pytest.mark.parametrize("dtype", KERNELS_TAKE, ids=str)
+def test_one_flipped_bit_changes_the_checksum(
+    device: torch.device, backend: str, dtype: torch.dtype, at: int
+) -> None:
+    """Each bit of an element, at the ends of tiles, chunks and vectors."""
+    bits, kind = 8 * dtype.itemsize, INTEGERS[dtype.itemsize]
+    grad = torch.randn(4107).to(dtype)
+    flips = []
+    for k in range(bits):
+        flipped = grad.clone()
+        flipped.view(kind)[at] ^= -(1 << k) if k == bits - 1 else 1 << k
+        flips.append(flipped.to(device))
+    first, *others = checksums([grad.to(device), *flips], device, backend).tolist()
+    assert [abs(other - first) for other in others] == [1 << k for k in range(bits)]
+
+
+@pytest.mark.parametrize("dtype", KERNELS_TAKE, ids=str)
+def test_the_order_of_elements_leaves_the_checksum(
+    device: torch.device, backend: str, dtype: torch.dtype
+) -> None:
+    """Permuted, transposed, with gaps."""
+    grad = torch.randn(60, 70, device=device).to(dtype)
+    wide = torch.zeros(60, 140, device=device, dtype=dtype)
+    wide[:, ::2] = grad
+    shuffled = grad.flatten()[torch.randperm(4200, device=device)]
+    grads = [grad, grad.t(), grad.t().contiguous(), wide[:, ::2], wide, shuffled]
+    assert len(set(checksums(grads, device, backend).tolist())) == 1
+
+
+def test_checksums_of_other_dtypes(device: torch.device, backend: str) -> None:
+    """Complex numbers, also conjugated; integers; nothing."""
+    z = torch.randn(5, dtype=torch.complex64)
+    tensors = [z, z.conj(), z.conj().imag, torch.arange(7), torch.ones(3, dtype=torch.bool)]
+    expected = [exact_checksum(t.resolve_conj().resolve_neg()) for t in tensors[:-1]] + [3]
+    found = checksums([t.to(device) for t in tensors], device, backend)
+    assert found.tolist() == expected
+    assert checksums([], device, backend).shape == (0,)
+    mixed = [torch.ones(2, device=device, dtype=dtype) for dtype in DTYPES]
+    assert checksums(mixed, device, backend).tolist() == list(map(exact_checksum, mixed))
+
+
+def test_checked_stats_are_stats_with_checksums(device: torch.device, backend: str) -> None:
+    """The bits of ``grad_stats``, in other memory than its results."""
+    memory, grads = Memory(), [torch.randn(n, device=device) for n in (3, 4100)]
+    lists = TensorLists(memory=memory, numbers=[1, 3], size=4, grads=grads)
+    amax, squares = grad_stats(lists, device, backend)
+    kept = amax.clone(), squares.clone()
+    for _ in range(2):  # nothing is left of the call before
+        *stats, sums = checked_stats(lists, device, backend)
+        assert all(map(torch.equal, stats, kept))
+        assert sums.tolist() == [0, exact_checksum(grads[0]), 0, exact_checksum(grads[1])]
+    assert all(
+        ours.data_ptr() != s.data_ptr() for ours, s in zip((amax, squares), stats, strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_checksum_reads_no_gradient_again(
+    triton_device: torch.device, traffic: Any, dtype: torch.dtype
+) -> None:
+    """One number more of its row (8 bytes) for each program, and an atomic sum."""
+    grads = [torch.ones(n, dtype=dtype, device=triton_device) for n in (5, 511, 4096, 8200)]
+    programs = sum(-(-len(grad) // 4096) for grad in grads)
+    checked_stats(TensorLists(grads=grads), triton_device, "triton")
+    assert traffic.read == sum(map(len, grads)) * dtype.itemsize + programs * (4 + 5 * 8)
+    assert traffic.written == programs * 16
