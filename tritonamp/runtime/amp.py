@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from tritonamp.amp_state import ResumeState, parse_state
 from tritonamp.casts import copies, dispatch
@@ -355,6 +356,60 @@ class Amp:
                 "got one after the step, which has used these gradients"
             )
         return pending or parts.optimizers
+
+    def after_step(
+        self,
+        function: Callable[[Tensor], Any],
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    ) -> RemovableHandle:
+        """Call a function after each ``optimizer.step()`` that has gradients, taken or skipped.
+
+        ::
+
+            def shrink(taken):
+                factor = torch.where(taken, 0.99, 1.0)  # no write at a skip, and no wait
+                for name, master in amp.named_master_params():
+                    master.mul_(factor)
+
+            handle = amp.after_step(shrink)
+
+        The function runs under ``torch.no_grad()``, also in loops that call ``scaler.step``, once
+        per step and not per micro-batch. It may write to parameters and masters. The half
+        parameters follow before ``optimizer.step()`` returns, and ``changes`` and ``ema`` see the
+        new values. Ask for masters inside of the function: packed and offloaded ones are given up
+        when it returns. Ranks must write the same values, or each those of its shards.
+
+        An exception of a function leaves the step, and the writes so far, as they are. Later
+        functions do not run then. None runs if the step itself raises, as with
+        ``on_nonfinite="raise"``.
+
+        Args:
+            function: function of one 0-d bool tensor on the device of the gradients, False if the
+                step was skipped. Reading it on the host waits for the device.
+            optimizer: the optimizer, or the optimizers, after whose steps it is called; None: all.
+
+        Returns:
+            a handle whose ``remove()`` ends the calls, as ``disable`` does.
+
+        Raises:
+            ValueError: ``function`` cannot be called, or an optimizer is not enabled here.
+            RuntimeError: the model was enabled without an optimizer, or was disabled; or a CUDA
+                graph has captured a step, and its replays run no Python. With a function, a step
+                inside of a capture raises.
+        """
+        self._check_enabled("after_step")
+        optimizers = self._check_fed(optimizer)
+        if not callable(function):
+            raise ValueError(
+                "function: expected a function of one tensor (taken), got "
+                f"{type(function).__name__}"
+            )
+        if any(self._parts.stepper.outcomes[o].captured for o in optimizers):
+            raise RuntimeError(
+                "amp.after_step: expected a call without CUDA graphs of optimizer.step(), got one "
+                "after a capture, whose replays run no Python: call the function after each replay"
+            )
+        return self._parts.stepper.after_step.add(function, optimizers)
 
     @between_graphs
     @leaves_inference_mode
@@ -855,6 +910,7 @@ class Amp:
         if self._ranges is not None:
             self._ranges.remove()
         self._parts.live_faults.decided()
+        self._parts.stepper.after_step.hooks.clear()
         for optimizer, weights in self._parts.weights.items():
             weights.refresh()
             if self.policy.scales_loss and not weights.has_true_gradients:

@@ -38,6 +38,7 @@ from tritonamp.kernels.device import Backend
 from tritonamp.names import parameter_names, tensor_names
 from tritonamp.policy import HALF_DTYPES, Policy
 from tritonamp.scaler import GradScaler
+from tritonamp.step.after_step import AfterStep
 from tritonamp.step.decision_log import DecisionLog
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
 from tritonamp.step.forwards import Forwards
@@ -209,6 +210,7 @@ class Parts:
             self.asleep,
             offload,
             request.around_step,
+            AfterStep(self.fp32_values),
         )
         self.schedulers = SchedulerSteps(self.stepper.outcomes, self.decisions, ranks)
         self.sleep = Sleep(self.models, self.stepper)

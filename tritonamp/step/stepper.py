@@ -15,6 +15,7 @@ from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._update_lists import UpdateLists
 from tritonamp.policy import Policy
 from tritonamp.scaler import GradScaler
+from tritonamp.step.after_step import AfterStep
 from tritonamp.step.decision import Decision, Phase
 from tritonamp.step.early import EarlyDecisions
 from tritonamp.step.fused import FusedStep
@@ -61,9 +62,10 @@ class Stepper:
         asleep: record of the tensors that are away from the device.
         offload: host memory of masters and optimizer state; None: they are on the device.
         around_step: function that makes a context manager for each step of an optimizer, or None.
+        after_step: the user's functions after each step.
 
     Attributes:
-        scaler, pending, asleep, offload, around_step: the arguments.
+        scaler, pending, asleep, offload, around_step, after_step: the arguments.
         weights: optimizer to its master weights.
         early: maker of decisions that the user asks for before the step.
         outcomes: step outcomes by optimizer.
@@ -81,6 +83,7 @@ class Stepper:
         asleep: Asleep,
         offload: Offload | None,
         around_step: Callable[[Optimizer], AbstractContextManager[Any]] | None,
+        after_step: AfterStep,
     ) -> None:
         self.scaler = scaler
         self.pending = pending
@@ -88,6 +91,7 @@ class Stepper:
         self.asleep = asleep
         self.offload = offload
         self.around_step = around_step
+        self.after_step = after_step
         self.early = EarlyDecisions(pending)
         self.outcomes = {optimizer: StepOutcomes() for optimizer in weights}
         self._policy = policy
@@ -145,6 +149,8 @@ class Stepper:
             # before any decision, which a refused step would leave behind
             self.offload.refuse_capture()
         w = self.weights[optimizer]
+        if self.after_step.hooks:
+            self.after_step.check_capture(w.parameters())
         decisions = self.pending.decisions_of(optimizer, moves_scale=not by_scaler)
         if not decisions:
             self._idle.note(w, sum(outcomes.tried for outcomes in self.outcomes.values()))
@@ -169,7 +175,11 @@ class Stepper:
         # Every other policy reads the outcome on the host. "skip" never waits for the device.
         if self._policy.on_nonfinite != "skip":
             self._answer(decisions, by_scaler)
-        return found_inf_of(decisions)
+        found_inf = found_inf_of(decisions)
+        # last: the response may heal modules, or replay the batch on the weights of the step
+        if self.after_step.hooks:
+            self.after_step.run(optimizer, found_inf)
+        return found_inf
 
     def state_of(self, optimizer: Optimizer) -> str:
         """Return the format of an optimizer's state, among ``policy.STATES``."""
