@@ -145,7 +145,7 @@ def test_thousands_of_steps_with_faults_of_all_kinds(
     assert (stats["steps"], stats["scale_overflows"]) == (causes.count(None), of_scale)
     assert stats["forward_faults"] == causes.count("data") + causes.count("forward fault")
     assert raised + len(causes) == STEPS[level, optimizer]
-    assert {f.kind for f in injector.injected} == set(KINDS)
+    assert {f.kind for f in injector.injected} == set(KINDS) - {"bitflip"}
     assert {"data", "forward fault", "scale overflow", "backward fault", "scale exhausted"} <= set(
         causes
     )

@@ -1,14 +1,11 @@
-"""Injected faults, for tests of a training loop's reaction to them.
-
-tritonamp itself does not import this module: ``import tritonamp.testing``.
-"""
+"""Hooks that let faults happen in steps of a training loop."""
 
 import contextlib
 import functools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,71 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tritonamp.kernels import _implementations
+from tritonamp.testing.bits import IN_BACKWARD, OF_MODEL, flip_bit, flip_stored, state_of
+from tritonamp.testing.faults import CAUSES, IN_STEP, KINDS, Fault
 
-CAUSES: Mapping[str, tuple[str, ...]] = {
-    "batch": ("data",),
-    "loss": ("forward fault",),
-    "overflow": ("forward fault",),
-    "gradient": ("scale overflow", "backward fault", "scale exhausted"),
-    "scale": ("scale overflow", "backward fault", "scale exhausted"),
-    "missing gradient": (),
-    "error in forward": (),
-    "error in backward": (),
-    "error in step": (),
-    "out of memory": (),
-}
-"""Kind of a fault to the causes that ``amp.history`` may name for the step; (): no cause, because
-the step is taken or the loop gets an exception.
-"""
-
-KINDS = tuple(CAUSES)
-_IN_STEP = ("error in step", "out of memory")
 _TOO_LARGE = 2.0 * 65504  # for float16, not for FP32
 
 
 class InjectedError(RuntimeError):
     """The error that a ``FaultInjector`` raises on purpose."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault in one step.
-
-    Attributes:
-        kind: one of ``KINDS``.
-
-            - "batch": one number of the model's first floating input becomes ``value``;
-            - "loss": the tensor that is given to ``FaultInjector.loss`` becomes ``value``;
-            - "overflow": one number of the output of module ``place`` becomes ``value``;
-            - "gradient": one number of the gradient of parameter ``place`` becomes ``value``; the
-              loss is finite;
-            - "scale": in the backward, at the output of module ``place``, one number becomes too
-              large for float16;
-            - "missing gradient": the gradient of parameter ``place`` becomes None;
-            - "error in forward", "error in backward": module ``place`` raises ``InjectedError``;
-            - "error in step", "out of memory": ``optimizer.step`` raises ``InjectedError``, or
-              ``torch.OutOfMemoryError``.
-        place: name of a module or parameter.
-        value: inf or NaN.
-        step: number of the step in ``amp.history``; if the step raised, the number of the next
-            attempt.
-    """
-
-    kind: str
-    place: str = ""
-    value: float = math.nan
-    step: int = 0
-
-    @property
-    def raises(self) -> bool:
-        """Whether the loop gets an exception instead of a step or a skip."""
-        return self.kind.startswith("error") or self.kind == "out of memory"
-
-    @property
-    def causes(self) -> tuple[str, ...]:
-        """The causes that ``amp.history`` may name for the step; (): no cause."""
-        return CAUSES[self.kind]
 
 
 class FaultInjector:
@@ -110,11 +50,13 @@ class FaultInjector:
         optimizer: the optimizer; only the ``KINDS`` that raise in its step need it.
         rate: probability of a fault in a step.
         seed: seed for kinds, places and steps of the faults.
-        kinds: kinds to choose from; None: all (without ``optimizer``, those that need none).
+        kinds: kinds to choose from; None: all but "bitflip", whose outcome is not certain (without
+            ``optimizer``, those that need none).
 
     Attributes:
-        injected: faults that happened, in order. A fault that could not happen (its module was not
-            run, the batch holds integers) is not listed.
+        injected: faults that happened, in order, a "bitflip" with its ``bit`` and ``element``. A
+            fault that could not happen (its module was not run, the batch holds integers, the
+            optimizer has no such state yet) is not listed.
 
     Raises:
         ValueError: a rate outside 0 to 1, or an unknown kind.
@@ -132,7 +74,8 @@ class FaultInjector:
         if not 0.0 <= rate <= 1.0:
             raise ValueError(f"rate: expected 0 to 1, got {rate}")
         if kinds is None:
-            kinds = [kind for kind in KINDS if optimizer is not None or kind not in _IN_STEP]
+            certain = [kind for kind in KINDS if not Fault(kind).may_pass]
+            kinds = [kind for kind in certain if optimizer is not None or kind not in IN_STEP]
         self.injected: list[Fault] = []
         self._model = model
         self._optimizer = optimizer
@@ -158,7 +101,8 @@ class FaultInjector:
             the fault; None: this step has none.
 
         Raises:
-            ValueError: ``fault`` is of an unknown kind, or at a place that the model does not have.
+            ValueError: ``fault`` is of an unknown kind, at a place that the model does not have, or
+                of a bit or element that the tensor does not have.
             RuntimeError: ``fault`` did not happen, because its place was not reached.
         """
         if fault is not None:
@@ -168,6 +112,9 @@ class FaultInjector:
         self._happened = False
         handles = [] if self._due is None else self._register_hooks(self._due)
         try:
+            if self._due is not None and self._due.kind == "bitflip":
+                flip = functools.partial(self._flip, self._due)
+                flip_stored(self._model, self._optimizer, self._due, flip)
             yield self._due
             self._steps += 1
         finally:
@@ -191,28 +138,43 @@ class FaultInjector:
             raise ValueError(
                 f"kind: expected one of {', '.join(map(repr, KINDS))}, got {fault.kind!r}"
             )
-        if fault.kind in _IN_STEP and self._optimizer is None:
+        if fault.kind in IN_STEP and self._optimizer is None:
             raise ValueError(f"{fault.kind!r} needs the optimizer: FaultInjector(model, optimizer)")
-        names = self._places_for(fault.kind)
+        if fault.kind == "bitflip" and fault.target not in OF_MODEL and self._optimizer is None:
+            raise ValueError(
+                f"a bit of {fault.target!r} needs the optimizer: FaultInjector(model, optimizer)"
+            )
+        names = self._places_for(fault.kind, fault.target)
         if fault.place and fault.place not in names:
             raise ValueError(
                 f"place: expected for {fault.kind!r} one of {names}, got {fault.place!r}"
             )
 
-    def _places_for(self, kind: str) -> list[str]:
-        if kind in ("gradient", "missing gradient"):
-            return [name for name, param in self._model.named_parameters() if param.requires_grad]
-        if kind in ("overflow", "scale", "error in forward", "error in backward"):
+    def _places_for(self, kind: str, target: str = "gradient") -> list[str]:
+        of_module = "overflow", "scale", "error in forward", "error in backward"
+        if kind in of_module or (kind, target) == ("bitflip", "backward"):
             return [name for name, _ in self._model.named_modules()]
+        if kind in ("gradient", "missing gradient", "bitflip"):
+            return [name for name, param in self._model.named_parameters() if param.requires_grad]
         return []
 
     def _draw_fault(self) -> Fault | None:
         if self._random.random() >= self._rate:
             return None
         kind = self._random.choice(self._kinds)
+        if kind == "bitflip":
+            return self._draw_flip()
         place = self._random.choice(self._places_for(kind) or [""])
         value = self._random.choice([math.inf, math.nan])
         return Fault(kind, place, math.inf if kind == "overflow" else value)
+
+    def _draw_flip(self) -> Fault:
+        place = self._random.choice(self._places_for("bitflip") or [""])
+        state = state_of(self._model, self._optimizer, place)
+        target = self._random.choice([*OF_MODEL, *state])
+        if target == "backward":
+            place = self._random.choice(self._places_for("bitflip", target))
+        return Fault("bitflip", place, target=target)
 
     def _register_hooks(self, fault: Fault) -> list[Any]:
         """Register the hooks that let the fault happen, and return their handles."""
@@ -227,10 +189,14 @@ class FaultInjector:
             return []
         if fault.kind == "batch":
             return [model.register_forward_pre_hook(spoil_inputs, with_kwargs=True)]
-        if fault.kind in _IN_STEP:
+        if fault.kind in IN_STEP:
             assert optimizer is not None
             return [optimizer.register_step_pre_hook(raise_fault)]
-        if fault.kind in ("gradient", "missing gradient"):
+        if fault.kind == "bitflip" and fault.target not in IN_BACKWARD:
+            return []
+        if fault.kind in ("gradient", "missing gradient") or (
+            fault.kind == "bitflip" and fault.target == "gradient"
+        ):
             param = model.get_parameter(fault.place)
             spoil_gradient = functools.partial(self._spoil_gradient, fault)
             return [param.register_post_accumulate_grad_hook(spoil_gradient)]
@@ -257,7 +223,9 @@ class FaultInjector:
 
     def _spoil_gradient(self, fault: Fault, param: Tensor) -> None:
         assert param.grad is not None
-        if fault.kind == "missing gradient":
+        if fault.kind == "bitflip":
+            self._flip(fault, param.grad)
+        elif fault.kind == "missing gradient":
             self._happened = True
             param.grad = None
         elif param.grad.numel():
@@ -271,6 +239,9 @@ class FaultInjector:
                 return grad
             if fault.kind == "error in backward":
                 self._raise_fault(fault)
+            if fault.kind == "bitflip":
+                self._flip(fault, grad := grad.clone())
+                return grad
             return (grad.float() + self._zeros_but_one(grad, _TOO_LARGE)).to(grad.dtype)
 
         for leaf in tree_flatten(output)[0]:
@@ -278,19 +249,20 @@ class FaultInjector:
                 leaf.register_hook(spoil)  # goes with this step's graph
                 return
 
+    def _flip(self, fault: Fault, tensor: Tensor) -> None:
+        """Flip a bit of ``tensor``, once, and note which."""
+        if self._due is not fault or not tensor.numel():
+            return
+        bits = 8 * tensor.dtype.itemsize
+        bit = self._random.randrange(bits) if fault.bit is None else fault.bit
+        drawn = self._random.randrange(tensor.numel())
+        element = drawn if fault.element is None else fault.element
+        flip_bit(tensor, element, bit)
+        self._due, self._happened = replace(fault, bit=bit, element=element), True
+
     def _zeros_but_one(self, tensor: Tensor, value: float) -> Tensor:
         """Return FP32 zeros of the shape of ``tensor``, with one number replaced by ``value``."""
         self._happened = True
         spoiled = torch.zeros(tensor.numel(), device=tensor.device)
         spoiled[self._random.randrange(tensor.numel())] = value
         return spoiled.view(tensor.shape)
-
-
-def compile_failure() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which no Triton kernel can be compiled, nor run if compiled earlier.
-
-    Under ``backend="auto"`` each operation warns once, and runs in eager torch for the rest of the
-    block; ``amp.stats()["kernel_failures"]`` lists the operations. ``backend="triton"`` raises.
-    Nothing changes where kernels do not run (no NVIDIA GPU).
-    """
-    return _implementations.compile_failure()
