@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp.diagnosis.kept_buffers import RUNNING
+from tritonamp.diagnosis.odd_values import odd_moments, odd_weights, told
 from tritonamp.diagnosis.overflows import cause_of_overflow, why_overflow
 from tritonamp.diagnosis.replay.faults import BFLOAT16, WHOLE, listed, number
 from tritonamp.diagnosis.skips import NO_STEPS, Cause, Explanation, Skip, Steps, Writer
@@ -36,6 +37,10 @@ def find_cause(
         parameters: names of the parameters and buffers.
         steps: known facts of the steps before the skip.
     """
+    if skip.outcome in (OUTLIER, HUGE):
+        found = _in_values(skip, parameters, steps)
+        if found is not None:
+            return found
     if skip.outcome == OUTLIER:
         why = f"{_why_outlier(skip.outlier)}. {Cause.OUTLIER.advice}"
         return Explanation(skip, Cause.OUTLIER, why)
@@ -48,6 +53,7 @@ def find_cause(
     if skip.outcome == FAULT:
         fault = (
             _in_data(skip, batches)
+            or _in_values(skip, parameters, steps)
             or _in_steps(skip, parameters, steps)
             or _in_forward(skip, bool(batches))
         )
@@ -66,9 +72,10 @@ def _in_gradients(
         return found
     cause = cause_of_overflow(skip, names)
     if cause is not Cause.SCALE:
-        found = _in_steps(skip, parameters, steps)
+        found = _in_values(skip, parameters, steps) or _in_steps(skip, parameters, steps)
     elif skip.before:  # a step was taken, which may have spoilt the weights
         found = _in_growth(skip, steps)
+        found = found and (_in_values(skip, parameters, steps) or found)
     reason = why_overflow(skip, names, cause)
     search = cause.advice if cause is Cause.BACKWARD else ""
     return found or Explanation(skip, cause, reason, names, search=search)
@@ -102,6 +109,27 @@ def _of_squares(skip: Skip) -> Explanation:
     return Explanation(skip, Cause.HUGE, reason, names)
 
 
+def _in_values(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Explanation | None:
+    """Search the weights for single values that no training makes."""
+    found = odd_weights(steps.writers, parameters)
+    # other code wrote an inf or NaN if the parameters were not as a step left them
+    odd = [value for value in found if skip.wrote or math.isfinite(value.value)]
+    if not odd:
+        return None
+    names = dict.fromkeys(value.name for value in odd)
+    writer = _writer(skip, [*names], steps.writers)
+    lr = None if writer is None else writer.lr
+    if writer is not None and (writer.zero_eps is not None or not math.isfinite(lr or 0.0)):
+        return None  # the step divides by 0
+    moments = [value for value in odd_moments(steps.writers) if value.name in names]
+    reason = told(odd, steps.writers, _since(skip), moments)
+    return Explanation(skip, Cause.PARAMETERS, reason, tuple(names))
+
+
+def _since(skip: Skip) -> str:
+    return f"since step {skip.since}" if skip.since < skip.step else f"at step {skip.step}"
+
+
 def _in_steps(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Explanation | None:
     """Search the parameters, as earlier steps left them, for the cause."""
     names = _nonfinite((p, name) for p, name in parameters.items() if isinstance(p, nn.Parameter))
@@ -110,7 +138,6 @@ def _in_steps(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Exp
     divergence = None if rounds_eps else _in_growth(skip, steps)
     if divergence is not None or not names:
         return divergence
-    when = f"since step {skip.since}" if skip.since < skip.step else f"at step {skip.step}"
     advice = _too_large(skip, names, steps.writers) or Cause.PARAMETERS.advice_of(skip)
     if writer is not None:
         advice = (
@@ -118,7 +145,7 @@ def _in_steps(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Exp
             "last good checkpoint."
         )
     reason = (
-        f"{len(names)} parameter(s) of the model were inf or NaN already, seen {when}: "
+        f"{len(names)} parameter(s) of the model were inf or NaN already, seen {_since(skip)}: "
         f"{listed(names)}. {advice}"
     )
     return Explanation(skip, Cause.PARAMETERS, reason, tuple(names))

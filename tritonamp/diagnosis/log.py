@@ -15,6 +15,7 @@ from tritonamp.diagnosis.clipping import WHY_ZERO
 from tritonamp.diagnosis.divergence import Fp32Run, Growth, WeightSizes, growth_of
 from tritonamp.diagnosis.fault_counts import is_power_of_two
 from tritonamp.diagnosis.history import History
+from tritonamp.diagnosis.odd_values import odd_moments, odd_weights, told
 from tritonamp.diagnosis.records import StepRecord
 from tritonamp.diagnosis.skips import Cause, Explanation, Overflow, Skip, Steps, Writer
 from tritonamp.diagnosis.terms import IN_A_LOOP, Terms
@@ -225,13 +226,17 @@ class StepLog:
         return self.history.records[-1].scale if self.history.records else 1.0
 
     def drift(self) -> str:
-        """Return a text if the last steps trained nothing, or training has diverged; else "".
+        """Return a text if the last steps trained nothing or have diverged; else "".
 
-        Reads the device.
+        Values out of all proportion have such a text, too. Reads the device.
         """
         self.collect(wait=True)
         if self.history.last_taken < 0:
             return ""
+        writers = self._model_names.writers()
+        odd = odd_weights(writers, self._model_names.tensors()) + odd_moments(writers)
+        if odd:
+            return told(odd, writers)
         if self.history.zeros:
             steps = f"{self.history.zeros} steps" if self.history.zeros > 1 else "step"
             return f"all gradients of the last {steps} were 0, which trained nothing. {WHY_ZERO}."

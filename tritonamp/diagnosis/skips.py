@@ -3,7 +3,7 @@
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,6 +115,8 @@ class Writer(NamedTuple):
     least_eps: float = 1e-8  # an eps that its step can divide by
     decay: float | None = None  # weight_decay, if each step takes lr * weight_decay of a weight
     master: Tensor | None = None  # the FP32 values of a half parameter
+    optimizer: Any = None
+    stepped: Tensor | None = None  # the tensor in the groups of the optimizer
 
     def __str__(self) -> str:
         return self.name if self.lr is None else f"{self.name}, lr={self.lr:g}"

@@ -297,6 +297,8 @@ class _Names(NamedTuple):
                 least_eps(optimizer, master.dtype),
                 decay_of(optimizer, group),
                 None if master is param else to_local(master),
+                optimizer,
+                master,
             )
             for optimizer, w in self.weights.items()
             for param, master, group in w.masters.with_groups()
