@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tritonamp.casts.dispatch import registration
 from tritonamp.casts.enabled_module import Fp32ResultsModule
 
 F = nn.functional
+README = Path(tritonamp.__file__).parent / "casts" / "README.md"
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
 HALVES = pytest.mark.parametrize("half", [FP16, BF16], ids=str)
@@ -297,6 +299,41 @@ def test_further_results_of_a_norm_stay() -> None:
     assert total.dtype is FP32
     assert total.isfinite().all()
     assert total.abs().max() > 65504
+
+
+class Block(nn.Module):
+    """The residual block of casts/README.md between two layers."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.first, self.norm, self.up = nn.Linear(n, n), nn.LayerNorm(n), nn.Linear(n, 4 * n)
+        self.down, self.after, self.last = nn.Linear(4 * n, n), nn.LayerNorm(n), nn.Linear(n, n)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        return self.last(self.after(x))
+
+
+@pytest.mark.parametrize("tier", ["half", "`fp32_results`", "`fp32_modules`"])
+def test_bytes_of_the_readme(tier: str, fake_cuda: Any) -> None:
+    pytest.importorskip("matplotlib")  # as for all of bench/
+    import model_counts
+    import traffic
+
+    model, x = Block(64).cuda(), torch.randn(1024, 64).half().cuda()
+    fields = {} if tier == "half" else {tier.strip("`"): ["down"]}
+    with (
+        model_counts.as_if_large(),
+        tritonamp.enable(model, level="O2", dtype=FP16, cast_outputs=None, **fields),
+    ):
+        fake_cuda.observer = found = traffic.Traffic([])
+        y = model(x)
+        y.backward(torch.ones_like(y))
+        moved = sum(found.total().values()) / x.numel()
+        kept = model.down.weight.element_size()
+    line = [r for r in README.read_text().splitlines() if r.startswith(f"| {tier} |")][-1]
+    assert [cell.strip() for cell in line.split("|")[2:4]] == [f"{moved:.0f}", str(kept)]
 
 
 @HALVES
