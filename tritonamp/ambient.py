@@ -96,6 +96,9 @@ class AmbientWatch:
     32nd forward after eight readings without a change, until a reading finds one. The first forward
     that draws is still recorded right. Up to 31 forwards after that one are not, and draw other
     numbers if they run again. While autocast is off, changes of its dtypes are not recorded.
+
+    Attributes:
+        is_exact: whether the last record has generators of the CPU that were read for it.
     """
 
     STILL = 8  # readings without a change, after which generators are read seldom
@@ -106,9 +109,11 @@ class AmbientWatch:
         self._plain: AmbientState | None = None  # with these, without autocast
         self._still = 0
         self._wait = 0  # forwards until the generators are read again
+        self.is_exact = True
 
     def now(self, gpus: Sequence[torch.device]) -> AmbientState:
         """Return the record of this moment, with the generators of these CUDA devices."""
+        self.is_exact = not self._wait
         if self._wait:
             self._wait -= 1
         else:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from tritonamp.diagnosis.repeats import Repeat, repeat_of_all
 from tritonamp.diagnosis.replay import FaultReport
 from tritonamp.diagnosis.skips import Cause, Explanation, ranks_in_words
 
@@ -15,6 +16,12 @@ class Finding(NamedTuple):
 
     report: str  # text
     faults: Sequence[FaultReport] = ()  # the fault to blame first; one for each faulty rank
+    repeat: Repeat | None = None  # verdict on bits; None: bits were not compared, or not known
+
+    @property
+    def clears_code(self) -> bool:
+        """Whether neither batch, model nor loss is to blame."""
+        return not self.faults and self.repeat is not None and self.repeat.clears_code
 
 
 def explanation_of_all(found: Mapping[int, Explanation]) -> Explanation:
@@ -31,13 +38,17 @@ def finding_of_all(found: Mapping[int, Finding]) -> Finding:
     """Return one report of the findings of all ranks, each in its own batches.
 
     It is the report of the first fault; silent faults come last. Each other fault follows in one
-    line. Without any fault, the result has each different text once.
+    line. Without any fault, the result has each different text once, unless bits of a rank differ.
     """
     faulty = sorted((f for f in found.values() if f.faults), key=lambda f: f.faults[0].silent)
+    apart = [f for f in found.values() if f.clears_code]
     if not faulty:
-        return Finding("\n".join(_said_once(found)))
+        repeat = repeat_of_all({rank: finding.repeat for rank, finding in found.items()})
+        cleared = repeat is not None and repeat.clears_code
+        return Finding(repeat.words if cleared else "\n".join(_said_once(found)), (), repeat)
     first, *others = faulty
     lines = [f"  also:    {fault.heading}" for other in others for fault in other.faults]
+    lines += [f"  also:    {finding.report}" for finding in apart]
     faults = [fault for finding in faulty for fault in finding.faults]
     return Finding("\n".join([first.report, *lines]), faults)
 

@@ -16,6 +16,7 @@ from tritonamp.diagnosis.divergence import Fp32Run
 from tritonamp.diagnosis.joint import Finding, finding_of_all
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.remedies import remedy_of
+from tritonamp.diagnosis.repeats import Place, Repeat, repeat_of
 from tritonamp.diagnosis.replay import FaultReport, Remedy
 from tritonamp.diagnosis.replay.faults import BY_FUNCTION, NOT_REPRODUCED
 from tritonamp.diagnosis.skips import Cause
@@ -91,25 +92,65 @@ class Replays:
         except Exception:  # the user's code raised: growth alone decides
             return None
 
-    def replay(self, replay: bool | Callable[[], Any] = True) -> Finding:
+    def replay(self, replay: bool | Callable[[], Any] = True, at_skip: bool = False) -> Finding:
         """Run a function again, else the forwards of the last skip, else the last forwards of all.
 
         All ranks must call this together.
+
+        Args:
+            replay: function to run; True: run forwards.
+            at_skip: whether nothing has changed since the skip, so that bits can be compared with
+                those of the first run.
         """
         if callable(replay):
             return self._find_together([(replay, {})])
         if self._log.last is None:
             return self.replay_forwards(self._forwards.recent)
-        return self._find_together([(batch.run, _facts_of(batch)) for batch in self._log.batches])
+        batches = self._log.batches
+        facts = [(batch.run, _facts_of(batch)) for batch in batches]
+        return self._find_together(facts, lambda: self._repeat(batches, at_skip))
+
+    def repeat(self, at_skip: bool = False) -> Finding:
+        """Run the forwards of the last skip again, and compare bits only.
+
+        All ranks must call this together. ``at_skip`` is as in ``replay``.
+        """
+        with self._ranks.alone() as hindrance:
+            mine = None if hindrance else self._repeat(self._log.batches, at_skip)
+        words = "" if mine is None else mine.words
+        return finding_of_all(self._ranks.gather(Finding(words, (), mine)))
+
+    def _repeat(self, batches: Sequence[Snapshot], at_skip: bool) -> Repeat | None:
+        """Return the verdict on the bits of batches; None: it is not known, or a run raised."""
+        last = self._log.last
+        if last is None or not batches:
+            return None
+        forwards = self._forwards if at_skip else None
+        place = Place(rank(), self._ranks.members)
+        try:
+            return repeat_of(self._models, batches, last.skip, place, forwards)
+        except Exception:  # the user's code raised, a batch is gone, or there is no memory
+            return None
 
     def replay_forwards(self, batches: Sequence[Snapshot]) -> Finding:
         """Run forwards again, without their backward. All ranks must call this together."""
         return self._find_together([(batch.run, {"backward": False}) for batch in batches])
 
-    def _find_together(self, runs: Sequence[Rerun]) -> Finding:
-        """Return the findings of all ranks, each in its own runs. A rank may have no run."""
+    def _find_together(
+        self, runs: Sequence[Rerun], repeat: Callable[[], Repeat | None] = lambda: None
+    ) -> Finding:
+        """Return the findings of all ranks, each in its own runs. A rank may have no run.
+
+        Args:
+            runs: functions to run.
+            repeat: function that compares bits, for a rank without a fault.
+        """
         with self._ranks.alone() as hindrance:
             mine = Finding(_NOT_ALONE.format(why=hindrance)) if hindrance else self._find(runs)
+            if not (hindrance or mine.faults):
+                mine = mine._replace(repeat=repeat())
+                if mine.clears_code and mine.repeat is not None:
+                    mine = mine._replace(report=mine.repeat.words)
         return finding_of_all(self._ranks.gather(mine))
 
     def _find(self, runs: Sequence[Rerun]) -> Finding:
@@ -142,7 +183,8 @@ class Replays:
                 remedy = self._remedy(fault, find_again, is_recorded=bool(facts))
                 if remedy is not None and not fault.has_backward:
                     remedy = remedy._replace(forward_only=True)
-                fault = dataclasses.replace(fault, remedy=remedy)
+                again = bool(facts) and self._log.last is not None and not fault.silent
+                fault = dataclasses.replace(fault, remedy=remedy, reproduced=again)
                 if fault.silent:
                     fault = self._compared(fault, function)
                 return Finding(str(fault), [fault])

@@ -32,6 +32,9 @@ _WATCHES = (
 _NOT_AGAIN = (
     "Run again, the model shows no fault. The last fault that was found, at step {step}, is"
 )
+_SAME_AGAIN = (
+    "reproduced: run again, the batch gives the same result, so look at the batch and the weights."
+)
 _SET_BACK = "Buffers that became inf or NaN were set back to their values before this step"
 
 
@@ -53,6 +56,13 @@ class _Shown(NamedTuple):
         """Return the faults of a finding."""
         faults = [(f.kind, f.event.place, f.event.phase, f.remedy, f.rank) for f in found.faults]
         return cls(faults, "; ".join(fault.heading for fault in found.faults), step)
+
+
+def _advised(explanation: Explanation, found: Finding) -> Explanation:
+    """Return an explanation with the advice that a report does not replace."""
+    if found.clears_code:
+        return explanation.without_advice()
+    return explanation.with_place() if found.faults else explanation
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -122,7 +132,7 @@ class Response:
         explanation = self._explained(mine)
         assert explanation is not None
         if not explanation.needs_help:
-            logger.info(explanation.text)
+            self._run_again(explanation)
             return
         with self._ranks.alone() as hindrance:
             if not hindrance:
@@ -140,8 +150,8 @@ class Response:
                 text += " Nothing runs again inside of model.join(), where ranks may be missing."
             elif runs_again:
                 found = self._found(watched, fault)
-                if found.faults:
-                    explanation = explanation.with_place()
+                if found.faults or found.clears_code:
+                    explanation = _advised(explanation, found)
                     self._log.explain_by(explanation)
                 text = explanation.with_report(self._report(explanation, found))
             elif replayable and counts.seen == FIRST_REPLAYS + 1:
@@ -152,6 +162,26 @@ class Response:
             raise NonFiniteError(text)
         is_news = is_power_of_two(counts.in_a_row) or "Healed" in text
         logger.log(logging.WARNING if is_news else logging.INFO, text)
+
+    def _run_again(self, explanation: Explanation) -> None:
+        """Report a skip that needs no help, unless its batch has other bits when it runs again.
+
+        Overflows by which the scale finds its level before the first step do not run again.
+        """
+        is_scale = explanation.cause is Cause.SCALE and explanation.skip.before > 0.0
+        if self._ranks.may_be_missing or not (is_scale or explanation.cause is Cause.OUTLIER):
+            logger.info(explanation.text)
+            return
+        found = self._replays.repeat(at_skip=True)
+        if found.clears_code:
+            self._reported = explanation, found
+            logger.warning(_advised(explanation, found).with_report(found.report))
+            return
+        reproduced = found.repeat is not None and explanation.cause is Cause.OUTLIER
+        if reproduced:
+            found = found._replace(report=_SAME_AGAIN)
+            self._reported = explanation, found
+        logger.info(explanation.with_report(found.report) if reproduced else explanation.text)
 
     def _text_of(self, explanation: Explanation) -> str:
         """Return the text of a skip; if skips in a row are alike, a reference to the first."""
@@ -195,11 +225,14 @@ class Response:
             found = finding_of_all(self._ranks.gather(mine))
             if found.faults:
                 return found
-        return self._replays.replay()
+        return self._replays.replay(at_skip=True)
 
     def _report(self, explanation: Explanation, found: Finding) -> str:
         """Return the report of a fault; if it repeats the last one, only its heading."""
         shown, live = self._shown, ""
+        if found.clears_code:
+            self._reported = explanation, found
+            return found.report
         if not found.faults:
             self._unexplained += 1
             ran = any(self._ranks.gather(bool(self._log.batches)).values())
@@ -297,19 +330,21 @@ class Response:
             return explanation.text
         of, last = self._reported
         fits = of is not None and of.cause is explanation.cause
-        if replay is not False:
-            found = self._replays.replay(replay)
+        is_outlier = explanation.cause is Cause.OUTLIER and not callable(replay)
+        # bits were compared with those of the first run, which is possible only at the skip
+        compared = of is not None and of.skip.step == explanation.skip.step
+        compared = compared and (is_outlier or last.clears_code)
+        if replay is not False and (callable(replay) or not compared):
+            found = self._replays.repeat() if is_outlier else self._replays.replay(replay)
+            if is_outlier and not found.clears_code:
+                return explanation.text  # nothing in it is inf or NaN
             # a fault of a watched step may be in the loss, which a replay of forwards does not run
             if found.faults or callable(replay) or not (fits and self._shown.faults):
-                if found.faults:
-                    explanation = explanation.with_place()
-                return explanation.with_report(found.report)
+                return _advised(explanation, found).with_report(found.report)
         if of is None or not fits:
             return explanation.text + explanation.hint
         earlier = "" if of.skip.step == explanation.skip.step else f"Of step {of.skip.step}:\n"
-        if last.faults:
-            explanation = explanation.with_place()
-        told = explanation.with_report(f"{earlier}{last.report}")
+        told = _advised(explanation, last).with_report(f"{earlier}{last.report}")
         step, healed = self._healed
         if step == explanation.skip.step:
             told += f"\nHealed after this skip: {listed(healed)}."

@@ -272,6 +272,13 @@ class Explanation(NamedTuple):
             return self
         return self._replace(reason=self.reason.replace(f" {self.search}", ""), search="")
 
+    def without_advice(self) -> "Explanation":
+        """Return the explanation without advice, because neither batch nor code is to blame."""
+        found = self.with_place()
+        advice = self.cause.advice
+        reason = found.reason.replace(f"; {advice}", ".").replace(f" {advice}", "")
+        return found._replace(reason=reason)
+
     def with_report(self, report: str) -> str:
         """Return ``text``, and the report of a replay below it."""
         return f"{self.text}\n{self.terms.told(report)}"

@@ -33,6 +33,11 @@ class ReplayRanks:
         return self._ranks.several
 
     @property
+    def members(self) -> int:
+        """Number of ranks that train together."""
+        return max(1, len(self._ranks.members))
+
+    @property
     def may_be_missing(self) -> bool:
         """Whether other ranks may have run out of batches, so that collectives would hang."""
         return self._ranks.may_be_missing

@@ -16,6 +16,7 @@ from tritonamp.kernels.device import is_capturing
 from tritonamp.nested import leaves
 from tritonamp.step.snapshots import Snapshot, Storage
 from tritonamp.watched.forwards import Spectator
+from tritonamp.watched.graph import reads_leaves
 
 MOST = 4  # forwards per decision, the last ones
 KNOWN = 64  # outputs that are known as such, if they come as arguments
@@ -31,11 +32,13 @@ class Forwards(Spectator):
     def __init__(self, gradients: bool) -> None:
         self.recent: list[Snapshot] = []  # of the last decision
         self.holds_recent = False  # they hold their batches until the next decision
+        self.follows_losses = gradients  # ``note_loss`` is to be called
         self._gradients = gradients
         self._snapshots: deque[Snapshot] = deque(maxlen=MOST)
         self._watch = AmbientWatch()
         self._outputs: deque[tuple[int, Storage]] = deque(maxlen=KNOWN)
         self._returned = 0  # outputs so far
+        self._decisions = 0  # so far
 
     @never_alone  # torch.compile would warn that it cannot trace ``leaf_versions``
     def before(
@@ -63,6 +66,8 @@ class Forwards(Spectator):
         if snapshot.gpus and is_capturing(snapshot.gpus[0]):  # it must not read generators
             return None
         snapshot.ambient = self._watch.now(snapshot.gpus)
+        snapshot.is_exact, snapshot.decisions = self._watch.is_exact, self._decisions
+        snapshot.begin()
         self._snapshots.append(snapshot)
         return snapshot
 
@@ -74,6 +79,21 @@ class Forwards(Spectator):
                 self._returned += 1
         if self._gradients:
             snapshot.follow(output)
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Note a loss of the next decision, before its backward."""
+        spans = [snapshot.span for snapshot in self._snapshots]
+        reads = reads_leaves(loss, spans)
+        for snapshot in self._snapshots:
+            snapshot.has_loss = True
+            snapshot.is_bypassed |= reads
+
+    def ran_before_last(self, snapshot: Snapshot) -> bool:
+        """Return whether another decision came between a forward and the last decision.
+
+        That decision may have changed weights.
+        """
+        return snapshot.decisions < self._decisions - 1
 
     def failed(self, snapshot: Snapshot) -> None:
         """Forget a forward that raised, because it led to no decision."""
@@ -91,6 +111,7 @@ class Forwards(Spectator):
             others: parameters of each optimizer that waits for another decision.
         """
         taken = list(self._snapshots)
+        self._decisions += 1
         self.recent = taken if self.holds_recent else [s.weakened() for s in taken]
         self._snapshots.clear()
         if others and self._gradients:

@@ -105,6 +105,8 @@ class PendingDecisions:
             # is not judged with this loss.
             self._end_zeroed(weights)
             joined = self._open_one(scaler, weights)
+        if self._forwards.follows_losses:
+            self._forwards.note_loss(loss)
         # micro-batches add up their gradients, so they have one scale
         decision = joined or self._new_decision(scaler, loss.device, None, [], True)
         wide = widened(loss)

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tritonamp.ambient import AmbientState
 from tritonamp.nested import leaves, map_leaves
+from tritonamp.watched.bits import bit_sum
 
 # while a storage lives, all its views have one Python object for it (torch 2.11 to 2.15)
 Storage = weakref.ref[torch.UntypedStorage]
@@ -19,6 +20,25 @@ Outputs = Iterable[tuple[int, Storage]]
 
 class BatchGoneError(RuntimeError):
     """The batch of a snapshot no longer exists, or has changed."""
+
+
+# private (torch 2.11 to 2.15): the number that this thread's next node gets
+sequence_number = torch._C._autograd._get_sequence_nr
+
+
+class _Arrived(dict[int, Tensor]):
+    """Gradients that arrived at outputs, by number of the output.
+
+    Attributes:
+        more: whether gradients arrived again, or with a graph.
+    """
+
+    more = False
+
+    def note(self, i: int, grad: Tensor) -> None:
+        """Note the gradient of an output."""
+        self.more = self.more or i in self or torch.is_grad_enabled()
+        self[i] = grad
 
 
 class Snapshot:
@@ -39,10 +59,16 @@ class Snapshot:
 
     ambient: AmbientState  # generators, grad mode and autocast of the forward; the owner sets it
     gpus: Sequence[torch.device] = ()  # GPUs that the arguments are on
+    is_exact = True  # whether ``ambient`` has the CPU's generators as they were at the forward
+    decisions = 0  # number of decisions before it
+    sums: Sequence[Tensor | None] = ()  # checksums of the output's tensors, where they have memory
+    span = (0, 0)  # sequence numbers of the forward's first autograd node, and after its last one
+    has_loss = False  # whether a loss was noted before its backward
+    is_bypassed = False  # whether such a loss gives gradients to leaves in other ways, too
 
     _computed: Sequence[int] = ()  # which leaves of the arguments were part of a graph
     _outputs: Sequence[weakref.ref[Tensor]] = ()
-    _grads: Mapping[int, Tensor] = {}
+    _grads = _Arrived()  # ``follow`` gives each its own
 
     def __init__(
         self,
@@ -66,7 +92,7 @@ class Snapshot:
         """Return the same forward, with weak references to the tensors of its batch."""
         weak = Snapshot.__new__(Snapshot)
         given = map_leaves(_weak, self._given)
-        vars(weak).update(vars(self), _given=given, _outputs=(), _grads={})
+        vars(weak).update(vars(self), _given=given, _outputs=(), _grads=_Arrived())
         return weak
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -130,14 +156,21 @@ class Snapshot:
         finally:
             before.restore()
 
+    def begin(self) -> None:
+        """Note that the forward begins."""
+        self.span = sequence_number(), 0
+
     def follow(self, output: Any) -> None:
-        """Remember the output while it lives, and the gradients that arrive at it."""
+        """Remember the output while it lives, its bits, and the gradients that arrive at it."""
         tensors = [t for t in leaves(output) if isinstance(t, Tensor)]
         self._outputs = [weakref.ref(t) for t in tensors]
-        self._grads = grads = dict[int, Tensor]()
+        # now, because it may be written to, and is often gone before the step
+        self.sums = [bit_sum(t) for t in tensors]
+        self.span = self.span[0], sequence_number()
+        self._grads = grads = _Arrived()
         for i, t in enumerate(tensors):
             if t.requires_grad:
-                t.register_hook(functools.partial(grads.__setitem__, i))
+                t.register_hook(functools.partial(grads.note, i))
 
     @property
     def outputs(self) -> list[Tensor] | None:
@@ -152,6 +185,16 @@ class Snapshot:
         None: no backward has come yet.
         """
         return [self._grads.get(i) for i in range(len(self._outputs))] if self._grads else None
+
+    @property
+    def ran_one_backward(self) -> bool:
+        """Whether parameters got the gradients of ``grad_outputs``, and no others.
+
+        False after several backwards, where a graph of the gradients was made, as for a penalty of
+        gradients, and where the loss is not known, or reads parameters itself.
+        """
+        is_one = bool(self._grads) and not self._grads.more
+        return is_one and self.has_loss and not self.is_bypassed
 
 
 def _weak(value: Any) -> Any:

@@ -116,6 +116,7 @@ class FaultReport:
         remedy: result of the tried remedies; None: none was tried.
         untried: why no remedy was tried, if ``remedy`` is None.
         rank: rank whose batch it was; None: there are no other ranks.
+        reproduced: whether a skipped step had this fault, too, so that batch or model is to blame.
     """
 
     kind: str
@@ -132,6 +133,7 @@ class FaultReport:
     remedy: Remedy | None = None
     untried: str = "the batch could not run again"
     rank: int | None = None
+    reproduced: bool = False
 
     @property
     def module(self) -> str | None:
@@ -235,12 +237,15 @@ class FaultReport:
         aftermath = self._aftermath()
         if aftermath:
             lines.append(f"  then:    {aftermath}")
+        again = ["reproduced"] if self.reproduced else []
+        if self.replayed != "not checked":
+            again.append(f"forward output {self.replayed}")
+        if again:
+            lines.append(f"  replay:  {', '.join(again)}")
         if not (self.harmless and self._is_right()):
             lines.append(f"  to do:   {self.advice}")
             if self.remedy is not None and self.remedy.in_vain:
                 lines.append(f"  in vain: {self.remedy.in_vain}")
-        if self.replayed != "not checked":
-            lines.append(f"  replay:  forward output {self.replayed}")
         return "\n".join(lines)
 
     def _aftermath(self) -> str:

@@ -1,26 +1,21 @@
 """Run a failing batch again, and find the op where inf or NaN begins. Leaves no trace."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 from torch.utils._pytree import tree_leaves
 
-from tritonamp.ambient import preserve
-from tritonamp.diagnosis.range_hooks import silenced
 from tritonamp.diagnosis.replay.backward import Backward
 from tritonamp.diagnosis.replay.faults import FaultReport
 from tritonamp.diagnosis.replay.model_names import ModelNames
+from tritonamp.diagnosis.replay.untouched import fp32_values_of, same_bits, untouched
 from tritonamp.diagnosis.replay.user_calls import Patch
 from tritonamp.diagnosis.replay.verdicts import Event, judge
 from tritonamp.diagnosis.replay.watching import Watch
-from tritonamp.fp32_values import Fp32Values
-from tritonamp.kernels.device import world_size
-from tritonamp.watched.collectives import NoCollectives
 from tritonamp.watched.frames import Role, plays
 from tritonamp.watched.ops import floats, is_finite
 from tritonamp.watched.places import Place
@@ -64,7 +59,7 @@ def find_fault(
     models = [model] if isinstance(model, nn.Module) else list(model)
     with around or contextlib.nullcontext():  # it may put other tensors into the models
         replay = Replay(models, scale, patch)
-        with _untouched(models, replay.watch.writes):
+        with untouched(models, replay.watch.writes):
             output = replay.forward(run, expected)
             found = Backward(output, grad_outputs, scale, replay.params, replay.in_backward)
             replay.has_backward = backward and found.is_possible
@@ -80,75 +75,9 @@ def result_of(
     models: list[nn.Module], run: Callable[[], Any], around: AbstractContextManager[None]
 ) -> list[Tensor]:
     """Return the floating tensors that ``run`` returns inside ``around``. Leaves no trace."""
-    with around, _untouched(models, {}):
+    with around, untouched(models, {}):
         # + 0 computes logits that nothing has read yet, before the modules change
         return [t.detach() + 0 for t in floats(run())]
-
-
-@contextlib.contextmanager
-def _untouched(
-    models: list[nn.Module], writes: Mapping[str, tuple[Tensor, Tensor]]
-) -> Iterator[None]:
-    """Run the block in eager torch, and restore all that a forward and backward change.
-
-    ``writes`` are those of a ``Watch``, which fills them inside the block.
-    """
-    for fp32_values in _fp32_values(models):
-        fp32_values.push()  # as the next forward would, before anything is recorded
-    modules = list(dict.fromkeys(module for m in models for module in m.modules()))
-    flags = [module.training for module in modules]
-    buffers = [(module, dict(module._buffers)) for module in modules]
-    values = [(b, b.detach().clone()) for _, own in buffers for b in own.values() if b is not None]
-    written = [b for b, _ in values]
-    params = [p for m in models for p in m.parameters()]
-    grads = [p.grad for p in params]
-    for p in params:
-        p.grad = None
-    try:
-        # writes count as none: what watches versions must not take the replay for the user
-        # (private, and what FSDP2 itself uses, from torch 2.11 to 2.15)
-        with (
-            preserve({t.device for t in (*params, *written)}),
-            preserve_versions((*params, *written)),
-            torch.compiler.set_stance("force_eager"),
-            silenced(modules),
-            _without_spectators(models),
-            # other ranks run other batches, or none: a wait for them may not end
-            NoCollectives() if world_size() > 1 else contextlib.nullcontext(),
-        ):
-            try:
-                yield
-            finally:
-                for module, own in buffers:
-                    module._buffers.update(own)
-                _write_back([*values, *writes.values()])
-    finally:
-        for module, flag in zip(modules, flags, strict=True):
-            module.training = flag
-        for p, grad in zip(params, grads, strict=True):
-            p.grad = grad
-
-
-@contextlib.contextmanager
-def _without_spectators(models: list[nn.Module]) -> Iterator[None]:
-    """Hide forwards inside the block from spectators, because these follow training."""
-    enabled: list[Any] = [m for m in models if hasattr(m, "_tritonamp")]
-    before = {m._tritonamp: m._tritonamp.spectators for m in enabled}
-    for context in before:
-        context.spectators = ()
-    try:
-        yield
-    finally:
-        for context, spectators in before.items():
-            context.spectators = spectators
-
-
-@torch.no_grad()
-def _write_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Write values into tensors that now hold others."""
-    for tensor, value in values:
-        if not _same_bits(tensor, value):  # a view that was expanded takes no copy
-            tensor.copy_(value)
 
 
 class Replay:
@@ -169,7 +98,7 @@ class Replay:
             output = run()
         if expected is not None:
             again = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-            same = len(again) == len(expected) and all(map(_same_bits, again, expected))
+            same = len(again) == len(expected) and all(map(same_bits, again, expected))
             self.replayed = f"{'' if same else 'not '}bit-identical to the first"
         return output
 
@@ -204,7 +133,7 @@ class Replay:
         if kind == "parameters":
             held = [(name, t) for name, t in self.names.weights() if floats(t) and not is_finite(t)]
             names = tuple(name for name, _ in held)
-            masters = [[v.get(t) for v in _fp32_values(self.models) if t in v] for _, t in held]
+            masters = [[v.get(t) for v in fp32_values_of(self.models) if t in v] for _, t in held]
             if held and all(any(map(is_finite, found)) for found in masters):
                 kind = "weight_overflow"
         return FaultReport(
@@ -268,22 +197,6 @@ class Replay:
 
 
 _RESULT = Place()
-
-
-def _fp32_values(models: list[nn.Module]) -> list[Fp32Values]:
-    """Return the FP32 values behind the half tensors of those models that are enabled."""
-    enabled: list[Any] = [m for m in models if hasattr(m, "_tritonamp")]
-    return [m._tritonamp.fp32_values for m in enabled]
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors hold equal bits; False for sparse and quantized tensors."""
-    if one.layout is not torch.strided or one.is_quantized:
-        return False
-    if one.dtype is not other.dtype or one.shape != other.shape:
-        return False
-    bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return torch.equal(*bits)
 
 
 def _outcome(result: Tensor, is_loss: bool) -> str:
