@@ -479,7 +479,7 @@ def test_rules_on_cuda_last_until_the_last_disable(cuda: Any) -> None:
         assert plain.m(x).dtype is FP16
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_transforms_of_functions() -> None:
     model = Around(nn.Linear(6, 6))
     with tritonamp.enable(model, level="O2", fp32_results=["m"], cast_outputs=None):
