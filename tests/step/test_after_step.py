@@ -261,6 +261,7 @@ def test_writes_to_half_parameters(run: Any) -> None:
         training.step()
 
 
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_forwards_compute_with_the_writes(run: Any) -> None:
     training = run()

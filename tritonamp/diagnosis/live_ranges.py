@@ -4,14 +4,16 @@ import itertools
 import logging
 import math
 import struct
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from tritonamp.diagnosis.range_hooks import RangeHook
-from tritonamp.diagnosis.records import DIRECTIONS, RangeRecord
+from tritonamp.diagnosis.live_attention import LiveAttention, Row
+from tritonamp.diagnosis.range_hooks import EnterHook, RangeHook
+from tritonamp.diagnosis.records import ATTENTION, DIRECTIONS, RangeRecord
 from tritonamp.diagnosis.replay.model_names import ModelNames
 from tritonamp.diagnosis.trends import POINTS, steps_left
 from tritonamp.kernels.device import is_capturing
@@ -30,7 +32,8 @@ class LiveRanges:
         hook of a module      adds to its row of the table, if the flag on the device is 1
         after each decision   the table of a watched step is kept, and cleared; the flag is renewed
 
-    All of this happens on the device without a wait, so a CUDA graph can capture it.
+    All of this happens on the device without a wait, so a CUDA graph can capture it. Attention
+    logits are read by ``LiveAttention``.
 
     The first step is read, and each ``every`` steps after it. ``nn.Sequential`` is not read,
     because it returns what its last module does. Values on another device than that of the first
@@ -49,16 +52,27 @@ class LiveRanges:
         self._on = torch.ones((), dtype=torch.int32, device=device)
         self._since = torch.zeros((), dtype=torch.int64, device=device)  # decisions since the start
         self._kept = torch.zeros(1 + self._table.numel(), dtype=torch.float64, device=device)
+        self._attention = LiveAttention(self._names, self._on)
+        # where nobody calls ``remove``
+        weakref.finalize(models[0], self._attention.remove).atexit = False
         self._readback = Readback(self._kept)
+        self._numbers_read = self._kept.numel()
+        self._has_captured = False
         self._seen = 0  # decisions that the host has counted
         self._last: list[RangeRecord] = []  # of the last step that was read
-        # by module, steps and magnitudes of the last outputs that were read
-        self._points: dict[str, deque[tuple[int, float]]] = {}
-        self._warned: set[str] = set()
-        self._handles = [
-            module.register_forward_hook(RangeHook(forward, backward, self._on, backend))
-            for module, forward, backward in zip(modules, *self._table, strict=True)
-        ]
+        # by direction and module, steps and magnitudes of the last outputs that were read
+        self._points: dict[tuple[str, str], deque[tuple[int, float]]] = {}
+        self._warned: set[tuple[str, str]] = set()
+        self._handles = []
+        rows = zip(modules, *self._table, self._attention.table, strict=True)
+        for module, forward, backward, logits in rows:
+            hook = RangeHook(forward, backward, self._on, backend, logits, self._attention.running)
+            self._attention.hooks.append(hook)
+            self._handles += [
+                # before other hooks of the module, which may call attention
+                module.register_forward_pre_hook(EnterHook(hook), prepend=True),
+                module.register_forward_hook(hook),
+            ]
 
     @property
     def is_watching(self) -> bool:
@@ -70,6 +84,7 @@ class LiveRanges:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._attention.remove()
 
     def after_decision(self, counts: Tensor) -> None:
         """Keep the table of a watched step, and warn of modules that grow. Never waits."""
@@ -78,38 +93,79 @@ class LiveRanges:
         now = torch.cat([counts.sum().double().view(1), self._table.flatten()])
         self._kept.copy_(torch.where(self._on > 0, now, self._kept))
         self._table.mul_(1 - self._on)
+        self._attention.after_decision()
         self._since.add_(1)
         self._on.copy_(self._since % self.every == 0)
         if is_capturing(self._kept.device):
+            self._has_captured = True  # the host does not count the steps of replays
+            self._attention.is_due = True
             return
         self._collect()
         if self._seen % self.every == 0:
-            self._readback.start(self._kept, None)
+            self._start_readback()
         self._seen += 1
+        self._attention.is_due = self._has_captured or self._seen % self.every == 0
+
+    def _start_readback(self) -> None:
+        rows = self._attention.rows()
+        numbers = self._numbers(rows)
+        if numbers.numel() != self._numbers_read:  # attention that was not seen before
+            self._readback, self._numbers_read = Readback(numbers), numbers.numel()
+        self._readback.start(numbers, rows)
+
+    def _numbers(self, rows: Sequence[Row]) -> Tensor:
+        if not rows:
+            return self._kept
+        return torch.cat([self._kept, self._attention.numbers(rows)])
 
     def _collect(self) -> None:
-        for values, _ in self._readback.ready():
-            self._add(list(values))
+        for values, rows in self._readback.ready():
+            self._add(list(values), rows)
 
-    def _add(self, values: list[float]) -> None:
+    def _add(self, values: list[float], rows: Sequence[Row]) -> None:
         """Keep a reading, if it is a new one, and warn of modules that will leave their format."""
-        records = list(self._records(values))
+        split = self._kept.numel()
+        records = list(self._records(values[:split]))
         if not records or (self._last and records[0].step <= self._last[0].step):
             return
-        self._last = [self._foreseen(record) for record in records]
+        step = int(values[0])
+        logits = list(self._attention.records(step, rows, values[split:]))
+        self._last = [self._foreseen(record) for record in records] + self._logits_foreseen(logits)
         for record in self._last:
-            if record.steps_left and record.module not in self._warned:
-                self._warned.add(record.module)
+            place = record.direction, record.module
+            if record.steps_left and place not in self._warned:
+                self._warned.add(place)
                 limit, ends = torch.finfo(record.dtype).max, short(record.dtype)
                 name = record.module or "the model"
+                text = _LOGITS_GROW if record.direction == ATTENTION else _GROWS
+                kind = "a bound of the largest" if record.is_bound else "the largest"
+                which = "" if record.head is None else f", head {record.head},"
                 logger.warning(
-                    _GROWS.format(**record._asdict(), name=name, limit=limit, format=ends)
+                    text.format(
+                        **record._asdict(),
+                        name=name + which,
+                        limit=limit,
+                        format=ends,
+                        kind=kind,
+                    )
                 )
+
+    def logits(self) -> dict[str, Tensor]:
+        """Return the largest attention logit of each head in the last step. Never waits.
+
+        Returns:
+            name of a module to float32 of shape (heads,) on the device. The values are the
+            magnitudes of ``Amp.ranges``, bounds of them for ``scaled_dot_product_attention`` and
+            ``flex_attention``; they are 0 if the last step was not read. Modules without attention
+            are left out. Ranks have the values of their own batches.
+        """
+        return self._attention.logits()
 
     def last(self) -> list[RangeRecord]:
         """Return the records of the last step that was read. Waits for the device."""
         self._collect()
-        self._add(self._kept.tolist())
+        rows = self._attention.rows()
+        self._add(self._numbers(rows).tolist(), rows)
         return self.arrived()
 
     def arrived(self) -> list[RangeRecord]:
@@ -129,15 +185,36 @@ class LiveRanges:
         """Return the record with ``steps_left``."""
         if record.direction != "forward":  # gradients move with the loss scale
             return record
-        points = self._points.setdefault(record.module, deque(maxlen=POINTS))
+        return self._with_trend(record)
+
+    def _with_trend(self, record: RangeRecord) -> RangeRecord:
+        place = record.direction, record.module
+        points = self._points.setdefault(place, deque(maxlen=POINTS))
         points.append((record.step, record.absmax))
         return record._replace(steps_left=steps_left(points, torch.finfo(record.dtype).max))
+
+    def _logits_foreseen(self, records: Sequence[RangeRecord]) -> list[RangeRecord]:
+        """Return the records, that of each module's largest head with ``steps_left``."""
+        largest: dict[tuple[str, bool], RangeRecord] = {}
+        for record in records:
+            known = largest.setdefault((record.module, record.is_bound), record)
+            if record.absmax > known.absmax:
+                largest[record.module, record.is_bound] = record
+        worst = set(map(id, largest.values()))
+        return [self._with_trend(r) if id(r) in worst else r for r in records]
 
 
 _GROWS = (
     "step {step}: the output of {name} has grown to {absmax:.4g} and will pass {limit:.6g}, where "
     "{format} ends, in about {steps_left} steps by its trend. Before that: amp.heal({module!r}), "
     "fp32_modules=[{module!r}], bfloat16, or find out why it grows (a lower learning rate, a norm)"
+)
+
+_LOGITS_GROW = (
+    "step {step}: {kind} attention logit of {name} has grown to {absmax:.4g} and will pass "
+    "{limit:.6g}, where {format} ends, in about {steps_left} steps by its trend. Before that: "
+    "normalise queries and keys, clip their weights after a step (amp.after_step), or lower the "
+    "learning rate"
 )
 
 

@@ -13,7 +13,7 @@ from tritonamp.kernels.ranges import ranges, ranges_traced
 from tritonamp.nested import leaves, map_leaves
 
 
-def _readable(value: Any, device: torch.device) -> Tensor | None:
+def readable(value: Any, device: torch.device) -> Tensor | None:
     """Return the tensor to read from a leaf, of a sharded one this rank's part; None: no tensor."""
     if not isinstance(value, Tensor):
         return None
@@ -26,21 +26,61 @@ class RangeHook:
     """A forward hook that reads its module's output, and the gradient of the output.
 
     Copies and pickles of the module are not watched. Their hook does nothing.
+
+    Args:
+        forward, backward: rows of the output and of its gradient, as for ``ranges``.
+        on: 0-d int32, 1 in steps that are read.
+        backend: "auto", "triton" or "eager".
+        logits: float32 of shape (2, heads), for the largest attention scores and their bounds.
+        running: hooks of the modules whose forwards run, the innermost last.
+
+    Attributes:
+        logits: the argument.
+        scores, bounds: number of heads whose scores, or bounds, were read, and their format; None:
+            none were. They are attributes, because a graph of torch.compile that several modules
+            share sets those of the module that runs.
     """
 
-    def __init__(self, forward: Tensor, backward: Tensor, on: Tensor, backend: str) -> None:
+    def __init__(
+        self,
+        forward: Tensor,
+        backward: Tensor,
+        on: Tensor,
+        backend: str,
+        logits: Tensor,
+        running: list["RangeHook"],
+    ) -> None:
         self._forward, self._backward, self._on = forward, backward, on
         self._backend = backend
+        self._running = running
+        self.logits = logits
+        self.scores: tuple[int, torch.dtype] | None = None
+        self.bounds: tuple[int, torch.dtype] | None = None
         self.is_silent = False
+
+    def enter(self) -> None:
+        """Note that the module's forward begins."""
+        if not self.is_silent:
+            self._running.append(self)
+
+    def _leave(self) -> None:
+        if torch.compiler.is_compiling():
+            self._running.pop()
+            return
+        # forwards inside that have raised have not left
+        while self._running and self._running.pop() is not self:
+            pass
 
     @never_alone
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self.is_silent:
+            self._leave()
         if self.is_silent or not torch.is_grad_enabled():  # without gradients no step will follow
             return None
         if torch.compiler.is_compiling():
             return map_leaves(self._traced, output)
         for value in leaves(output):
-            found = _readable(value, self._on.device)
+            found = readable(value, self._on.device)
             if found is not None:
                 ranges(found.detach(), self._forward, self._on, self._backend)
                 if value.requires_grad:
@@ -48,12 +88,12 @@ class RangeHook:
         return None
 
     def _read_gradient(self, grad: Tensor) -> None:
-        found = _readable(grad, self._on.device)
+        found = readable(grad, self._on.device)
         if found is not None:
             ranges(found, self._backward, self._on, self._backend)
 
     def _traced(self, value: Any) -> Any:
-        found = _readable(value, self._on.device)
+        found = readable(value, self._on.device)
         if found is None or found is not value:
             return value
         ranges_traced(found.detach(), self._forward, self._on, self._backend)
@@ -61,6 +101,20 @@ class RangeHook:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return functools.partial, (_no_hook,)
+
+
+class EnterHook:
+    """A forward pre-hook that tells a ``RangeHook`` that its module's forward begins."""
+
+    def __init__(self, hook: RangeHook) -> None:
+        self._hook = hook
+
+    @never_alone
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._hook.enter()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return functools.partial, (_no_enter,)
 
 
 @contextlib.contextmanager
@@ -88,6 +142,10 @@ class _Gradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         ranges_traced(grads[0], *ctx.args)
         return grads[0], None, None, None
+
+
+def _no_enter(module: nn.Module, args: Any) -> None:
+    """Leave arguments unchanged."""
 
 
 def _no_hook(module: nn.Module, args: Any, output: Any) -> None:

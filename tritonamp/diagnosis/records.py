@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 DIRECTIONS = "forward", "backward"
+ATTENTION = "attention"
 
 
 class StepRecord(NamedTuple):
@@ -34,24 +35,31 @@ class StepRecord(NamedTuple):
 
 
 class RangeRecord(NamedTuple):
-    """The values at one module's output in one step.
+    """The values at one module's output in one step, or the attention logits of one head.
 
     Attributes:
         module: name of the module; "" is the model. With several models, a name begins with the
             model's number.
         direction: "forward": the output; "backward": the gradient of the output, which carries the
-            loss scale.
+            loss scale; "attention": logits of the module's attention, scaled and before the
+            softmax.
         step: number of the step, from 1, as in ``amp.history``.
         absmax: largest magnitude; inf or NaN if there was one.
         headroom_bits: number of times that ``absmax`` can double within the format; inf if all
             values are 0; -inf or NaN if a value is inf or NaN.
-        zeros: share of the elements that are 0.
+        zeros: share of the elements that are 0; NaN for logits.
         subnormals: share of the elements below the smallest normal number (6e-5 in float16),
-            without zeros. These have lost digits, and still smaller values became 0.
-        elements: number of elements.
-        dtype: narrowest format among the values.
-        steps_left: for a forward that grows, estimated number of steps until it leaves the format,
-            by the trend of the last readings; None: no such trend.
+            without zeros. These have lost digits, and still smaller values became 0. NaN for
+            logits.
+        elements: number of elements; 0 for logits.
+        dtype: narrowest format among the values; of logits that exist in no tensor, the format of
+            queries and keys.
+        steps_left: for a forward or a logit that grows, estimated number of steps until it leaves
+            the format, by the trend of the last readings; None: no such trend, or not the module's
+            largest head.
+        head: number of the head; None: no attention, or all heads count as one.
+        is_bound: whether ``absmax`` is only a bound of the logits: largest norm of a query, times
+            that of a key, times the scale.
     """
 
     module: str
@@ -64,6 +72,8 @@ class RangeRecord(NamedTuple):
     elements: int
     dtype: torch.dtype
     steps_left: int | None = None
+    head: int | None = None
+    is_bound: bool = False
 
 
 class MismatchRecord(NamedTuple):

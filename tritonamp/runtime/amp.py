@@ -692,6 +692,10 @@ class Amp:
         device. Forwards without gradients are not read. If a module's outputs grow towards the end
         of their format, one WARNING says in about how many steps they reach it.
 
+        The largest attention logit of each head is read, too: exactly where scores exist, and as a
+        bound (norm of a query times norm of a key) for ``scaled_dot_product_attention`` and
+        ``flex_attention``. A compiled forward reads queries and keys in every step.
+
         Call it before ``torch.compile`` compiles the model and before a CUDA graph is captured,
         because neither sees hooks that are added later. ``ranges`` and ``metrics`` show the
         readings.
@@ -700,7 +704,8 @@ class Amp:
             every: number of steps from one reading to the next, 1 or more.
 
         Returns:
-            an object whose ``remove()`` ends the readings, as ``disable`` does.
+            an object whose ``remove()`` ends the readings, as ``disable`` does, and whose
+            ``logits()`` are those of the last step, on the device.
 
         Raises:
             ValueError: ``every`` is not such a number.
@@ -726,9 +731,10 @@ class Amp:
     def ranges(self) -> list[RangeRecord]:
         """Return the readings of the last step that ``watch`` read. Waits for the device.
 
-        Each record has module, direction ("forward" or "backward"), step, absmax, headroom_bits,
-        zeros, subnormals, elements, dtype and steps_left. Modules that returned no floating tensor
-        are left out. The list is empty until a step that was read has been decided.
+        Each record has module, direction ("forward", "backward" or "attention"), step, absmax,
+        headroom_bits, zeros, subnormals, elements, dtype, steps_left, head and is_bound. Modules
+        that returned no floating tensor are left out. The list is empty until a step that was read
+        has been decided.
 
         Raises:
             RuntimeError: ``watch`` was not called.
