@@ -59,6 +59,50 @@ def hooked(how: str, level: str, fields: dict[str, Any]) -> Any:
     return told, ours.values()
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = (nn.Linear(6, 6, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (p(x).view(1, -1, 2, 3).transpose(1, 2) for p in (self.q, self.k))
+        y = nn.functional.scaled_dot_product_attention(q, k, k)
+        return y.transpose(1, 2).reshape(-1, 6)
+
+
+@on_ranks
+def clipped(tau: float) -> Any:
+    """QK-clip of ranks whose batches differ, with weights that need it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Attention())
+    run = Shared(DistributedDataParallel(net), "SGD", "O2")
+    watch, seen = run.amp.watch(every=1), list[Tensor]()
+
+    def clip(taken: Tensor) -> None:
+        masters = dict(run.amp.named_master_params())
+        for name, largest in watch.logits().items():
+            seen.append(largest.clone())
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+            factor = torch.where(taken, (tau / largest).clamp(max=1.0).sqrt(), 1.0)
+            for projection in ("q", "k"):
+                weight = masters[f"{name}.{projection}.weight"]
+                weight.view(len(largest), -1).mul_(factor[:, None])
+
+    run.amp.after_step(clip)
+    run.optimizer.param_groups[0]["lr"] = 0.0
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    x[:4] *= 4.0  # of the first rank
+    run.walk([x, x])
+    return [t.tolist() for t in seen], run.values()
+
+
+def test_qk_clip(pair: Pair) -> None:
+    (first, ours), (second, theirs) = clipped(pair, tau=2.0)
+    assert ours == theirs
+    assert min(first[0]) > 2.0 > max(second[0])
+    assert first[1] == pytest.approx([2.0, 2.0], rel=1e-2)
+
+
 @pytest.mark.parametrize(
     ("how", "level", "fields"),
     [
