@@ -25,13 +25,14 @@ class ResumeState(NamedTuple):
         scalers: states of scalers by loss_id; None: the scalers stay as they are.
         counts: number of decisions with each outcome of ``COUNTS``.
         loss_scale: ``Policy.loss_scale``.
-        healed: names of healed modules.
+        healed: names of healed modules that compute in FP32.
         faults: counts of ``Response``. Its entry "last_good" holds the gradient statistics of the
             last good step, by which the cause of a fault is found.
         schedulers: outstanding steps of schedulers, by number of the optimizer.
         outliers: windows of losses and norms, by loss_id.
         state: format of optimizer state in the run that saved. Only people read it, because any
             format loads.
+        healed_results: names of healed modules with FP32 results.
     """
 
     scalers: dict[int, dict[str, Any]] | None
@@ -42,6 +43,7 @@ class ResumeState(NamedTuple):
     schedulers: Sequence[dict[str, Any]] = ()
     outliers: Mapping[str, list[float]] = {}
     state: str = STATES[0]
+    healed_results: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, which ``parse_state`` takes."""

@@ -7,29 +7,33 @@ import torch
 from runs import Training
 from torch import Tensor, nn
 
-from tritonamp.diagnosis.remedies import find_remedy
+from tritonamp.diagnosis.remedies import Faulty, find_remedy
 from tritonamp.diagnosis.replay import Remedy
 
 BFLOAT16 = Remedy(bfloat16=True)
 
 
+def faulty(names: Collection[str | None], products: Collection[str | None] = ()) -> Faulty:
+    return {name: name in products for name in names}
+
+
 def scripted(
     moves: dict[tuple[str, ...], Collection[str | None]], bfloat16_helps: bool
-) -> tuple[list[Remedy], Callable[[Remedy], Collection[str | None]]]:
+) -> tuple[list[Remedy], Callable[[Remedy], Faulty]]:
     tried: list[Remedy] = []
 
-    def again(remedy: Remedy) -> Collection[str | None]:
+    def again(remedy: Remedy) -> Faulty:
         tried.append(remedy)
         if remedy.bfloat16:
-            return [] if bfloat16_helps else ["a"]
-        return moves[remedy.modules]
+            return faulty([] if bfloat16_helps else ["a"])
+        return faulty(moves[remedy.modules])
 
     return tried, again
 
 
 def test_modules_that_a_fault_moves_on_to_are_tried_together() -> None:
     tried, again = scripted({("a",): ["b"], ("a", "b"): ["a", "c"], ("a", "b", "c"): []}, True)
-    assert find_remedy(["a"], again, 4) == Remedy(("a", "b", "c"))
+    assert find_remedy(faulty(["a"]), again, 4) == Remedy(("a", "b", "c"))
     assert [len(remedy.modules) for remedy in tried] == [1, 2, 3]
 
 
@@ -53,9 +57,41 @@ def test_bfloat16_comes_last(
     helps: bool,
 ) -> None:
     tried, again = scripted(moves, helps)
-    found = find_remedy(wrong, again, most)
+    found = find_remedy(faulty(wrong), again, most)
     assert tried[-1] == BFLOAT16 and len(tried) == runs
     assert found == Remedy(bfloat16=helps) and found.helps is helps
+
+
+def results(*names: str, and_fp32: tuple[str, ...] = ()) -> Remedy:
+    return Remedy(and_fp32, results=names)
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [(results("a"), {})],
+        [(results("a"), {"a": True}), (Remedy(("a",)), {})],
+        [(results("a"), {None: False}), (Remedy(("a",)), {})],
+        [(results("a"), {"b": True}), (results("a", "b"), {})],
+        [(results("a"), {"b": False}), (results("a", and_fp32=("b",)), {})],
+        [
+            (results("a"), {"b": False, "a": True}),
+            (Remedy(("a", "b")), {"c": True}),
+            (results("c", and_fp32=("a", "b")), {}),
+        ],
+        [(results("a"), {"a": True}), (Remedy(("a",)), {"a": True}), (BFLOAT16, {})],
+    ],
+)
+def test_fp32_results_come_first_and_then_full_fp32(runs: list[tuple[Remedy, Faulty]]) -> None:
+    left = iter(runs)
+
+    def again(tried: Remedy) -> Faulty:
+        expected, then = next(left)
+        assert tried == expected
+        return then
+
+    assert find_remedy({"a": True}, again, 3) == runs[-1][0]
+    assert not [*left]
 
 
 class Squares(nn.Module):

@@ -203,15 +203,18 @@ def test_heal_trains_on(start: Any, caplog: Any, level: str, model: type[nn.Modu
         for i in range(2):
             run.step(i)
     assert run.amp.stats()["healed"] == [name]
-    assert run.amp.policy.fp32_modules == ((name,) if name else ())
+    assert run.amp.policy.fp32_results == ((name,) if name else ())
+    assert run.amp.policy.fp32_modules == ()
     assert sum("Healed: " in text for text in caplog.messages) == 1
     for i in range(2, 32):
         expected, loss = plain.step(i), run.step(i)
         if run.amp.history[-1].cause is None and i < 8:
             assert loss == pytest.approx(expected, rel=0.05)
     assert run.amp.stats()["skipped"] <= 2 + 12, "what remains is the scale finding its level"
+    stays_half = name and level == "O2"
+    stored = torch.float16 if stays_half else torch.float32
     healed = run.model.attention if name else run.model
-    assert {p.dtype for p in healed.parameters()} == {torch.float32}
+    assert {p.dtype for p in healed.parameters()} == {stored}
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -446,16 +449,16 @@ def first_line(text: str) -> str:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_module_that_cures_it_is_named(device: torch.device, level: str) -> None:
     assert first_line(advice(device, Chain(2), level=level)) == (
-        "Keep it in FP32: fp32_modules=['links.1'] (tried: the forward passes); or scale the first "
-        "factor of linear, and so its result, by 2^-6 (tried: the forward passes)."
+        "Let products have FP32 results: fp32_results=['links.1'] (tried: the forward passes); or "
+        "scale the first factor of linear, and so its result, by 2^-6 (tried: the forward passes)."
     )
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_chain_that_cures_it_is_named(device: torch.device, level: str) -> None:
     assert first_line(advice(device, Chain(4), level=level)).endswith(
-        "eep them in FP32: fp32_modules=['links.1', 'links.2', 'links.3'] (tried: the forward "
-        "passes; links.1 alone only moves the fault)."
+        "et products have FP32 results, and keep links.2, links.3 in FP32: "
+        "fp32_results=['links.1'], fp32_modules=['links.2', 'links.3'] (tried: the forward passes)."
     )
 
 
@@ -542,10 +545,12 @@ def test_a_trial_that_fails_promises_nothing(start: Any, monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(run.amp._parts.enabled_models.dtypes, "widened", fail)
+    monkeypatch.setattr(run.amp._parts.healing, "_give_fp32_results", fail)
     text = run.amp.explain(replay=True)
     assert (
         "Scale the first factor of matmul, and so its result, by 2^-" in text
         and "fp32_modules" not in text
+        and "fp32_results" not in text
     )
 
 
@@ -676,7 +681,8 @@ def test_a_remedy_for_one_of_several_models_runs_as_it_is_printed(device: torch.
         amp.backward(models[1](x).square().mean(), optimizers[1])
         optimizers[1].step()
         report = amp.explain(replay=True)
-        assert "Keep it in FP32: amp.heal('1.attention') (tried: the forward passes)" in report
-        assert "fp32_modules" not in report
-        amp.heal("1.attention")
+        advised = "amp.heal('1.attention', results=True)"
+        said = f"Let products have FP32 results: {advised} (tried: the forward passes)"
+        assert said in report and "fp32_results" not in report
+        amp.heal("1.attention", results=True)
         assert models[1](x).isfinite().all()

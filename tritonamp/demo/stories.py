@@ -62,7 +62,7 @@ def attention(setting: Setting) -> Story:
     stock = measured_torch(task, setting)
     ours = functools.partial(measured, task, setting)
     explained = ours(on_nonfinite="explain", explain=lambda amp: amp.explain(replay=True))
-    healed = ours(on_nonfinite="heal", explain=lambda amp: str(amp.policy.fp32_modules))
+    healed = ours(on_nonfinite="heal", explain=lambda amp: str(amp.policy.fp32_results))
     runs = {
         "FP32": fp32,
         "torch.amp": stock,
@@ -77,9 +77,9 @@ def attention(setting: Setting) -> Story:
         "tritonamp leaves the scale alone, because a lower one cannot help. With "
         "on_nonfinite='explain' it runs the batch again and names the operation:\n"
         f"{explained.explanation}",
-        "With on_nonfinite='heal' a module in which that happens again computes in FP32 from then "
-        f"on. Afterwards amp.policy.fp32_modules is {healed.explanation}, and the accuracy is "
-        f"{healed.score:.1f} %; in FP32 it is {fp32.score:.1f} %.",
+        "With on_nonfinite='heal' products of a module in which that happens again have FP32 "
+        f"results from then on. Afterwards amp.policy.fp32_results is {healed.explanation}, and "
+        f"the accuracy is {healed.score:.1f} %; in FP32 it is {fp32.score:.1f} %.",
     ]
     return Story(runs, words)
 

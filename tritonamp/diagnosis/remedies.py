@@ -1,7 +1,7 @@
 """Remedies for a fault. Each is tried on the batch that showed the fault before it is advised."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -10,10 +10,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserv
 
 from tritonamp.casts.healing import Healing
 from tritonamp.diagnosis.replay import FaultReport, Remedy
+from tritonamp.diagnosis.replay.costs import cost_in_words
 from tritonamp.diagnosis.replay.edits import edits_for
 from tritonamp.diagnosis.replay.faults import BFLOAT16, WHOLE, listed
 from tritonamp.diagnosis.replay.user_calls import Patch
 from tritonamp.diagnosis.replay.verdicts import GOOD_SCALE
+from tritonamp.policy import HALF_DTYPES
+from tritonamp.watched.products import Products
 
 MOST_MODULES = 4  # in FP32 together
 MOST_EDITS = 2  # that are advised
@@ -22,28 +25,39 @@ NOT_OF_CODE = frozenset("data parameters propagated own_backward".split())
 """Kinds of faults that neither an edit of the model nor another precision cures."""
 
 
-def find_remedy(
-    wrong: Collection[str | None], again: Callable[[Remedy], Collection[str | None]], most: int
-) -> Remedy:
-    """Find a remedy under which the batch is finite: FP32 for the faulty modules, else bfloat16.
+Faulty = Mapping[str | None, bool]
+"""Full names of faulty modules, None outside of modules; whether FP32 results may cure each."""
 
-    Where neither helps, the result's ``helps`` is False.
+
+def find_remedy(wrong: Faulty, again: Callable[[Remedy], Faulty], most: int) -> Remedy:
+    """Find a remedy under which the batch is finite, in tiers.
+
+    First the faulty modules get FP32 results, where that may help, then they compute in FP32, and
+    then everything computes in bfloat16. Where nothing helps, the result's ``helps`` is False.
 
     Args:
-        wrong: full names of the faulty modules; None for a fault outside of modules.
-        again: function that runs the batch under a remedy and returns the names of modules that are
-            still faulty.
-        most: number of runs with modules in FP32. A fault may move on from module to module.
+        wrong: the faulty modules.
+        again: function that runs the batch under a remedy and returns the modules that are still
+            faulty.
+        most: number of runs with further modules. A fault may move on from module to module.
     """
-    modules: tuple[str, ...] = ()
-    for _ in range(most):
-        more = [name for name in wrong if name is not None and name not in modules]
-        if not more or None in wrong:
+    tried, runs = Remedy(), 0
+    while runs < most:
+        new = {n: helps for n, helps in wrong.items() if n is not None and n not in tried.in_tiers}
+        if None in wrong:  # in full FP32 the fault may stay inside
+            wider, new = [*tried.results], {}
+        else:
+            wider = [name for name in wrong if name in tried.results]
+        if not new and not wider:
             break
-        modules = (*modules, *more)
-        wrong = again(Remedy(modules))
+        runs += bool(new)
+        wider += [name for name, helps in new.items() if not helps]
+        results = [n for n in tried.results if n not in wider]
+        results += [name for name, helps in new.items() if helps]
+        tried = Remedy((*tried.modules, *wider), results=tuple(results))
+        wrong = again(tried)
         if not wrong:
-            return Remedy(modules)
+            return tried
     return Remedy(bfloat16=not again(Remedy(bfloat16=True)))
 
 
@@ -52,8 +66,8 @@ def remedy_of(
 ) -> Remedy | None:
     """Try remedies on the batch of a fault, one at a time; None: nothing can be tried.
 
-    Edits of the user's code come first, then FP32 for a few modules, for the whole model, and
-    bfloat16.
+    Edits of the user's code come first, then FP32 results of a few modules, FP32 for them, for the
+    whole model, and bfloat16.
 
     Args:
         fault: fault of the batch.
@@ -76,7 +90,7 @@ def remedy_of(
         tried.uncast(healing)
     found = tried.precision(fault, healing) if healing.decides else Remedy()
     is_overflow = fault.event.overflowed and fault.event.phase == "forward"
-    too_large = is_overflow and any(found.modules)
+    too_large = is_overflow and any(found.in_tiers)
     if not found.helps:
         tried.add_moves()
     return found._replace(edits=tuple(tried.passed), vain=tuple(tried.vain), too_large=too_large)
@@ -97,6 +111,7 @@ class _Trials:
         self.passed: list[str] = []
         self.vain: list[str] = []
         self._forms: set[str] = set()  # of edits that passed
+        self._products = Products()  # of the last run with modules in another precision
 
     def edit(self, patch: Patch) -> None:
         """Run the batch with one edit, unless an edit of the same form has passed.
@@ -140,11 +155,11 @@ class _Trials:
     def uncast(self, healing: Healing) -> None:
         """Run the batch without the cast of inputs, and with modules that then fail in FP32."""
 
-        def again(tried: Remedy) -> list[str | None]:
+        def again(tried: Remedy) -> Faulty:
             if tried.bfloat16:
-                return [None]
+                return {None: False}
             left = self._search(around=healing.with_inputs_uncast(tried.modules))
-            return [] if left is None or _passes(left) else [left.module]
+            return {} if left is None or _passes(left) else {left.module: False}
 
         try:
             wrong = again(Remedy())
@@ -159,39 +174,70 @@ class _Trials:
         """Run the batch in other precisions; the result is empty if there is no memory for it."""
         again, found = self.again(healing), Remedy()
         with contextlib.suppress(Exception):
-            wrong = [fault.module]
             if fault.module is not None or not self.passed:
-                found = find_remedy(wrong, again, MOST_MODULES)
-            if not found.modules:
+                found = find_remedy(_faulty(fault, healing), again, MOST_MODULES)
+                found = found._replace(costs=self._costs(found, healing, fault.has_backward))
+            if not found.in_tiers:
                 found = found._replace(fp32=self.block(WHOLE, healing.in_fp32(), keep=False))
         return found
 
-    def again(self, healing: Healing) -> Callable[[Remedy], list[str | None]]:
+    def again(self, healing: Healing) -> Callable[[Remedy], Faulty]:
         """Return a function that runs the batch under a remedy, and names the faulty modules."""
 
-        def run(tried: Remedy) -> list[str | None]:
+        def run(tried: Remedy) -> Faulty:
             if tried.bfloat16:
                 if healing.policy.dtype is torch.bfloat16:
-                    return [None]
-                return [] if self.block(BFLOAT16, healing.in_bfloat16(), keep=False) else [None]
-            left = self._search(around=healing.in_fp32(tried.modules))
+                    return {None: False}
+                passes = self.block(BFLOAT16, healing.in_bfloat16(), keep=False)
+                return {} if passes else {None: False}
+            try:
+                self._products = Products()
+                around = healing.in_fp32(tried.modules, tried.results)
+                left = self._search(around=around, products=self._products)
+            except Exception:
+                if not tried.results:
+                    raise
+                return dict.fromkeys(tried.results, False)  # code that refuses FP32 results
             # of the growing lists of modules, only the last one counts
-            self.vain = [words for words in self.vain if not words.startswith("fp32_modules")]
-            if left is None or _passes(left):
-                return []
+            lists = ("fp32_modules", "fp32_results")
+            self.vain = [words for words in self.vain if not words.startswith(lists)]
+            if left is None or (_passes(left) and not (tried.results and needs_low_scale(left))):
+                return {}
             if "" not in tried.modules:  # the whole model in FP32 is a trial of its own
-                self.vain.append(f"fp32_modules={list(tried.modules)}")
+                self.vain.append(tried.fields)
             # a gradient is cast for the module that made the input, so that one joins the trial
+            if needs_low_scale(left) and tried.results:  # half gradients, which FP32 widens
+                return dict.fromkeys(tried.results, False)
             maker = left.event.maker
-            made_in = [maker.module] if maker is not None and maker.module else []
-            return [left.module, *made_in]
+            name = None if maker is None else maker.module
+            made_in = {name: False} if name and name not in tried.results else {}
+            return {**_faulty(left, healing), **made_in}
 
         return run
+
+    def _costs(self, found: Remedy, healing: Healing, trains: bool) -> str:
+        """Return the cost of a remedy that has passed, in words."""
+        half = (p for p in healing.parameters(found.modules) if p.dtype in HALF_DTYPES)
+        # the weight, and its gradient
+        sizes = [(4 if trains and p.requires_grad else 2) * p.numel() for p in half]
+        return cost_in_words(self._products, found.results, found.modules, sum(sizes))
+
+
+def _faulty(fault: FaultReport, healing: Healing) -> Faulty:
+    """Return the module of a fault, and whether FP32 results of its products may cure it."""
+    is_named = bool(fault.module) and fault.module not in healing.with_results
+    return {fault.module: is_named and fault.event.is_product and healing.policy.op_policy}
 
 
 def _passes(left: FaultReport | None) -> bool:
     """Return whether a run passes. A scale that is too high does, because it adapts by itself."""
     return left is None or left.kind == "scale_too_high" or left.harmless
+
+
+def needs_low_scale(left: FaultReport | None) -> bool:
+    """Return whether gradients of a run overflow at every loss scale that is good enough."""
+    kinds = ("scale_too_high", "gradient_overflow")
+    return left is not None and left.kind in kinds and (left.fits or 0.0) < GOOD_SCALE
 
 
 def _of_data(fault: FaultReport, search: Callable[..., FaultReport | None]) -> Remedy | None:

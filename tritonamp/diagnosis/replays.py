@@ -222,7 +222,7 @@ class Replays:
 
         For recorded batches it is tried once, and again after a heal. A function is always run.
         """
-        samples, healed = fault.event.samples, self._healing.names
+        samples, healed = fault.event.samples, self._healing.tiers.items()
         key = fault.kind, fault.has_backward, str(fault.event.place), *samples, *healed
         if is_recorded and key in self._remedies:
             return self._remedies[key]

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 from tritonamp.casts.healing import Healing
 from tritonamp.diagnosis.fault_counts import FIRST_REPLAYS, HEAL_AFTER, FaultCounts, is_power_of_two
+from tritonamp.diagnosis.healed_tiers import heal, next_tier
 from tritonamp.diagnosis.joint import Finding, explanation_of_all, finding_of_all
 from tritonamp.diagnosis.kept_buffers import KeptBuffers
 from tritonamp.diagnosis.live_faults import STEPS, LiveFaults
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.remedies import NOT_OF_CODE
-from tritonamp.diagnosis.replay import FaultReport, Remedy
+from tritonamp.diagnosis.replay import FaultReport
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.skips import Cause, Explanation
@@ -89,6 +90,7 @@ class Response:
     _unexplained: int = 0  # faults that a replay did not show
     _restored: tuple[int, str] = (0, "")  # the last step with restored buffers, and a sentence
     _healed: tuple[int, Sequence[str]] = (0, ())  # the last step whose skip has healed, and names
+    _gradients_of: Sequence[str] = ()  # modules with FP32 results at the last look at gradients
     _vanished: str = ""  # report about an overflow in the first good batch
 
     def __post_init__(self) -> None:
@@ -132,7 +134,10 @@ class Response:
         explanation = self._explained(mine)
         assert explanation is not None
         if not explanation.needs_help:
-            self._run_again(explanation)
+            if healed := self._next_tier(explanation):
+                logger.warning(explanation.text + healed)
+            else:
+                self._run_again(explanation)
             return
         with self._ranks.alone() as hindrance:
             if not hindrance:
@@ -247,58 +252,36 @@ class Response:
         self._shown = now
         return f"{found.report}{live}"
 
+    def _next_tier(self, explanation: Explanation) -> str:
+        """Heal modules with FP32 results in FP32 if their half gradients need too low a scale.
+
+        Return a report in words, or "".
+        """
+        names = self._healing.with_results
+        is_new = bool(names) and names != self._gradients_of
+        if not is_new or explanation.cause is not Cause.SCALE or self._ranks.may_be_missing:
+            return ""
+        self._gradients_of = names
+        return next_tier(self._healing, self._replays.replay().faults)
+
     def _heal_after_faults(self, faults: Sequence[FaultReport]) -> str:
         """Heal after each second fault of a module. Return a report in words, or ""."""
         found: dict[str, FaultReport] = {}
         for fault in faults:  # on several ranks, at the same step: one fault
             if fault.kind not in NOT_OF_CODE and fault.module is not None:
                 found.setdefault(fault.module, fault)
-        text, before = "", set(self._healing.names)
+        text, before = "", self._healing.tiers
         for module, fault in found.items():
             self.counts = self.counts.with_module(module)
             if self.counts.by_module[module] % HEAL_AFTER == 0:
-                text += self._heal(module, fault.remedy)
-        healed = [name or "the model" for name in self._healing.names if name not in before]
+                text += heal(self._healing, fault, module, self._replays.model_of(module))
+        tiers = self._healing.tiers
+        healed = [name or "the model" for name in tiers if tiers[name] is not before.get(name)]
+        if healed:
+            self.counts = self.counts._replace(seen=0)
         if healed and self._log.last is not None:
             self._healed = self._log.last.skip.step, healed
         return text
-
-    def _heal(self, module: str, remedy: Remedy | None) -> str:
-        """Make the remedy of a module's faults permanent. Return a report in words.
-
-        If a healed module has faults again, its whole model is healed.
-        """
-        if remedy is not None and not remedy.knows_precision:
-            remedy = None
-        whole = self._replays.model_of(module)
-        found = [module] if remedy is None else [*remedy.modules]
-        wider = [whole] if remedy is None or remedy.modules or remedy.fp32 else []
-        more = self._not_healed(found) or self._not_healed(wider)
-        named = module or "the model"
-        if not more and remedy is not None and remedy.bfloat16:
-            return (
-                f"\nNot healed: {named} in FP32 does not help, but bfloat16 does: "
-                "dtype=torch.bfloat16 (tried: the batch passes)."
-            )
-        if not more:
-            already = " already" if self._is_healed(module) else ""
-            return f"\nNot healed: {named} in FP32{already} does not help, nor does all in FP32."
-        for name in more:
-            self._healing.heal(name)
-        self.counts = self.counts._replace(seen=0)
-        undo = "; ".join(f"amp.unheal({name!r})" for name in more)
-        return (
-            f"\nHealed: {', '.join(name or 'the model' for name in more)} "
-            f"compute{'s' if len(more) == 1 else ''} in FP32 from now on, after {HEAL_AFTER} "
-            f"faults {'there' if more == [module] else f'in {named}'}; {undo} undoes it."
-        )
-
-    def _not_healed(self, names: Sequence[str]) -> list[str]:
-        return [name for name in names if not self._is_healed(name)]
-
-    def _is_healed(self, name: str) -> bool:
-        """Return whether a module, or one around it, has been healed."""
-        return any(f"{name}.".startswith(f"{n}.") or not n for n in self._healing.names)
 
     def explain(self, replay: bool | Callable[[], Any]) -> str:
         """Return the cause of the last skip, and the report of a new or an earlier replay.

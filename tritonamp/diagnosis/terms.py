@@ -11,8 +11,9 @@ class Terms(NamedTuple):
 
     Attributes:
         handle: expression for the handle; not "amp" if that name is taken.
-        takes_modules: whether ``fp32_modules`` can name modules as texts do. With several models
-            the number of a model comes first, and only ``amp.heal`` knows these names.
+        takes_modules: whether ``fp32_modules`` and ``fp32_results`` can name modules as texts do.
+            With several models the number of a model comes first, and only ``amp.heal`` knows these
+            names.
         arguments: arguments of ``enable``, as texts write them, to those of the user's own call.
     """
 
@@ -23,14 +24,15 @@ class Terms(NamedTuple):
     def told(self, text: str) -> str:
         """Return a text, written for ``amp = enable(model, ...)``, in these terms."""
         if not self.takes_modules:
-            text = re.sub(r"\bfp32_modules=(\[.*?\])", _heals, text)
+            text = re.sub(r"\bfp32_(modules|results)=(\[.*?\])", _heals, text)
         for argument, own in self.arguments.items():
             text = re.sub(rf"\b{re.escape(argument)}", own, text)
         return re.sub(r"\bamp\.(?=\w+\()", f"{self.handle}.", text)
 
 
 def _heals(match: re.Match[str]) -> str:
-    return "; ".join(f"amp.heal({name!r})" for name in ast.literal_eval(match[1]))
+    results = ", results=True" if match[1] == "results" else ""
+    return "; ".join(f"amp.heal({name!r}{results})" for name in ast.literal_eval(match[2]))
 
 
 IN_A_LOOP = Terms()

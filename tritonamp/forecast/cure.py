@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
 
-from tritonamp.diagnosis.remedies import find_remedy
+from tritonamp.casts.model_dtypes import wanted_dtypes
+from tritonamp.diagnosis.remedies import Faulty, find_remedy
 from tritonamp.diagnosis.replay import Remedy
+from tritonamp.diagnosis.replay.costs import cost_in_words
 from tritonamp.forecast.dry_run import DryRun
 from tritonamp.forecast.findings import BATCH, Finding
 from tritonamp.forecast.loss_scale import fitting_scale
@@ -16,7 +18,8 @@ from tritonamp.forecast.predictions import predictions
 from tritonamp.forecast.running import Batch, LossFn
 from tritonamp.forecast.weights import parameters
 from tritonamp.kernels.device import UnsupportedDeviceError, check_dtype
-from tritonamp.policy import INIT_SCALE, O0, Policy, resolve
+from tritonamp.policy import HALF_DTYPES, INIT_SCALE, O0, Policy, resolve
+from tritonamp.watched.products import Products
 
 ROUNDS = 6  # of trying which modules have to stay FP32
 
@@ -32,27 +35,27 @@ def cure(
     """Return ``policy``, with a remedy if it has problems, and a fitting initial loss scale.
 
     Remedies are tried by dry runs, in this order: inputs that are not cast, FP32 results of
-    softmax, more modules in FP32, bfloat16. If none helps, the policy is O0. A batch that is not
-    finite in FP32 either leaves the policy unchanged.
+    softmax, FP32 results of products in modules, these modules in FP32, bfloat16. If none helps,
+    the policy is O0. A batch that is not finite in FP32 either leaves the policy unchanged.
     """
     if any(finding.kind == "non-finite" for finding in findings):
         return policy  # no precision helps
     asked, wrong = policy, _wrong(findings, policy)
 
-    def tried(new: Policy) -> set[str | None]:
+    def tried(new: Policy) -> Faulty:
         nonlocal policy, run, findings
         policy, run = new, DryRun(model, batch, loss_fn, new)
         findings = [*predictions(run, new), *parameters(model, new)]
         return _wrong(findings, new)
 
-    def again(remedy: Remedy) -> set[str | None]:
-        if remedy.modules:
-            return tried(with_fp32(policy, remedy.modules))
+    def again(remedy: Remedy) -> Faulty:
+        if remedy.in_tiers:
+            return tried(with_fp32(policy, remedy.modules, remedy.results))
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         try:
             check_dtype(torch.bfloat16, device)
         except UnsupportedDeviceError:
-            return {None}
+            return {None: False}
         return tried(resolve(asked, torch.bfloat16, loss_scale=1.0, init_scale=INIT_SCALE))
 
     if policy.cast_inputs and policy.op_policy and any(f.where == BATCH for f in findings):
@@ -74,25 +77,78 @@ def _zeros_of_softmax(findings: Iterable[Finding]) -> int:
     return sum(finding.kind == "softmax" for finding in findings)
 
 
-def _wrong(findings: Iterable[Finding], policy: Policy) -> set[str | None]:
+def _wrong(findings: Iterable[Finding], policy: Policy) -> Faulty:
     """Return the paths of the modules that have to stay FP32; None for the model's own forward.
 
-    Findings that only follow from another overflow count once the causes are in FP32, because a
-    cure of the cause often cures them too.
+    FP32 results may cure a module if only its products overflow. Findings that only follow from
+    another overflow count once the causes are in FP32, because a cure of the cause often cures them
+    too.
     """
     problems = [finding for finding in findings if finding.problem]
     causes = {path for f in problems if f.kind != "follows" for path in f.modules}
     if causes <= {*policy.fp32_modules}:
         causes = {path for f in problems for path in f.modules}
-    return {path or None for path in causes}
+    products = {path for f in problems for path in f.modules if f.of_product}
+    products -= {path for f in problems for path in f.modules if not f.of_product}
+    return {path or None: path in products and policy.op_policy for path in causes}
 
 
-def with_fp32(policy: Policy, more: Iterable[str]) -> Policy:
-    """Return ``policy`` with the paths ``more`` in ``fp32_modules``, outermost modules only."""
-    classes = [kind for kind in policy.fp32_modules if isinstance(kind, type)]
-    names = {*more, *(name for name in policy.fp32_modules if isinstance(name, str))}
-    outermost = [n for n in sorted(names) if not any(n.startswith(f"{m}.") for m in names)]
-    return dataclasses.replace(policy, fp32_modules=(*classes, *outermost))
+def with_fp32(policy: Policy, more: Iterable[str], results: Iterable[str] = ()) -> Policy:
+    """Return ``policy`` with more modules, outermost ones only.
+
+    Args:
+        policy: policy to extend.
+        more: paths for ``fp32_modules``.
+        results: paths for ``fp32_results``; those inside of ``fp32_modules`` are left out.
+    """
+    modules = _outermost((*policy.fp32_modules, *more))
+    kept = _outermost((*policy.fp32_results, *results))
+    kept = [m for m in kept if m not in modules and not _is_inside(m, modules)]
+    return dataclasses.replace(policy, fp32_modules=tuple(modules), fp32_results=tuple(kept))
+
+
+def _outermost(selection: Collection[str | type]) -> list[str | type]:
+    """Return the classes of a selection, and its paths without those inside of others."""
+    classes = [kind for kind in selection if isinstance(kind, type)]
+    names = sorted({name for name in selection if isinstance(name, str)})
+    return [*dict.fromkeys(classes), *(n for n in names if not _is_inside(n, names))]
+
+
+def _is_inside(module: str | type, others: Iterable[str | type]) -> bool:
+    """Return whether a module's path lies inside of another one's; False for a class."""
+    paths = [other for other in others if isinstance(other, str)]
+    return isinstance(module, str) and any(module.startswith(f"{path}.") for path in paths)
+
+
+def cost_of(
+    model: nn.Module, asked: Policy, policy: Policy, products: Products, trains: bool
+) -> str:
+    """Return the cost of the modules that ``policy`` widens in words; "" without any.
+
+    Args:
+        model: the model before ``enable``.
+        asked: the requested policy.
+        policy: policy with more ``fp32_modules`` and ``fp32_results``.
+        products: products of a forward.
+        trains: whether there are optimizers.
+    """
+    if policy.dtype is not asked.dtype or not (policy.cast_model or policy.op_policy):
+        return ""
+    results, modules = (
+        [m for m in of if isinstance(m, str) and m not in before]
+        for of, before in (
+            (policy.fp32_results, asked.fp32_results),
+            (policy.fp32_modules, asked.fp32_modules),
+        )
+    )
+    before, after = wanted_dtypes(model, asked), wanted_dtypes(model, policy)
+    half = [p for p in model.parameters() if before.get(p, p.dtype) in HALF_DTYPES]
+    wider = [p for p in half if after.get(p, p.dtype) is torch.float32]
+    in_fp32 = dataclasses.replace(O0, state=asked.state, offload=asked.offload)
+    # weight, gradient and master: a parameter in FP32 has no master
+    trained = max(in_fp32.bytes_per_parameter() - asked.bytes_per_parameter(), 0)
+    sizes = [(trained if trains and p.requires_grad else 2) * p.numel() for p in wider]
+    return cost_in_words(products, results, modules, sum(sizes))
 
 
 def changes(policy: Policy, asked: Policy) -> str:

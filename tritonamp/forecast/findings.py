@@ -22,6 +22,7 @@ class Finding:
         problem: whether training would fail or lose accuracy.
         weight: sort key, largest first.
         modules: paths of the modules that cure the problem by computing in FP32.
+        of_product: whether FP32 results of products in ``modules`` may cure the problem, too.
         line: line of the user's code that causes the problem, "file:number", or "".
         untried: reason why ``advice`` cannot be tried; "" if it was.
         event: the op that edits of ``line`` may cure; None: no edit is tried.
@@ -37,6 +38,7 @@ class Finding:
     line: str = ""
     untried: str = CODE
     event: Event | None = field(default=None, repr=False, compare=False)
+    of_product: bool = False
 
 
 def bce(where: str, line: str = "") -> Finding:

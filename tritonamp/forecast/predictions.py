@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from tritonamp.diagnosis.replay.known_ops import is_product
 from tritonamp.forecast.dry_run import DryRun
 from tritonamp.forecast.events import event_of
 from tritonamp.forecast.findings import BATCH, LOSS, Finding, bce, early_gradients
@@ -74,8 +75,19 @@ def _overflows(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[
             )
         kind = "overflow" if key in origins else "follows"
         event = event_of(r, dtype) if kind == "overflow" and not r.module else None
-        line = r.place.line
-        yield Finding(kind, _where(r), why, advice, True, ratio, cures, line, event=event)
+        line, of_product = r.place.line, is_product(r.op) and not r.backward
+        yield Finding(
+            kind,
+            _where(r),
+            why,
+            advice,
+            True,
+            ratio,
+            cures,
+            line,
+            event=event,
+            of_product=of_product,
+        )
 
 
 def _overflows_half(r: TensorRecord, dtype: torch.dtype) -> bool:

@@ -23,6 +23,7 @@ from tritonamp.forecast.unrounded import (
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.watched.ops import ADDS_A_NUMBER, OpCall
 from tritonamp.watched.places import Place
+from tritonamp.watched.products import Products
 
 FILLS = """
     masked_fill fill full full_like new_full clamp clamp_min clamp_max hardtanh threshold
@@ -117,6 +118,7 @@ class Recorder(WatchedCopy):
         # after its sources
         self.made: list[TensorRecord] = []
         self.hazards: dict[Hazard, None] = {}  # faults that do not depend on sizes, each once
+        self.products = Products()  # of the forward
         self._dtype = dtype
 
     @property
@@ -150,6 +152,8 @@ class Recorder(WatchedCopy):
         result = unrounded(
             func, args, call.kwargs, lambda message: self.note("refused", message, place)
         )
+        if not self.in_backward():
+            self.products.add(call, result, place.module)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if any(

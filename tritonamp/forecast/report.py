@@ -16,7 +16,7 @@ from tritonamp.casts.loaded import half_parameters, loaded_dtype
 from tritonamp.checks import check_cast_inputs, check_models
 from tritonamp.forecast.advice import findings_without_data
 from tritonamp.forecast.comparing import compared
-from tritonamp.forecast.cure import changes, cure
+from tritonamp.forecast.cure import changes, cost_of, cure
 from tritonamp.forecast.differences import Comparison
 from tritonamp.forecast.dry_run import DryRun
 from tritonamp.forecast.findings import Finding
@@ -58,6 +58,7 @@ class Forecast:
         rehearsal: a few steps under ``policy`` on copies of model and optimizers; None for a policy
             in FP32.
         comparison: comparison with the level ``compare`` of ``check``; None without ``compare``.
+        cost: bytes and FLOPs, in words, of the modules that ``policy`` widens; "" without any.
     """
 
     model: str
@@ -71,6 +72,7 @@ class Forecast:
     loss_name: str
     rehearsal: Rehearsal | None
     comparison: Comparison | None = None
+    cost: str = ""
 
     @property
     def problems(self) -> tuple[Finding, ...]:
@@ -154,6 +156,7 @@ def check(
         formats={short(half): outlook(run.records, half) for half in HALF_DTYPES},
         policy=best,
         asked=policy,
+        cost=cost_of(model, policy, best, run.products, trains=bool(optimizers)),
         records=tuple(run.records),
         loss=run.loss,
         device=device,
@@ -265,6 +268,8 @@ def _report(forecast: Forecast) -> Iterator[str]:
         for name, seen in forecast.formats.items():
             yield from _wrapped(f"{name}: {seen}", "    ")
     yield from _wrapped(_policy_line(forecast), "    ")
+    if forecast.cost:
+        yield from _wrapped(f"cost of {forecast.cost}", "    ")
     yield from _wrapped(_ran(forecast), "    ")
 
 

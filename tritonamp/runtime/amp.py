@@ -513,7 +513,7 @@ class Amp:
             - huge_gradients: skips because FP32 cannot hold the squares of finite gradients.
             - last_skip_reason: the cause of the last skip, or None.
             - grad_norm: the norm of the last step that was not skipped.
-            - healed: names of modules that compute in FP32 since a fault.
+            - healed: names of modules that compute in FP32, or have FP32 results, since a fault.
             - fused: hand-written RMSNorms that run as ``rms_norm``, by name, and activations that
               run as one op, or probabilities that are FP32, by function and line
               ("model.MLP.forward:12").
@@ -779,7 +779,7 @@ class Amp:
         return self._parts.replays.write_bundle(folder)
 
     @leaves_inference_mode
-    def heal(self, module: str) -> None:
+    def heal(self, module: str, *, results: bool = False) -> None:
         """Have a module compute in FP32 from now on, its parameters included.
 
         Call it on all ranks. Parameters that FSDP2 gathers with those of an outer module are still
@@ -788,12 +788,15 @@ class Amp:
 
         Args:
             module: name of the module; "" is the model.
+            results: True: only products in the module have FP32 results, as under
+                ``Policy.fp32_results``, and its parameters stay half.
 
         Raises:
-            ValueError: there is no such module.
+            ValueError: there is no such module, or FP32 results are asked for at O3, or of the
+                model itself.
         """
         self._check_enabled("heal")
-        self._parts.healing.heal(module)
+        self._parts.healing.heal(module, results)
         self._parts.first_loss.is_awaited = False  # FP32 forwards do not enter the op table
 
     @leaves_inference_mode
@@ -811,7 +814,7 @@ class Amp:
 
     @property
     def policy(self) -> Policy:
-        """The present policy; healed modules are among its ``fp32_modules``."""
+        """The present policy; its ``fp32_modules`` and ``fp32_results`` name healed modules."""
         return self._parts.healing.policy
 
     def state_dict(self) -> dict[str, Any]:
@@ -828,11 +831,12 @@ class Amp:
             scalers=scalers,
             counts=self._parts.decisions.counts(),
             loss_scale=self.policy.loss_scale,
-            healed=self._parts.healing.names,
+            healed=self._parts.healing.in_full,
             faults=faults,
             schedulers=self._parts.schedulers.state(),
             outliers=self._parts.pending.outlier_windows.state(self._scalers),
             state=self.policy.state,
+            healed_results=self._parts.healing.with_results,
         ).to_dict()
 
     @leaves_inference_mode
@@ -845,7 +849,7 @@ class Amp:
         """
         state = parse_state(state_dict, self.policy.loss_scale, self.scaler.clone())
         # the last call that may raise, because the code after it only assigns
-        self._parts.healing.load(state.healed)
+        self._parts.healing.load(state.healed, state.healed_results)
         if state.scalers is not None:
             kept = {0: self.scaler} | {i: s for i, s in self._scalers.items() if i in state.scalers}
             self._scalers = kept | {

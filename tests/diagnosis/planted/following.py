@@ -52,6 +52,10 @@ def fp32_modules(setup: Setup, found: re.Match[str]) -> Setup:
     return with_fields(setup, fp32_modules=literal_eval(found[1]))
 
 
+def fp32_results(setup: Setup, found: re.Match[str]) -> Setup:
+    return with_fields(setup, fp32_results=literal_eval(found[1]))
+
+
 def softmax_dtype(setup: Setup, found: re.Match[str]) -> Setup:
     return with_fields(setup, softmax_dtype=torch.float32)
 
@@ -108,6 +112,7 @@ def checkpoint(setup: Setup, report: Report) -> Setup:
 
 ARGUMENTS = [
     (r"(?<!\w)fp32_modules=(\[[^\]]*\])", fp32_modules),
+    (r"(?<!\w)fp32_results=(\[[^\]]*\])", fp32_results),
     (r"softmax_dtype=torch\.float32", softmax_dtype),
     (r"(?<!softmax_)dtype=torch\.bfloat16$", bfloat16),
     (r"level=\"O0\"", in_fp32),

@@ -6,6 +6,7 @@ from diagnosis.planted.case import WIDTH, Planted
 from torch import Tensor, nn
 
 FP32 = r"fp32_modules=\['block'\]"
+RESULTS = r"fp32_results=\['block'\]"
 
 
 class Scores(nn.Module):
@@ -214,17 +215,17 @@ OVERFLOWS = [
         line="scores = q @",
         kind="matmul_overflow",
     ),
-    Planted("bmm", Bmm, FP32, op="bmm", line="torch.bmm", kind="matmul_overflow"),
+    Planted("bmm", Bmm, RESULTS, op="bmm", line="torch.bmm", kind="matmul_overflow"),
     Planted(
         "convolution",
         Conv,
-        r"fp32_modules=\['block(\.conv)?'",
+        r"fp32_results=\['block\.conv'\]",
         op="conv1d",
         line="self.conv(",
         kind=("matmul_overflow", "overflow"),
         module="block.conv",
     ),
-    Planted("einsum", Einsum, FP32, op="einsum", line="einsum", kind="matmul_overflow"),
+    Planted("einsum", Einsum, RESULTS, op="einsum", line="einsum", kind="matmul_overflow"),
     Planted(
         "bilinear",
         Bilinear,

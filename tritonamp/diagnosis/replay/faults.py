@@ -23,6 +23,7 @@ class Remedy(NamedTuple):
 
     Attributes:
         modules: modules that computed in FP32 in a run that passed.
+        results: modules that had FP32 results in that run.
         bfloat16: whether the model passed in bfloat16.
         fp32: whether the whole model passed in FP32, where a few modules did not.
         edits: edits of the code and the policy that passed, as advice.
@@ -30,6 +31,7 @@ class Remedy(NamedTuple):
         too_large: whether a result is too large for its format, so that ``modules`` are the first
             advice.
         forward_only: whether these runs had no backward.
+        costs: the cost of ``results`` and ``modules`` in words; "" if it is not known.
     """
 
     modules: tuple[str, ...] = ()
@@ -39,11 +41,25 @@ class Remedy(NamedTuple):
     vain: tuple[str, ...] = ()
     too_large: bool = False
     forward_only: bool = False
+    results: tuple[str, ...] = ()
+    costs: str = ""
 
     @property
     def helps(self) -> bool:
         """Whether the batch passes in another precision."""
-        return bool(self.modules) or self.bfloat16 or self.fp32
+        return bool(self.in_tiers) or self.bfloat16 or self.fp32
+
+    @property
+    def in_tiers(self) -> tuple[str, ...]:
+        """Modules with FP32 results, then modules in FP32."""
+        return (*self.results, *self.modules)
+
+    @property
+    def fields(self) -> str:
+        """The fields of a policy that ask for ``results`` and ``modules``."""
+        results = f"fp32_results={[*self.results]}" if self.results else ""
+        modules = f"fp32_modules={[*self.modules]}" if self.modules else ""
+        return ", ".join(filter(None, [results, modules]))
 
     @property
     def knows_precision(self) -> bool:
@@ -55,8 +71,11 @@ class Remedy(NamedTuple):
         return f"tried: the {'forward' if self.forward_only else 'batch'} passes"
 
     def _in_fp32(self) -> Iterator[str]:
-        """Yield the advice to compute modules, or the whole model, in FP32, if that passed."""
-        if self.modules and "" not in self.modules:
+        """Yield the advice for wider modules, or the whole model in FP32, if that passed."""
+        if self.results:
+            also = f", and keep {listed(self.modules)} in FP32" if self.modules else ""
+            yield f"let products have FP32 results{also}: {self.fields} ({self._passes})"
+        elif self.modules and "" not in self.modules:
             alone = f"; {self.modules[0]} alone only moves the fault"
             which, more = ("it", "") if len(self.modules) == 1 else ("them", alone)
             names = list(self.modules)
@@ -80,7 +99,7 @@ class Remedy(NamedTuple):
     @property
     def tried_edits(self) -> bool:
         """Whether edits were tried in vain, apart from those that only compute in FP32."""
-        precision = (WHOLE, BFLOAT16, "fp32_modules", "set ")
+        precision = (WHOLE, BFLOAT16, "fp32_modules", "fp32_results", "set ")
         return any(not v.startswith(precision) and "float()" not in v for v in self.vain)
 
     @property
@@ -244,6 +263,8 @@ class FaultReport:
             lines.append(f"  replay:  {', '.join(again)}")
         if not (self.harmless and self._is_right()):
             lines.append(f"  to do:   {self.advice}")
+            if self.remedy is not None and self.remedy.costs:
+                lines.append(f"  cost:    {self.remedy.costs}")
             if self.remedy is not None and self.remedy.in_vain:
                 lines.append(f"  in vain: {self.remedy.in_vain}")
         return "\n".join(lines)

@@ -1,6 +1,7 @@
 """Known facts of torch's ops by their names, and of their results."""
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -44,6 +45,11 @@ def family(op: str) -> set[str]:
     """Return the families that an op's name belongs to: "_softmax.int" is a "softmax"."""
     name = op.split(".")[0].strip("_").removeprefix("native_")
     return {key for key, names in FAMILIES.items() if name in names.split()}
+
+
+def is_product(op: str) -> bool:
+    """Return whether an op is a product that ``Policy.fp32_results`` gives FP32 results."""
+    return "matmul" in family(op) and not re.search("attention|lstm|gru|rnn|bilinear", op)
 
 
 def is_softmax(op: str) -> bool:

@@ -19,6 +19,7 @@ from tritonamp.diagnosis.replay.watching import Watch
 from tritonamp.watched.frames import Role, plays
 from tritonamp.watched.ops import floats, is_finite
 from tritonamp.watched.places import Place
+from tritonamp.watched.products import Products
 
 
 @plays(Role.RUN)
@@ -33,6 +34,7 @@ def find_fault(
     expected: Sequence[Tensor] | None = None,
     around: AbstractContextManager[None] | None = None,
     patch: Patch | None = None,
+    products: Products | None = None,
 ) -> FaultReport | None:
     """Find the first op that makes inf or NaN out of finite numbers and matters to the result.
 
@@ -52,13 +54,14 @@ def find_fault(
         expected: tensors that ``run`` returned the first time, to compare bits.
         around: block around the run.
         patch: change of the user's code in this run.
+        products: counts of the forward's products.
 
     Raises:
         CollectiveError: the run communicates with other ranks.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     with around or contextlib.nullcontext():  # it may put other tensors into the models
-        replay = Replay(models, scale, patch)
+        replay = Replay(models, scale, patch, products)
         with untouched(models, replay.watch.writes):
             output = replay.forward(run, expected)
             found = Backward(output, grad_outputs, scale, replay.params, replay.in_backward)
@@ -83,9 +86,15 @@ def result_of(
 class Replay:
     """One forward, perhaps with its backward, under a ``Watch``."""
 
-    def __init__(self, models: list[nn.Module], scale: float, patch: Patch | None = None) -> None:
+    def __init__(
+        self,
+        models: list[nn.Module],
+        scale: float,
+        patch: Patch | None = None,
+        products: Products | None = None,
+    ) -> None:
         self.names = ModelNames(models)
-        self.watch = Watch(self.names, patch)
+        self.watch = Watch(self.names, patch, products)
         self.scale = scale
         self.replayed = "not checked"
         self.has_backward = False

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonamp.diagnosis.replay.known_ops import family
+from tritonamp.diagnosis.replay.known_ops import family, is_product
 from tritonamp.names import short
 from tritonamp.watched.places import Place
 
@@ -81,6 +81,12 @@ class Event:
         if self.source or self.quiet or self.exact is None:
             return False
         return math.isfinite(self.exact)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether a product overflowed in the forward that can have an FP32 result."""
+        is_result = self.phase == "forward" and self.overflowed and not self.rounding
+        return is_result and is_product(self.place.op)
 
     @property
     def multiple(self) -> float | None:

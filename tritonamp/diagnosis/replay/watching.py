@@ -28,6 +28,7 @@ from tritonamp.watched.ops import (
     storage_id,
 )
 from tritonamp.watched.places import Place, PlacedOps, Way
+from tritonamp.watched.products import Products
 
 
 class _Ran(NamedTuple):
@@ -52,12 +53,16 @@ class Watch(PlacedOps):
     Args:
         names: names of the models.
         patch: change of the user's code that is tried in this run.
+        products: counts of the forward's products.
     """
 
     outside = "from outside the model"  # origin of the tensors that the run did not make, in words
 
-    def __init__(self, names: ModelNames, patch: Patch | None = None) -> None:
+    def __init__(
+        self, names: ModelNames, patch: Patch | None = None, products: Products | None = None
+    ) -> None:
         super().__init__(names.modules)
+        self._products = products
         self._user_calls = UserCalls(self, patch)
         self._computed_again: list[nn.Module] = []  # their forwards have entered it in a backward
         self.model_names = names
@@ -130,6 +135,8 @@ class Watch(PlacedOps):
         call = OpCall(func, args, kwargs or {})
         ran = self._ran(call)
         result = call.run()
+        if self._products is not None and self.phase == "forward":
+            self._products.add(call, result, ran.place.module)
         results = floats([result, call.written_arguments()])
         # private (torch 2.11 to 2.15): for all device types at once, and without a change of what
         # ops see of autocast
