@@ -167,7 +167,10 @@ class StepLog:
             row=row,
             hysteresis=rule.hysteresis,
         )
-        return self._find_cause(skip, outcome.forwards)
+        found = self._find_cause(skip, outcome.forwards)
+        if found.cause is Cause.VETO and outcome.veto_reason:
+            return found._replace(reason=f"{outcome.veto_reason} {Cause.VETO.advice}")
+        return found
 
     def _find_cause(
         self,

@@ -194,6 +194,11 @@ class Ranks(Spectator):
         """Whether other ranks may have run out of batches, inside of ``with wrapper.join()``."""
         return any(map(self._in_join, self.wrappers))
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether no DDP has still to give all ranks the same FP32 values."""
+        return not self._to_align
+
     def rebuild(self, healed: Iterable[nn.Module] = ()) -> None:
         """Make DDPs and FSDP2 notice changed dtypes of parameters.
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -35,6 +36,7 @@ from tritonamp.step.state_loading import settle_state
 from tritonamp.watched.graph import gradient_leaves, nodes
 
 if TYPE_CHECKING:
+    from tritonamp.diagnosis.audit import Audit
     from tritonamp.diagnosis.live_ranges import LiveRanges
 
 T = TypeVar("T")
@@ -77,6 +79,8 @@ class Amp:
         self._enabled = True
         self._parts.context.handle = self
         self._ranges: LiveRanges | None = None
+        self._audit: Audit | None = None
+        self._audits: Counter[str] = Counter(clean=0, unclear=0, suspected=0)
 
     @property
     def _parts(self) -> Parts:
@@ -137,7 +141,11 @@ class Amp:
             RuntimeError: the model was enabled without an optimizer, or was disabled.
         """
         self._check_enabled("backward")
+        if self._audit is not None:
+            self._audit.keeps_graph = True
         with self.scale_loss(loss, optimizer, loss_id) as scaled:
+            if self._audit is not None:
+                retain_graph |= self._audit.is_running
             scaled.backward(retain_graph=retain_graph)
 
     @between_graphs
@@ -179,7 +187,8 @@ class Amp:
             scaler = self._scalers[loss_id] = self.scaler.clone()
         if parts.live_faults.is_watching:
             parts.live_faults.note_loss(loss, scaler)
-        return parts.pending.open_decision(scaler, loss, feeds)
+        opened = parts.pending.open_decision(scaler, loss, feeds)
+        return opened if self._audit is None else self._audit.around(opened, feeds)
 
     def pipeline_loss(
         self, loss_fn: Callable[..., Tensor], process_group: Any = None
@@ -526,6 +535,8 @@ class Amp:
               track_lost_updates, and in groups without half weights.
             - overflowed_parameters: names of half parameters that became inf though their FP32
               master is finite: beyond 65504 in float16.
+            - audits: number of audited steps that were "clean", "unclear" (without a verdict) and
+              "suspected" (skipped, because a backward has made other bits).
         """
         names = parameter_names(self._parts.models)
         return {
@@ -544,6 +555,7 @@ class Amp:
                 share for w in self._parts.weights.values() for share in w.masters.lost_updates()
             ],
             "scales": {loss_id: scaler.get_scale() for loss_id, scaler in self._scalers.items()},
+            "audits": dict(self._audits),
         }
 
     @between_graphs
@@ -743,6 +755,44 @@ class Amp:
             raise RuntimeError("amp.ranges(): nothing is watched, call amp.watch() before training")
         return self._ranges.last()
 
+    def audit(self, every: int | None = 500) -> None:
+        """Run the backward of every ``every``-th step twice, and compare the bits of its gradients.
+
+        A difference that no op of the graph explains is a sign of faulty hardware: the step is
+        skipped on all ranks, and a WARNING names the rank and the first parameters. If torch calls
+        ops of the graph nondeterministic, or the graph cannot run twice, there is no verdict, and
+        one WARNING says so. ``stats()["audits"]`` counts the audits.
+
+        The next step is audited, and each ``every`` steps after it, with all its micro-batches.
+        Between audits no step reads the device for it. An audited step takes a backward and the
+        memory of a second set of gradients more. Hooks of parameters, and DDP, do not see the first
+        backward; those of modules and activations do. ``scaler.scale(loss).backward()`` is not
+        audited. Under DDP the audit also compares masters and optimizer state over the ranks.
+
+        Call it on all ranks, before the same step.
+
+        Args:
+            every: number of steps from one audit to the next; None or 0: no audits from now on.
+
+        Raises:
+            ValueError: ``every`` is no such number.
+            RuntimeError: the model was enabled without an optimizer, or is a stage of a pipeline,
+                whose schedule runs the backwards.
+        """
+        from tritonamp.diagnosis.audit import Audit, check_every  # here, because few runs audit
+
+        self._check_enabled("audit")
+        check_every(every)
+        self._check_fed(None)
+        parts = self._parts
+        if parts.ranks.staged:
+            raise RuntimeError("amp.audit: in a pipeline the schedule runs the backwards")
+        self._audit = None
+        if every:
+            pending, log, backend = parts.pending, parts.decisions, parts.backend.requested
+            self._audit = Audit(every, parts.models, pending, log, self._audits, backend)
+        parts.pending.before_decision = self._audit and self._audit.before_decision
+
     def explain(self, replay: bool | Callable[[], Any] = False) -> str:
         """Return why the last skipped step was skipped, and what to do. Waits for the device.
 
@@ -919,6 +969,7 @@ class Amp:
         self._check_enabled("disable")
         if self._ranges is not None:
             self._ranges.remove()
+        self._audit = None
         self._parts.live_faults.decided()
         self._parts.stepper.after_step.hooks.clear()
         for optimizer, weights in self._parts.weights.items():

@@ -78,9 +78,11 @@ class Decision:
         grad_scale: factor that unscales and clips a scaled gradient, 0-d.
         max_norm: 2-norm to which the gradients are clipped; None: they are not clipped.
         rule: rule of the loss scale; set by ``judge``.
+        veto_reason: why the library has vetoed it; "" if it has not.
     """
 
     rule: ScaleRule
+    veto_reason = ""
 
     def __init__(
         self,
@@ -162,12 +164,14 @@ class Decision:
             self.loss_nonfinite = nonfinite_flag(known)
         return self.loss_nonfinite
 
-    def veto(self, flag: bool | Tensor) -> None:
+    def veto(self, flag: bool | Tensor, reason: str = "") -> None:
         """Have the optimizers skip if ``flag`` is True. Call it before ``judge``.
 
         Args:
             flag: a bool, or a 0-d bool tensor on any device.
+            reason: why the library vetoes; "": the user does.
         """
+        self.veto_reason = reason or self.veto_reason
         # A bool is filled in on the device, because a copy from main memory would wait.
         if isinstance(flag, bool):
             wanted = torch.full_like(self.scale, VETOED * flag)

@@ -21,11 +21,13 @@ class Outcome(NamedTuple):
         rule: rule of the loss scale.
         forwards: recorded forwards that led to the decision.
         untouched: whether only the last step has written to the parameters since it.
+        veto_reason: why the library has vetoed it; "" if it has not.
     """
 
     rule: ScaleRule
     forwards: Sequence[Snapshot] = ()
     untouched: bool = False
+    veto_reason: str = ""
 
 
 class Observer(Protocol):

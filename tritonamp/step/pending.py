@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class PendingDecisions:
     Attributes:
         weights, ranks: the arguments.
         outlier_windows: losses and norms of the last steps, if the policy skips outliers.
+        before_decision: function that is called with each decision that is about to be made, and
+            may veto it; None: nothing is called.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class PendingDecisions:
         forwards: Forwards,
     ) -> None:
         self.outlier_windows = OutlierWindows(policy.skip_outliers)
+        self.before_decision: Callable[[Decision], None] | None = None
         self._policy = policy
         self._backend = backend
         self._scaler = scaler
@@ -282,6 +285,8 @@ class PendingDecisions:
         """
         if decision.is_decided:
             return
+        if self.before_decision is not None:
+            self.before_decision(decision)
         looked = self._log.look(decision)
         self._judge(decision, max_norm, undoable, known)
         try:
@@ -295,7 +300,9 @@ class PendingDecisions:
                 # it.
                 others = [w.parameters() for w in self.weights.values() if w not in waiting]
             forwards = self._forwards.pop_all(others)
-            self._log.note(Outcome(decision.rule, forwards, untouched), looked)
+            self._log.note(
+                Outcome(decision.rule, forwards, untouched, decision.veto_reason), looked
+            )
         except BaseException:
             # The log has noted nothing, so only the decision is undone. Several ranks keep the
             # decision, because ranks that have not failed would not decide again.

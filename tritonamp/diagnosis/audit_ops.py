@@ -1,0 +1,97 @@
+"""Autograd nodes whose backward may give other bits each time, by torch's documentation.
+
+Source: both lists in the documentation of ``torch.use_deterministic_algorithms`` (torch 2.14), and
+the notes of ``scaled_dot_product_attention``.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+_ON_GPU = {
+    "AvgPool3D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "AdaptiveMaxPool2D",
+    "FractionalMaxPool2D", "FractionalMaxPool3D", "MaxUnpool2D", "MaxUnpool3D", "UpsampleLinear1D",
+    "UpsampleBilinear2D", "UpsampleBilinear2DAa", "UpsampleBicubic2D", "UpsampleBicubic2DAa",
+    "UpsampleLanczos2DAa", "UpsampleTrilinear3D", "ReflectionPad1D", "ReflectionPad2D",
+    "ReflectionPad3D", "NllLoss2D", "CtcLoss", "CudnnCtcLoss", "MiopenCtcLoss", "EmbeddingBag",
+    "GridSampler2D", "GridSampler3D", "CudnnGridSampler", "Take", "ScatterReduce",
+    "ScaledDotProductFlashAttention", "ScaledDotProductEfficientAttention",
+    "ScaledDotProductCudnnAttention", "FlashAttention", "EfficientAttention", "CudnnAttention",
+}  # fmt: skip
+# deterministic under ``torch.use_deterministic_algorithms(True)``
+_ON_GPU_UNLESS_ASKED = {
+    "ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D", "Cumsum", "Gather",
+    "IndexSelect", "RepeatInterleave", "IndexCopy", "MaxPool3DWithIndices", "Embedding",
+}  # fmt: skip
+_CONVOLUTIONS = {"Convolution", "CudnnConvolution", "CudnnConvolutionTranspose"}
+_ON_CPU_UNLESS_ASKED = {"Index", "UnsafeIndex", "IndexCopy"}
+# the ops inside are not known
+_COMPILED = "CompiledFunctionBackward"
+_NO_WAY = "does not have a deterministic implementation"
+
+
+def name_of(node: Any) -> str:
+    """Return the name of a node's class, as in ``tensor.grad_fn``."""
+    return type(node).__name__
+
+
+def unordered(found: Iterable[Any]) -> list[Any]:
+    """Return the nodes whose backward torch calls nondeterministic on their device."""
+    return [node for node in found if _is_unordered(node)]
+
+
+def _is_unordered(node: Any) -> bool:
+    name, on_gpu = name_of(node), _is_on_gpu(node)
+    if name == _COMPILED:
+        return on_gpu
+    op, is_backward, _ = name.partition("Backward")
+    if not is_backward:
+        return False
+    asked = torch.are_deterministic_algorithms_enabled()
+    if not on_gpu:
+        # a thread alone adds up in one order
+        return op in _ON_CPU_UNLESS_ASKED and not asked and torch.get_num_threads() > 1
+    if op in _CONVOLUTIONS:
+        return not (asked or torch.backends.cudnn.deterministic)
+    return op in _ON_GPU or (op in _ON_GPU_UNLESS_ASKED and not asked)
+
+
+def _is_on_gpu(node: Any) -> bool:
+    # private (torch 2.11 to 2.15): nothing public tells where a node has run
+    results = getattr(node, "_input_metadata", ())
+    return any(torch.device(result.device).type != "cpu" for result in results)
+
+
+def behind(found: Iterable[Any]) -> set[Any]:
+    """Return the nodes that get gradients from one of these, which are included."""
+    reached, todo = set[Any](), list(found)
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in reached:
+            reached.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return reached
+
+
+def warned_ops(backward: Callable[[], object]) -> list[str]:
+    """Return the ops of which torch warns while ``backward`` runs deterministically."""
+    with _deterministic(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        backward()
+    # cuBLAS has a warning of another kind for every product
+    texts = [str(warning.message) for warning in caught]
+    return sorted({text.split()[0] for text in texts if _NO_WAY in text})
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
