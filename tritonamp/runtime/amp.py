@@ -787,11 +787,11 @@ class Amp:
         parts = self._parts
         if parts.ranks.staged:
             raise RuntimeError("amp.audit: in a pipeline the schedule runs the backwards")
-        self._audit = None
+        self._audit = parts.pending.before_decision = None
         if every:
             pending, log, backend = parts.pending, parts.decisions, parts.backend.requested
             self._audit = Audit(every, parts.models, pending, log, self._audits, backend)
-        parts.pending.before_decision = self._audit and self._audit.before_decision
+            pending.before_decision = self._audit.before_decision
 
     def explain(self, replay: bool | Callable[[], Any] = False) -> str:
         """Return why the last skipped step was skipped, and what to do. Waits for the device.
