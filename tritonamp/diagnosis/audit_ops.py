@@ -1,36 +1,28 @@
-"""Autograd nodes whose backward may give other bits each time, by torch's documentation.
-
-Source: both lists in the documentation of ``torch.use_deterministic_algorithms`` (torch 2.14), and
-the notes of ``scaled_dot_product_attention``.
-"""
+"""Autograd nodes whose backward may give other bits each time, by torch's own list."""
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from tritonamp.diagnosis.replay.nondeterministic_ops import DEVICES
+
+# nodes whose backward has another name in torch's dispatcher, or whose op is in the list of
+# ``torch.use_deterministic_algorithms`` (torch 2.14) and not its backward
 _ON_GPU = {
-    "AvgPool3D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "AdaptiveMaxPool2D",
-    "FractionalMaxPool2D", "FractionalMaxPool3D", "MaxUnpool2D", "MaxUnpool3D", "UpsampleLinear1D",
-    "UpsampleBilinear2D", "UpsampleBilinear2DAa", "UpsampleBicubic2D", "UpsampleBicubic2DAa",
-    "UpsampleLanczos2DAa", "UpsampleTrilinear3D", "ReflectionPad1D", "ReflectionPad2D",
-    "ReflectionPad3D", "NllLoss2D", "CtcLoss", "CudnnCtcLoss", "MiopenCtcLoss", "EmbeddingBag",
-    "GridSampler2D", "GridSampler3D", "CudnnGridSampler", "Take", "ScatterReduce",
-    "ScaledDotProductFlashAttention", "ScaledDotProductEfficientAttention",
-    "ScaledDotProductCudnnAttention", "FlashAttention", "EfficientAttention", "CudnnAttention",
-}  # fmt: skip
-# deterministic under ``torch.use_deterministic_algorithms(True)``
-_ON_GPU_UNLESS_ASKED = {
-    "ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D", "Cumsum", "Gather",
-    "IndexSelect", "RepeatInterleave", "IndexCopy", "MaxPool3DWithIndices", "Embedding",
+    "Cumsum", "Embedding", "GridSampler2D", "GridSampler3D", "CudnnGridSampler", "CudnnCtcLoss",
+    "MiopenCtcLoss", "CudnnAttention", "ScaledDotProductCudnnAttention", "ScatterReduce", "Take",
+    "UpsampleLanczos2DAa",
 }  # fmt: skip
 _CONVOLUTIONS = {"Convolution", "CudnnConvolution", "CudnnConvolutionTranspose"}
-_ON_CPU_UNLESS_ASKED = {"Index", "UnsafeIndex", "IndexCopy"}
+_ON_CPU = {"Index", "UnsafeIndex"}
 # the ops inside are not known
 _COMPILED = "CompiledFunctionBackward"
 _NO_WAY = "does not have a deterministic implementation"
+_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[0-9]D)(?=[A-Z])")
 
 
 def name_of(node: Any) -> str:
@@ -48,15 +40,14 @@ def _is_unordered(node: Any) -> bool:
     if name == _COMPILED:
         return on_gpu
     op, is_backward, _ = name.partition("Backward")
-    if not is_backward:
+    if not is_backward or torch.are_deterministic_algorithms_enabled():
         return False
-    asked = torch.are_deterministic_algorithms_enabled()
     if not on_gpu:
         # a thread alone adds up in one order
-        return op in _ON_CPU_UNLESS_ASKED and not asked and torch.get_num_threads() > 1
+        return op in _ON_CPU and torch.get_num_threads() > 1
     if op in _CONVOLUTIONS:
-        return not (asked or torch.backends.cudnn.deterministic)
-    return op in _ON_GPU or (op in _ON_GPU_UNLESS_ASKED and not asked)
+        return not torch.backends.cudnn.deterministic
+    return op in _ON_GPU or "cuda" in DEVICES.get(f"{_WORDS.sub('_', op).lower()}_backward", ())
 
 
 def _is_on_gpu(node: Any) -> bool:
