@@ -206,21 +206,22 @@ class Audit:
 
     def _compare_states(self, by_rank: Mapping[int, Mapping[str, int]]) -> None:
         """Warn of ranks whose masters or state have other bits than those of most ranks."""
-        if len({frozenset(state.items()) for state in by_rank.values()}) < 2:
+        # some optimizers keep the state of a parameter on one rank alone
+        known = set.intersection(*(set(state) for state in by_rank.values()))
+        values = {r: {n: v for n, v in s.items() if n in known} for r, s in by_rank.items()}
+        groups = Counter(tuple(state.items()) for state in values.values())
+        if len(groups) < 2:
             return
-        groups = Counter(frozenset(state.items()) for state in by_rank.values())
         (most, size), *_ = groups.most_common()
-        other = [rank for rank, state in by_rank.items() if frozenset(state.items()) != most]
-        names = dict.fromkeys(
-            name for rank in other for name, value in by_rank[rank].items()
-            if (name, value) not in most
-        )  # fmt: skip
+        other = [rank for rank, state in values.items() if tuple(state.items()) != most]
+        usual = dict(most)
+        names = [n for n in usual if any(values[rank][n] != usual[n] for rank in other)]
         if 2 * size > len(by_rank):
             who = f"{ranks_in_words(other)} {'has' if len(other) == 1 else 'have'}"
             whose = f"other values than {size} of {len(by_rank)} ranks"
         else:
             who, whose = f"{ranks_in_words(list(by_rank))} have", "different values"
-        self._say_once(who, _APART, f"{who} {whose} in {listed(list(names))}")
+        self._say_once(who, _APART, f"{who} {whose} in {listed(names)}")
 
 
 _APART = (
