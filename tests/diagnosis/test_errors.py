@@ -33,6 +33,7 @@ OWN = (
     "forward fault",
     "overflow, forward",
     "not reproduced",
+    "other bits",
     "Healed",
     "backward fault",
     "outlier",

@@ -44,8 +44,9 @@ def finding_of_all(found: Mapping[int, Finding]) -> Finding:
     apart = [f for f in found.values() if f.clears_code]
     if not faulty:
         repeat = repeat_of_all({rank: finding.repeat for rank, finding in found.items()})
-        cleared = repeat is not None and repeat.clears_code
-        return Finding(repeat.words if cleared else "\n".join(_said_once(found)), (), repeat)
+        if repeat is not None and repeat.clears_code:
+            return Finding(repeat.words, (), repeat)
+        return Finding("\n".join(_said_once(found)), (), repeat)
     first, *others = faulty
     lines = [f"  also:    {fault.heading}" for other in others for fault in other.faults]
     lines += [f"  also:    {finding.report}" for finding in apart]

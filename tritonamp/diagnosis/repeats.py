@@ -110,8 +110,8 @@ def repeat_of(
     """
     traits = note_traits(models, batches)
     again = run_again(models, batches, traits.writes)
-    is_same = forwards is not None and not traits.unlike_first
-    is_same = is_same and not any(map(forwards.ran_before_last, batches))
+    is_same = forwards is not None and not any(map(forwards.ran_before_last, batches))
+    is_same = is_same and not traits.unlike_first
     outputs = _other_outputs(batches, again) if is_same else None
     gradients = _gradients_again(skip, batches, again, place)
     if gradients is not None and gradients.verdict is Verdict.SMALLER:
