@@ -67,7 +67,8 @@ class Forwards(Spectator):
             return None
         snapshot.ambient = self._watch.now(snapshot.gpus)
         snapshot.is_exact, snapshot.decisions = self._watch.is_exact, self._decisions
-        snapshot.begin()
+        if self._gradients:
+            snapshot.begin()
         self._snapshots.append(snapshot)
         return snapshot
 

@@ -1,0 +1,454 @@
+"""A skipped batch that runs again is called reproduced, not reproduced twice, or other bits."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs import Training, batch, started_on_cpu
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tritonamp
+from tritonamp.diagnosis.repeats import Place, Repeat, Verdict, repeat_of_all, verdict_on
+from tritonamp.diagnosis.replay import nondeterministic_ops
+from tritonamp.diagnosis.replay.nondeterministic_ops import nondeterministic
+from tritonamp.diagnosis.replay.repeating import differing_outputs
+from tritonamp.step import snapshots
+
+FIELDS = {
+    "O1": {"level": "O1", "init_scale": 16.0},
+    "O1 bf16": {"level": "O1", "dtype": torch.bfloat16},
+    "O2": {"level": "O2", "init_scale": 16.0},
+    "O2 bf16": {"level": "O2", "dtype": torch.bfloat16},
+}
+LOSS = "If the loss is computed outside of the model", "Look in the model and the loss"
+
+
+class Flip(torch.autograd.Function):
+    """Flips a bit of the first element in the forward or in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bit: int, backward: bool) -> Tensor:
+        ctx.bit, ctx.backward_ = bit, backward
+        return x.clone() if backward else flipped(x, bit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return flipped(grad, ctx.bit) if ctx.backward_ else grad, None, None
+
+
+def flipped(x: Tensor, bit: int) -> Tensor:
+    """Return a copy whose first element has inf's exponent with a set mantissa, or a flipped bit.
+
+    bit: the number of the bit, from the highest exponent bit down; -1: all of the exponent.
+    """
+    x = x.detach().clone()
+    kind = torch.int32 if x.dtype is torch.float32 else torch.int16
+    bits, width = x.view(kind).view(-1), x.element_size() * 8
+    exponents = {torch.float16: 5, torch.bfloat16: 8, torch.float32: 8}[x.dtype]
+    if bit < 0:
+        bits[0] |= ((1 << exponents) - 1) << (width - 1 - exponents)
+    else:
+        bits[0] ^= 1 << (width - 2 - bit)
+    return x
+
+
+class Norms(nn.Module):
+    """A model with BatchNorm and dropout, in which a fault can be planted.
+
+    checkpoints: whether the first layers are computed again in the backward.
+    """
+
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 16), nn.BatchNorm1d(16)
+        self.drop, self.last = nn.Dropout(0.25), nn.Linear(16, 3)
+        self.checkpoints = checkpoints
+        self.plant: Callable[[Tensor], Tensor] | None = None
+
+    def begin(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(self.first(x)).relu())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self.begin, x, use_reentrant=False) if self.checkpoints else self.begin(x)
+        plant, self.plant = self.plant, None  # it fires once
+        return self.last(plant(h) if plant is not None else h)
+
+
+class Planted(Training):
+    """Trains on the batch of a seed, with a fault in some steps."""
+
+    def __init__(self, model: Any = Norms, level: str = "O2", **fields: Any) -> None:
+        given = {"on_nonfinite": "explain", **FIELDS.get(level, {}), **fields}
+        super().__init__(model, "SGD", lr=1e-3, **{"level": level, **given})
+
+    def steps(self, first: int, last: int) -> None:
+        for seed in range(first, last):
+            self.step(batch(seed))
+
+
+start = started_on_cpu(Planted)
+
+
+@pytest.fixture
+def told(caplog: Any) -> Iterator[Callable[[], str]]:
+    """The text of the last skip in the log, and no earlier one."""
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        yield lambda: [text for text in caplog.messages if text.startswith("step ")][-1]
+
+
+def is_other_bits(text: str) -> bool:
+    """Whether the report suspects the hardware, and nothing else."""
+    return "\nother bits" in text and not any(part in text for part in LOSS)
+
+
+@pytest.mark.parametrize("level", FIELDS)
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_flip_in_the_forward_is_other_bits(
+    start: Any, told: Any, level: str, checkpoints: bool
+) -> None:
+    run = start(lambda: Norms(checkpoints), level=level)
+    run.steps(0, 3)
+    run.model.plant = lambda h: Flip.apply(h, -1, False)
+    run.steps(3, 4)
+    text = told()
+    assert text.startswith("step 4 skipped (1 of 4): forward fault: ") and is_other_bits(text)
+    assert "two more runs of this batch agree, and differ from the first: output 0" in text
+    assert "the hardware of this machine is suspected" in text
+    assert run.amp.explain() == run.amp.explain(replay=True) == text
+    run.steps(4, 6)
+    assert run.causes == [None] * 3 + ["forward fault"] + [None] * 2
+
+
+@pytest.mark.parametrize("level", FIELDS)
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_flip_in_the_backward_is_other_bits(
+    start: Any, told: Any, level: str, checkpoints: bool
+) -> None:
+    run = start(lambda: Norms(checkpoints), level=level)
+    run.steps(0, 3)
+    run.model.plant = lambda h: Flip.apply(h, -1, True)
+    run.steps(3, 4)
+    text = told()
+    assert run.amp.history[-1].cause in ("scale overflow", "backward fault")
+    assert is_other_bits(text) and "finds its level" not in text and "Look in" not in text
+    assert "other bits: gradients of first.weight, first.bias, norm.weight, norm.bias were " in text
+    assert "the hardware of this machine is suspected" in text
+    assert run.amp.explain(replay=True) == text
+
+
+@pytest.mark.parametrize("mode", ["explain", "heal", "raise"])
+def test_each_answer_to_a_skip_says_so(start: Any, told: Any, mode: str) -> None:
+    run = start(on_nonfinite=mode)
+    run.steps(0, 2)
+    run.model.plant = lambda h: Flip.apply(h, -1, False)
+    if mode == "raise":
+        with pytest.raises(tritonamp.NonFiniteError, match="other bits: two more runs"):
+            run.steps(2, 3)
+    else:
+        run.steps(2, 3)
+        assert is_other_bits(told())
+    assert run.amp.stats()["healed"] == []
+
+
+def test_a_flip_arms_no_watch_of_the_loss(start: Any) -> None:
+    run = start()
+    run.steps(0, 2)
+    run.model.plant = lambda h: Flip.apply(h, -1, False)
+    run.steps(2, 3)
+    assert run.amp._parts.live_faults._steps_left == 0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("fault", ["data", "model"])
+def test_a_fault_of_batch_or_model_is_reproduced(
+    start: Any, told: Any, level: str, fault: str
+) -> None:
+    run = start(level=level)
+    if fault == "model":
+        run.model.last.forward = lambda h: nn.Linear.forward(run.model.last, h) * 1e6
+    run.step(batch(0) * (1e6 if fault == "data" else 1.0))
+    assert "\n  replay:  reproduced" in told() and "other bits" not in told()
+
+
+# Ops that torch calls nondeterministic
+
+
+class Scattering(nn.Module):
+    """Adds up in another order each time, as scatter_add on a GPU; the first order gives inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.runs = -1  # no fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        h = torch.zeros_like(h).scatter_add(1, torch.arange(6).expand(8, 6), h)
+        if self.runs < 0:
+            return h
+        self.runs += 1
+        return h + (math.inf if self.runs == 1 else 0.01 * self.runs)
+
+
+def test_ops_without_an_order_are_named(
+    start: Any, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(nondeterministic_ops.DEVICES, "scatter_add", frozenset(["cpu"]))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    run = start(Scattering)
+    run.steps(0, 2)
+    run.model.runs = 0
+    run.steps(2, 3)
+    assert "\nnot reproduced twice: two more runs of this batch differ from each other" in told()
+    assert "Ops that torch lists as nondeterministic ran: scatter_add. " in told()
+    assert "suspected" not in told() and not any(part in told() for part in LOSS)
+
+
+def test_runs_that_differ_without_such_an_op_are_other_bits(start: Any, told: Any) -> None:
+    run = start(Scattering)
+    run.steps(0, 2)
+    run.model.runs = 0
+    run.steps(2, 3)
+    assert "\nother bits: two more runs of this batch differ from each other: output 0" in told()
+
+
+def test_which_ops_are_nondeterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    aten, many = torch.ops.aten, 2
+    ops = [(aten.mm.default, "cuda"), (aten.scatter_add_.default, "cuda")]
+    ops += [(aten.scatter_add_.default, "cpu"), (aten._index_put_impl_.default, "cpu")]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: many)
+    assert nondeterministic(ops) == ["scatter_add", "index_put_impl"]
+    many = 1
+    assert nondeterministic(ops) == ["scatter_add"]
+    assert nondeterministic([(aten.convolution.default, "cuda")]) == ["convolution"]
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    assert nondeterministic([(aten.convolution.default, "cuda")]) == []
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert nondeterministic(ops) == []
+
+
+def test_each_listed_op_exists() -> None:
+    names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    known = {name.partition("::")[2].strip("_") for name in names if name.startswith("aten::")}
+    assert {*nondeterministic_ops.DEVICES, *nondeterministic_ops._OF_CUDNN} <= known
+
+
+# Outliers
+
+
+@pytest.mark.parametrize("level", FIELDS)
+def test_an_outlier_of_the_batch_is_reproduced(start: Any, told: Any, level: str) -> None:
+    run = start(level=level, skip_outliers=6.0)
+    run.model.norm = nn.Identity()
+    run.steps(0, 66)
+    run.step(batch(66) * 40.0)
+    assert run.causes == [None] * 66 + ["outlier"]
+    assert told().endswith("gives the same result, so look at the batch and the weights.")
+    assert "\nreproduced: run again, the batch gives the same result" in told()
+    assert run.amp.explain() == run.amp.explain(replay=True) == told()
+
+
+@pytest.mark.parametrize("level", FIELDS)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_outlier_of_a_flip_is_other_bits(start: Any, told: Any, level: str, where: str) -> None:
+    run = start(level=level, skip_outliers=6.0)
+    run.steps(0, 66)
+
+    def plant(h: Tensor) -> Tensor:
+        if where == "forward":
+            return torch.cat([h[:1] + 100.0, h[1:]])
+        return Scaled.apply(h)
+
+    run.model.plant = plant
+    run.steps(66, 67)
+    assert run.causes == [None] * 66 + ["outlier"] and is_other_bits(told())
+    part = "output 0" if where == "forward" else "the gradient norm was "
+    assert part in told() and "Look at the batch" not in told()
+
+
+class Scaled(torch.autograd.Function):
+    """Multiplies one row of the gradient, as a flipped bit of an exponent may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return torch.cat([grad[:1] * 256.0, grad[1:]])
+
+
+def test_an_outlier_runs_again_on_request(start: Any) -> None:
+    run = start(skip_outliers=6.0, on_nonfinite="skip")
+    run.model.norm = nn.Identity()
+    run.steps(0, 66)
+    x = batch(66) * 40.0
+    run.step(x)
+    assert run.amp.explain(replay=True) == run.amp.explain()
+    run.model.forward = lambda x: run.model.last(run.model.begin(x)) + np.random.rand()
+    assert "\nother bits: " not in run.amp.explain(replay=True)
+
+
+# No false alarm
+
+
+class Numpy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + float(np.random.rand())
+
+
+class Remembers(nn.Linear):
+    """Its output depends on a buffer that it changes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_buffer("past", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.past += 1.0
+        return super().forward(x) + self.past
+
+
+@pytest.mark.parametrize("layer", [Numpy, Remembers])
+def test_a_first_run_with_other_inputs_is_not_compared(
+    start: Any, told: Any, layer: type[nn.Module]
+) -> None:
+    run = start(lambda: layer(6, 3))
+    run.steps(0, 2)
+    run.step(batch(2), bad=True)
+    assert "other bits" not in told() and "The loss is computed from it outside" in told()
+
+
+def test_an_output_that_is_written_to_is_compared_as_it_was_returned(start: Any, told: Any) -> None:
+    run = start(lambda: nn.Linear(6, 3))
+    run.steps(0, 2)
+    output = run.model(batch(2))
+    loss = output.float().square().mean() * math.inf
+    run.backward(loss)
+    with torch.no_grad():
+        output.zero_()
+    run.finish()
+    assert "other bits" not in told() and "The loss is computed from it outside" in told()
+
+
+class Drawing(nn.Linear):
+    """Draws random numbers from some forward on."""
+
+    draws = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5, self.draws))
+
+
+def test_numbers_that_were_not_recorded_are_not_compared(start: Any, told: Any) -> None:
+    """Generators that never move are read seldom, so the second forward that draws is inexact."""
+    run = start(lambda: Drawing(6, 3))
+    run.steps(0, 12)
+    run.model.draws = True
+    run.steps(12, 14)
+    run.step(batch(14), bad=True)
+    assert "other bits" not in told()
+
+
+def term(run: Any, x: Tensor) -> Tensor:
+    """A term of the loss that reads a parameter, with a root that has no slope."""
+    return run.model(x).float().square().mean() + (run.model.last.bias.float() * 0).sum().sqrt()
+
+
+def penalty(run: Any, x: Tensor) -> Tensor:
+    """A penalty of gradients, with such a root: only its own backward gives NaN."""
+    output = run.model(x.requires_grad_()).float()
+    (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return output.square().mean() + (grad * 0).sum().sqrt()
+
+
+@pytest.mark.parametrize("loss", [term, penalty])
+@pytest.mark.parametrize("level", ["O1", "O2 bf16"])
+def test_a_loss_around_the_model_is_no_fault_of_the_hardware(
+    start: Any, level: str, loss: Callable[[Any, Tensor], Tensor]
+) -> None:
+    run = start(level=level)
+    run.steps(0, 2)
+    run.backward(loss(run, batch(2)))
+    run.finish()
+    assert run.amp.stats()["skipped"] == 1
+    assert "other bits" not in run.amp.explain()
+
+
+def test_micro_batches_whose_sum_overflows_are_reproduced(start: Any, told: Any) -> None:
+    run = start(lambda: nn.Linear(6, 3), level="O2", init_scale=2.0**15)
+    run.steps(0, 2)
+    for _ in range(2):  # each gradient fits, their sum does not
+        run.backward(4.0 * run.model(torch.ones(8, 6)).float().sum() / 12.0)
+    run.finish()
+    assert run.causes[-1] == "scale overflow" and "other bits" not in told()
+
+
+def test_a_step_between_forward_and_skip_is_known(start: Any) -> None:
+    run = start()
+    forwards = run.amp._parts.forwards
+    run.model(batch(0))
+    (snapshot,) = forwards._snapshots
+    forwards.pop_all()
+    assert not forwards.ran_before_last(snapshot)
+    forwards.pop_all()
+    assert forwards.ran_before_last(snapshot)
+
+
+def test_nothing_changes_in_a_run_that_repeats_a_batch(start: Any) -> None:
+    ends = []
+    for mode in ("skip", "explain"):
+        run = start(on_nonfinite=mode)
+        run.steps(0, 2)
+        run.model.plant = lambda h: Flip.apply(h, -1, True)
+        run.steps(2, 6)
+        ends.append([*run.everything(), *run.model.buffers(), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_plain_run_takes_no_checksums(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError
+
+    for name in ("bit_sum", "sequence_number"):
+        monkeypatch.setattr(snapshots, name, fail)
+    monkeypatch.setattr("tritonamp.step.forwards.reads_leaves", fail)
+    run = start(on_nonfinite="skip", skip_outliers=6.0)
+    run.steps(0, 3)
+    assert run.amp.stats()["steps"] == 3
+
+
+# Verdicts of ranks
+
+
+def smaller(share: float, ops: tuple[str, ...] = ()) -> Repeat:
+    return Repeat(Verdict.SMALLER, "gradients were inf", share, 10.0, ops)
+
+
+def test_ranks_that_explain_the_gradients_together_are_not_suspected() -> None:
+    assert repeat_of_all({0: smaller(5.0), 1: smaller(5.0)}) is None
+    assert repeat_of_all({0: smaller(1.0), 1: None}) is None
+    assert repeat_of_all({0: smaller(1.0), 1: Repeat(Verdict.REPRODUCED)}) is None
+    found = repeat_of_all({0: smaller(1.0), 3: smaller(5.0)})
+    assert found is not None and found.verdict is Verdict.OTHER_BITS
+    assert found.words.startswith("other bits on one of ranks 0, 3: gradients were inf, on each ra")
+    found = repeat_of_all({0: smaller(1.0), 3: smaller(5.0, ("scatter_add",))})
+    assert found is not None and found.verdict is Verdict.NOT_TWICE
+
+
+def test_a_rank_with_other_bits_comes_first() -> None:
+    other = verdict_on("output 0", (), Place(1, 2).on_rank)
+    twice = verdict_on("output 0", ["scatter_add"], Place(0, 2).on_rank)
+    assert repeat_of_all({0: twice, 1: other, 2: None}) == other
+    assert other.words.startswith("other bits on rank 1: output 0. Torch lists no op")
+    assert "the hardware of rank 1 is suspected" in other.words
+
+
+def test_outputs_without_memory_are_not_compared() -> None:
+    assert differing_outputs([1, None, 3], [1, 2, 4]) == ["output 2"]
+    assert differing_outputs([1], [1, 2]) == ["the number of outputs"]
