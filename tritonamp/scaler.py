@@ -88,6 +88,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     on_loss: Callable[[Tensor, "GradScaler"], None] | None = None  # gets each unscaled loss
+    before_backward: Callable[[Tensor], None] | None = None  # gets it after ``on_loss``
     _rule: ScaleRule | None = None  # the last result of ``rule``
     _rule_settings: tuple[Any, ...] = ()  # settings that can change, as they were then
 
@@ -196,6 +197,8 @@ class GradScaler(torch.amp.GradScaler):
             return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
         if self.on_loss is not None:
             self.on_loss(outputs, self)
+        if self.before_backward is not None:
+            self.before_backward(outputs)
         scale = self.scale_tensor(outputs.device)
         scaled = widened(outputs) * transfer(scale, outputs.device)
         nonfinite = transfer(nonfinite_flag(outputs.detach()), scale.device)
@@ -554,8 +557,9 @@ class GradScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         state["_init_hysteresis_tracker"], state["_init_ceiling"] = self._hysteresis_and_ceiling()
         scale = "_scale_state", "_largest", "_loss_nonfinite", "_rule"
-        of_this_process = "_memory", "_memories", "_process_group", "_users", "on_loss"
-        return {**state, **dict.fromkeys(scale + of_this_process)}
+        of_this_process = "_memory", "_memories", "_process_group", "_users"
+        listeners = "on_loss", "before_backward"
+        return {**state, **dict.fromkeys(scale + of_this_process + listeners)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

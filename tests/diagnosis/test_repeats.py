@@ -2,6 +2,7 @@
 
 import logging
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,6 +140,15 @@ def test_a_flip_in_the_backward_is_other_bits(
     assert "other bits: gradients of first.weight, first.bias, norm.weight, norm.bias were " in text
     assert "the hardware of this machine is suspected" in text
     assert run.amp.explain(replay=True) == text
+
+
+def test_a_loop_with_a_scaler_is_told_so_too(start: Any, told: Any) -> None:
+    run = start()
+    for seed in range(4):
+        run.model.plant = (lambda h: Flip.apply(h, -1, True)) if seed == 3 else None
+        run.step(batch(seed), by_scaler=True)
+    assert "\nother bits: gradients of first.weight" in told()
+    assert pickle.loads(pickle.dumps(run.amp.scaler)).before_backward is None
 
 
 @pytest.mark.parametrize("mode", ["explain", "heal", "raise"])

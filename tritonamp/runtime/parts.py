@@ -1,6 +1,7 @@
 """The objects that make up an ``Amp``, built in one place."""
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -41,7 +42,7 @@ from tritonamp.scaler import GradScaler
 from tritonamp.step.after_step import AfterStep
 from tritonamp.step.decision_log import DecisionLog
 from tritonamp.step.enabled_optimizer import EnabledOptimizer
-from tritonamp.step.forwards import Forwards
+from tritonamp.step.forwards import Forwards, note_scaled
 from tritonamp.step.master_weights import MasterWeights
 from tritonamp.step.offload import Offload, check_offload
 from tritonamp.step.packed_masters import check_masters, masters_form
@@ -137,6 +138,8 @@ class Parts:
         modules = list(dict.fromkeys([*request.models, *request.given]))
         self.ranks = Ranks(modules, self.fp32_values, step_state)
         self.forwards = Forwards(gradients=policy.on_nonfinite != "skip")
+        if self.forwards.follows_losses:
+            request.scaler.before_backward = partial(note_scaled, weakref.ref(self.forwards))
         self.buffers = KeptBuffers(lambda: tensor_names(self.models))
         self.live_faults = LiveFaults(
             self.models, request.scaler, can_watch=self.ranks.sharding is None

@@ -83,6 +83,8 @@ class Forwards(Spectator):
 
     def note_loss(self, loss: Tensor) -> None:
         """Note a loss of the next decision, before its backward."""
+        if torch.compiler.is_compiling() or not self._snapshots:
+            return
         spans = [snapshot.span for snapshot in self._snapshots]
         reads = reads_leaves(loss, spans)
         for snapshot in self._snapshots:
@@ -122,3 +124,10 @@ class Forwards(Spectator):
                 if trained and trained <= later and snapshot.grad_outputs is None:
                     self._snapshots.append(snapshot)
         return taken
+
+
+def note_scaled(forwards: weakref.ref[Forwards], loss: Tensor) -> None:
+    """Note a loss that a scaler scales, while the model is enabled."""
+    found = forwards()
+    if found is not None:
+        found.note_loss(loss)
