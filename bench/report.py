@@ -2,8 +2,8 @@
 
     python bench/report.py            # prints
     python bench/report.py --folder results-of-another-machine/
-    python bench/report.py --write    # fills README.md, bench/README.md and the page on RL between
-                                      # their "bench:" marks, and draws the pictures
+    python bench/report.py --write    # fills README.md, bench/README.md and the pages on RL and
+                                      # diagnosis between their "bench:" marks, draws the pictures
 
 A ratio of 2.0x means that the peer takes twice as long, 0.5x that it takes half. Ratios below 1 are
 bold.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import articles
+import bitflips
 import convergence
 import first_summary
 import jsonl
@@ -38,6 +39,7 @@ LINK = "results"  # from there
 FRONT_PAGE = ROOT / "README.md"
 FRONT_LINK = "bench/results"
 RL_PAGE = ROOT / "tritonamp" / "integrations" / "rl.md"
+DIAGNOSIS_PAGE = ROOT / "tritonamp" / "diagnosis" / "README.md"
 NO_GPU = "Nothing has been run or measured on a GPU yet."
 NOT_MEASURED = """Not measured yet. On a machine with an NVIDIA GPU, in six minutes:
 
@@ -280,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--write",
         action="store_true",
-        help="fill README.md, bench/README.md and rl.md, and draw the pictures next to the results",
+        help="fill the pages between their marks, and draw the pictures next to the results",
     )
     parser.add_argument("--folder", type=Path, help="print the results of one run")
     args = parser.parse_args(arguments)
@@ -303,6 +305,7 @@ def main(arguments: list[str] | None = None) -> int:
             **studies,
         },
         RL_PAGE: {"rl": rl.results()},
+        DIAGNOSIS_PAGE: {"bitflips": bitflips.results()},
     }
     if not args.write:
         for sections in pages.values():

@@ -41,6 +41,7 @@ def bench() -> SimpleNamespace:
     """The modules of bench/, which pytest's ``pythonpath`` finds by name."""
     names = (
         "activation_ops",
+        "bitflips",
         "convergence",
         "group_norm_ops",
         "host",
@@ -561,6 +562,8 @@ def test_readme_is_what_the_report_writes(bench: SimpleNamespace) -> None:
     assert front == bench.report.filled(front, "summary", summary)
     page = bench.report.RL_PAGE.read_text()
     assert page == bench.report.filled(page, "rl", bench.rl.results())
+    page = bench.report.DIAGNOSIS_PAGE.read_text()
+    assert page == bench.report.filled(page, "bitflips", bench.bitflips.results())
 
 
 def test_bytes_of_small_state_are_those_that_are_counted(bench: SimpleNamespace) -> None:
@@ -585,7 +588,7 @@ def test_a_result_reaches_both_pages(
     report, folder = bench.report, tmp_path / "bench" / "results"
     folder.mkdir(parents=True)
     (results / "nvidia-test").rename(folder / "nvidia-test")
-    for name in ("FRONT_PAGE", "README", "RL_PAGE"):
+    for name in ("FRONT_PAGE", "README", "RL_PAGE", "DIAGNOSIS_PAGE"):
         page = tmp_path / getattr(report, name).relative_to(report.ROOT)
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(getattr(report, name).read_text())
@@ -653,6 +656,61 @@ def test_a_step_is_seen_as_amp_counts_it(bench: SimpleNamespace, half: torch.dty
     assert 0 < share == len(positions) / 64**2 < 1
     assert 0 < cosine < 1
     assert bench.rl.seen(before, before + 1, torch.float32)[1] == pytest.approx(1)
+
+
+SAMPLE = [
+    ("O0", "gradient", 30),
+    ("O0", "exp_avg_sq", 26),
+    ("O2 float16", "weight", 14),
+    ("O2 float16", "exp_avg_sq", 30),
+    ("O2 bfloat16", "master", 30),
+    ("O2 bfloat16", "backward", 0),
+]
+
+
+@pytest.mark.parametrize(("form", "name", "bit"), SAMPLE)
+def test_flips_do_what_the_table_says(
+    bench: SimpleNamespace, form: str, name: str, bit: int
+) -> None:
+    flips = bench.bitflips
+    record = json.loads(flips.PATH.read_text())["runs"]
+    known = {(run["form"], run["target"], run["bit"]): run for run in record}
+    assert len(known) == sum(target.bits for target in flips.targets())
+    assert {flips.harm(run) for run in record if flips.seen(run) is None} - {""}
+    (target,) = [t for t in flips.targets() if (t.form, t.target) == (form, name)]
+    run = flips.trained(form)
+    found = flips.outcome(run, flips.fault_of(target, bit, run))
+    run.amp.disable()
+    due = known[form, name, bit]
+    exact = "cause", "after", "skipped", "named"
+    assert [found[key] for key in exact] == [due[key] for key in exact]
+    assert (found["loss"] is None) is (due["loss"] is None)
+
+
+def made_up_flip(bit: int, **fields: Any) -> dict[str, Any]:
+    usual = {"cause": None, "skipped": 0, "named": False, "loss": 1.0, "moved": 1.0}
+    of = {"form": "O0", "target": "weight", "bit": bit, "with skip_outliers": None}
+    return of | usual | fields
+
+
+def test_table_of_flips(bench: SimpleNamespace) -> None:
+    """Each bit is in one column, and bits with one outcome are together."""
+    runs = [
+        made_up_flip(0),
+        made_up_flip(1, loss=1.0099),
+        made_up_flip(2, loss=0.98),
+        made_up_flip(3, moved=0.09, named=True),
+        made_up_flip(4, **{"with skip_outliers": "outlier"}),
+        made_up_flip(5, cause="divergence", skipped=2, loss=None),
+        made_up_flip(6, cause="huge gradient", skipped=39),
+        made_up_flip(7),
+    ]
+    (row,) = bench.bitflips.table(runs).splitlines()[2:]
+    assert row == (
+        "| weight, as the forward reads it | O0 | 32 | 0 to 1, 7 | 2: loss -2 %; 3: frozen, which "
+        "`explain()` names | 4: outlier, with `skip_outliers`; 5: divergence; 6: huge gradient, at "
+        "every later step, too |"
+    )
 
 
 def made_up(mode: str, seed: int, loss: float, score: float) -> dict[str, Any]:
