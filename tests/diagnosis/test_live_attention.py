@@ -4,6 +4,7 @@ import gc
 import logging
 import math
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import tritonamp
+from tritonamp.diagnosis import live_attention
 from tritonamp.diagnosis.attention_calls import calls
 from tritonamp.diagnosis.live_ranges import RangeRecord
 
@@ -63,7 +65,7 @@ class Attention(nn.Module):
         return F.softmax(q @ k.mT * 0.5, dim=-1) @ v
 
     def of_torch(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.softmax(q @ k.mT * 0.5, dim=-1) @ v
+        return torch.softmax(input=q @ k.mT * 0.5, dim=-1) @ v
 
     def method(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.mT * 0.5).softmax(-1) @ v
@@ -176,6 +178,24 @@ def test_training_has_the_same_bits(run: Any, level: str, form: str) -> None:
         assert all(map(torch.equal, *values))
 
 
+class Probabilities(nn.Module):
+    """FP32 results in an enabled model, because its code is read; enabled in one test only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.last(x), -1)
+
+
+def test_code_of_a_model_that_is_enabled_meanwhile(run: Any) -> None:
+    run("sdpa").amp.watch()
+    assert hasattr(torch.softmax, "_tritonamp_original")
+    result = run(Probabilities()).model(batch(0, 2, LENGTH, SIZE))
+    assert not torch.equal(result, result.half().float())
+
+
 def test_torch_is_put_back(run: Any) -> None:
     before = (F.scaled_dot_product_attention, torch.softmax, scaled_dot_product_attention)
     assert "softmax" not in vars(torch.Tensor)
@@ -233,6 +253,54 @@ def test_reads_only_what_trains(run: Any) -> None:
     assert max(r.absmax for r in training.logits()) < 2 * max(r.absmax for r in once)
 
 
+def test_captures_are_read_whatever_the_step(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device knows in which replays to read. Eager steps that are not due cost nothing."""
+    training, read = run("sdpa"), list[int]()
+    training.amp.watch(every=3)
+    monkeypatch.setattr(live_attention, "add_logits", lambda *args: read.append(1))
+    for _ in range(2):
+        training.step()
+    assert len(read) == 1
+    monkeypatch.setattr(live_attention, "is_capturing", lambda device: True)
+    training.step()
+    assert len(read) == 2
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [
+        ((2, 4, 5, 8), (1, 1, 3, 8)),
+        ((1, 1, 5, 8), (2, 4, 3, 8)),
+        ((5, 8), (3, 8)),
+        ((0, 4, 5, 8), (0, 4, 5, 8)),
+        ((2, 130, 5, 8), (2, 130, 3, 8)),
+        ((3, 2, 4, 5, 8), (3, 2, 2, 3, 8)),
+    ],
+)
+def test_shapes(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
+    q, k = batch(0, *queries), batch(1, *keys)
+    heads = q.shape[-3] if q.dim() > 3 and q.shape[-3] <= live_attention.HEADS else 1
+    row = torch.zeros(heads)
+    live_attention.add_logits(row, torch.ones((), dtype=torch.int32), q, k, 0.5)
+    if not q.numel():
+        assert not row.any()
+        return
+    largest = row.max()
+    expected = q.norm(dim=-1).max() * k.norm(dim=-1).max() * 0.5
+    groups = q.shape[-3] // k.shape[-3] if q.dim() > 3 else 1
+    k = k.repeat_interleave(groups, -3) if groups > 1 else k
+    assert (q @ k.mT * 0.5).abs().max() <= largest <= expected * (1 + 2.0**-20)
+
+
+def test_metrics(run: Any) -> None:
+    training = run("sdpa")
+    training.amp.watch()
+    for number in range(2):
+        training.step(batch(number, 2, LENGTH, SIZE))
+    largest = max(record.absmax for record in training.logits())
+    assert training.amp.metrics()["amp/attention_logit"] == largest
+
+
 def test_micro_batches_are_one_step(run: Any) -> None:
     training = run("sdpa")
     watch = training.amp.watch()
@@ -265,9 +333,13 @@ def test_after_an_exception_in_a_forward(run: Any) -> None:
     with pytest.raises(KeyError):
         training.step()
     model[1].fails = False
-    training.step()
+    running = training.amp._ranges._attention.running
+    assert len(running._hooks) == 1
+    loss = training.loss()
+    assert not running._hooks
+    training.backward(loss)
+    training.finish()
     assert {r.module for r in training.logits()} == {"0.attention", "1.attention"}
-    assert training.amp._ranges._attention.running == []
 
 
 class Checkpointed(nn.Module):
@@ -294,6 +366,59 @@ def test_checkpointing(run: Any, use_reentrant: bool) -> None:
     expected = (q * k).amax(0) * WIDTH**-0.5
     found = [record.absmax for record in training.logits()]
     torch.testing.assert_close(torch.tensor(found), expected)
+
+
+def test_segments_that_end_early(run: Any) -> None:
+    """torch stops the second forward by an exception, behind the last tensor that is wanted."""
+    training = run(nn.Sequential(Checkpointed(), Checkpointed()))
+    training.amp.watch(every=1)
+    running = training.amp._ranges._attention.running
+    lengths = list[int]()
+    for block in training.model:
+        enter = lambda *_: lengths.append(len(running._hooks))  # noqa: E731
+        block.attention.register_forward_pre_hook(enter)
+    training.backward()
+    assert lengths == [2, 2, 1, 1]
+    training.backward()
+    assert lengths[4:] == [2, 2, 1, 1]
+    training.finish()
+    assert {r.module for r in training.logits()} == {"0.attention", "1.attention"}
+
+
+class Waiting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_inside, self.may_leave = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_inside.set()
+        self.may_leave.wait(10)
+        return x
+
+
+class Threaded(Attention):
+    """Calls attention while another thread is inside of a module."""
+
+    def __init__(self) -> None:
+        super().__init__("sdpa")
+        self.other = Waiting()
+
+    def sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        thread = threading.Thread(target=self.other, args=(q.detach(),))
+        thread.start()
+        self.other.is_inside.wait(10)
+        y = F.scaled_dot_product_attention(q, k, v)
+        self.other.may_leave.set()
+        thread.join()
+        return y
+
+
+def test_another_thread(run: Any) -> None:
+    """As under DataParallel: a call belongs to no module of another thread."""
+    training = run(nn.Sequential(Threaded()))
+    training.amp.watch(every=1)
+    training.step()
+    assert {r.module for r in training.logits()} == {"0"}
 
 
 def test_a_replay_is_not_read(run: Any) -> None:

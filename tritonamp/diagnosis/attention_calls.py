@@ -26,13 +26,10 @@ _MASKED = -9000.0  # scores below it are masked, as by adding -1e4
 
 
 class Reader(Protocol):
-    """An object that reads attention logits.
+    """An object that reads attention logits."""
 
-    Attributes:
-        running: hooks of the modules whose forwards run, the innermost last.
-    """
-
-    running: list[Any]
+    def is_called(self) -> bool:
+        """Return whether a call that is made now belongs to one of its modules."""
 
     def read_bound(self, query: Tensor, key: Tensor, scale: float) -> None:
         """Read a bound of the scaled products of queries and keys, [..., heads, length, width]."""
@@ -97,11 +94,11 @@ def _readers() -> list[Reader]:
     """Return the readers of a call that is made now."""
     if not calls.readers or not torch.is_grad_enabled() or is_under_transforms():
         return []
-    return [reader for reader in calls.readers if reader.running]
+    return [reader for reader in calls.readers if reader.is_called()]
 
 
 def _of_attention(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
+    @_instead_of(function)
     def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         for reader in _readers():
             _read_bound(reader, query, key, kwargs.get("scale"))
@@ -111,7 +108,7 @@ def _of_attention(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_flex_attention(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
+    @_instead_of(function)
     def flex_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         for reader in _readers():
             # after score_mod and block_mask
@@ -119,6 +116,17 @@ def _of_flex_attention(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(query, key, value, *args, **kwargs)
 
     return _around(flex_attention)
+
+
+def _instead_of(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return a decorator that makes a wrapper look like ``function``."""
+
+    def decorate(wrapper: Any) -> Any:
+        functools.update_wrapper(wrapper, function)
+        wrapper._tritonamp_original = function  # for models that are enabled meanwhile
+        return wrapper
+
+    return decorate
 
 
 def _around(wrapper: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,28 +140,28 @@ def _around(wrapper: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @never_alone
-def _read_bound(reader: Reader, query: Tensor, key: Tensor, scale: float | None) -> None:
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    reader.read_bound(query, key, abs(scale))
+def _read_bound(reader: Reader, query: Any, key: Any, scale: float | None) -> None:
+    if isinstance(query, Tensor) and isinstance(key, Tensor):  # else a proxy of torch.fx
+        scale = query.shape[-1] ** -0.5 if scale is None else abs(scale)
+        reader.read_bound(query, key, scale)
 
 
 def _of_softmax(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def softmax(x: Any, *args: Any, **kwargs: Any) -> Any:
+    @_instead_of(function)
+    def softmax(input: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             dim = args[0] if args else kwargs.get("dim")
             for reader in _readers():
                 # [batch, heads, queries, keys]
-                if isinstance(x, Tensor) and x.dim() == 4 and dim in (-1, 3):
-                    reader.read_scores(unmasked(x))
-        return function(x, *args, **kwargs)
+                if isinstance(input, Tensor) and input.dim() == 4 and dim in (-1, 3):
+                    reader.read_scores(unmasked(input))
+        return function(input, *args, **kwargs)
 
     return softmax
 
 
 def _of_scores(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
+    @_instead_of(function)
     def softmax_of_scores(
         x: Any, mask: Any, scale: Any, causal: bool = False, *args: Any, **kwargs: Any
     ) -> Any:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tritonamp.diagnosis.attention_calls import calls
-from tritonamp.diagnosis.range_hooks import RangeHook, readable
+from tritonamp.diagnosis.range_hooks import RangeHook, Running, readable
 from tritonamp.diagnosis.records import ATTENTION, RangeRecord
 from tritonamp.kernels._dynamo import never_alone
+from tritonamp.kernels.device import is_capturing
 
 HEADS = 128  # of one module; the heads of a module with more count as one
 
@@ -50,13 +51,13 @@ class LiveAttention:
     Attributes:
         table: float32 of shape (modules, 2, HEADS), with rows for scores and for bounds.
         hooks: hook of each module.
-        running: hooks of the modules whose forwards run, the innermost last.
+        running: the modules whose forwards run.
         is_due: whether eager calls are read now.
     """
 
     def __init__(self, names: Sequence[str], on: Tensor) -> None:
         self.hooks: list[RangeHook] = []
-        self.running: list[RangeHook] = []
+        self.running = Running()
         self.is_due = True
         self._names = names
         self._on = on
@@ -70,6 +71,11 @@ class LiveAttention:
         calls.remove(self)
 
     # reading
+
+    @never_alone
+    def is_called(self) -> bool:
+        """Return whether a call that is made now belongs to one of the modules."""
+        return self.running.innermost() is not None
 
     @never_alone
     def read_bound(self, query: Tensor, key: Tensor, scale: float) -> None:
@@ -96,9 +102,11 @@ class LiveAttention:
 
     def _read(self, kind: int, x: Tensor, key: Tensor | None, scale: float) -> None:
         is_traced = torch.compiler.is_compiling()
-        if not is_traced and not self.is_due:
+        # a capture records calls for all its replays
+        if not is_traced and not self.is_due and not is_capturing(x.device):
             return
-        hook, heads = self.running[-1], x.shape[-3] if x.dim() > 3 else 1
+        hook, heads = self.running.innermost(), x.shape[-3] if x.dim() > 3 else 1
+        assert hook is not None
         heads = heads if heads <= HEADS else 1
         device, dtype = x.device.type, x.dtype
         if key is None:
@@ -117,7 +125,7 @@ class LiveAttention:
         self._was_on.copy_(self._on)
         self._kept.copy_(torch.where(self._on > 0, self.table, self._kept))
         self.table.zero_()  # not times a flag, because inf times 0 is NaN
-        self.running.clear()  # forwards that have raised have not left
+        self.running.clear()
 
     def rows(self) -> list[Row]:
         """Return the rows that have been read so far, those of scores first."""
@@ -185,8 +193,11 @@ def add_logits(row: Tensor, on: Tensor, x: Tensor, key: Tensor | None, scale: fl
             found = _by_head(x.abs().amax((-2, -1)))
         else:
             queries, keys = _by_head(_largest_norms(x)), _by_head(_largest_norms(key))
-            if queries.shape[1] != keys.shape[1]:  # a head of keys serves several of queries
-                keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], 1)
+            serves, rest = divmod(queries.shape[1], keys.shape[1])
+            if serves and not rest:  # a head of keys serves several of queries
+                keys = keys.repeat_interleave(serves, 1)
+            else:
+                keys = keys.amax(1, keepdim=True)
             if queries.shape[0] != keys.shape[0]:
                 keys = keys.amax(0)
             found = queries * keys * scale

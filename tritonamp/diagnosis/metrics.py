@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tritonamp.diagnosis.log import StepLog
-from tritonamp.diagnosis.records import DIRECTIONS, MismatchRecord, RangeRecord
+from tritonamp.diagnosis.records import ATTENTION, DIRECTIONS, MismatchRecord, RangeRecord
 
 
 def metrics(
@@ -36,6 +36,9 @@ def _of_steps(log: StepLog, ranges: Sequence[RangeRecord]) -> dict[str, float]:
         bits = [r.headroom_bits for r in ranges if r.direction == direction]
         if bits:
             found[f"amp/headroom_{direction}"] = min(bits)
+    logits = [r.absmax for r in ranges if r.direction == ATTENTION]
+    if logits:
+        found["amp/attention_logit"] = max(logits)
     return found
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,6 +23,66 @@ def readable(value: Any, device: torch.device) -> Tensor | None:
     return value if numbers and value.device == device else None
 
 
+class Running:
+    """The hooks of the modules whose forwards run, the innermost last.
+
+    They are those of one thread at a time, which is the first to enter. Under DataParallel the
+    calls of other threads are not read. A forward that has raised is forgotten when its module, or
+    one outside of it, is entered again, and when a backward computes a segment again, or ends.
+    Forward hooks with ``always_call`` would know of exceptions, but each block that torch.compile
+    compiles would get a graph of its own.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[RangeHook] = []
+        self._thread = 0
+        self._node = -1  # of the backward in which the modules run; -1: in no backward
+
+    def enter(self, hook: "RangeHook") -> None:
+        """Note that the forward of a hook's module begins."""
+        if torch.compiler.is_compiling():
+            self._hooks.append(hook)
+            return
+        # private (torch 2.11 to 2.15), as in ``PlacedOps``
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        if number != self._node:
+            self._hooks.clear()
+            self._node = number
+        if self._takes_thread():
+            self._forget(hook)
+            self._hooks.append(hook)
+
+    def leave(self, hook: "RangeHook") -> None:
+        """Note that the forward of a hook's module has returned."""
+        if torch.compiler.is_compiling():
+            self._hooks.pop()
+        elif self._takes_thread():
+            self._forget(hook)
+
+    def innermost(self) -> "RangeHook | None":
+        """Return the hook of the innermost module; None: no forward runs."""
+        # traced code reads the list, too: torch.compile may run the hooks of a block eagerly
+        is_there = torch.compiler.is_compiling() or self._takes_thread()
+        return self._hooks[-1] if is_there and self._hooks else None
+
+    def clear(self) -> None:
+        """Forget all forwards."""
+        self._hooks.clear()
+
+    def _takes_thread(self) -> bool:
+        """Return whether the present thread is the one whose forwards are noted."""
+        thread = threading.get_ident()
+        if not self._hooks:
+            self._thread = thread
+        return thread == self._thread
+
+    def _forget(self, hook: "RangeHook") -> None:
+        """Forget a forward, and those inside of it."""
+        if hook in self._hooks:
+            del self._hooks[self._hooks.index(hook) :]
+
+
 class RangeHook:
     """A forward hook that reads its module's output, and the gradient of the output.
 
@@ -32,7 +93,7 @@ class RangeHook:
         on: 0-d int32, 1 in steps that are read.
         backend: "auto", "triton" or "eager".
         logits: float32 of shape (2, heads), for the largest attention scores and their bounds.
-        running: hooks of the modules whose forwards run, the innermost last.
+        running: the modules whose forwards run.
 
     Attributes:
         logits: the argument.
@@ -48,7 +109,7 @@ class RangeHook:
         on: Tensor,
         backend: str,
         logits: Tensor,
-        running: list["RangeHook"],
+        running: Running,
     ) -> None:
         self._forward, self._backward, self._on = forward, backward, on
         self._backend = backend
@@ -61,20 +122,12 @@ class RangeHook:
     def enter(self) -> None:
         """Note that the module's forward begins."""
         if not self.is_silent:
-            self._running.append(self)
-
-    def _leave(self) -> None:
-        if torch.compiler.is_compiling():
-            self._running.pop()
-            return
-        # forwards inside that have raised have not left
-        while self._running and self._running.pop() is not self:
-            pass
+            self._running.enter(self)
 
     @never_alone
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.is_silent:
-            self._leave()
+            self._running.leave(self)
         if self.is_silent or not torch.is_grad_enabled():  # without gradients no step will follow
             return None
         if torch.compiler.is_compiling():

@@ -642,6 +642,7 @@ class Amp:
               cause without skips is left out.
             - amp/headroom_forward, amp/headroom_backward: under ``watch``, the least headroom of
               all modules in the last step that was read, in bits.
+            - amp/attention_logit: under ``watch``, the largest logit, or bound of it, in that step.
             - amp/mismatch_k1, amp/mismatch_k3, amp/mismatch_outside, amp/mismatch_worst_ratio: the
               last mismatch that ``log_mismatch`` got.
         """

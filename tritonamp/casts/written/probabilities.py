@@ -132,7 +132,8 @@ class _Calls:
             return self._modules[module]
         called, func = self.reader.object(node.func), node.func
         known = called if callable(called) and isinstance(called, Hashable) else None
-        known = getattr(known, "__wrapped__", known)  # of another handle, which watches attention
+        # another handle may watch attention, and have replaced torch's function
+        known = getattr(known, "_tritonamp_original", known)
         named = [k.arg for k in node.keywords if not _is_none(k)]
         if any(isinstance(part, ast.Starred) for part in node.args):
             return ""
