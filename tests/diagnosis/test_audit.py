@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from flipped_bits import Flipping, flipped
+from gpuless.real_cuda import AnyCuda
 from helpers import same
 from runs import LEVELS, Training, batch, in_two
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ def start(handles: Any) -> Callable[..., Audited]:
 def plant(run: Audited, number: int, passes: tuple[int, ...] = (2,)) -> bool:
     """Take a step in which a bit flips; return whether it changes a gradient."""
     draw = random.Random(number)
-    x = batch(number)
+    x = batch(number, device=run.device)
     run.backward(run.loss(x))
     clean = run.grads()
     run.zero_grad()
@@ -123,6 +124,14 @@ def test_two_of_three_alike_are_a_verdict(
     run.model.flip.passes = ()
     run.step()
     assert run.audits() == (2, 0, 1) and run.amp.stats()["steps"] == 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_on_each_device(device: torch.device, start: Any, level: str) -> None:
+    run = start(device=device, level=level)
+    found = [plant(run, number) for number in range(3)]
+    run.step()
+    assert run.audits() == (1 + found.count(False), 0, found.count(True))
 
 
 class Noisy(torch.autograd.Function):
@@ -457,6 +466,17 @@ def test_embeddings(start: Any, sparse: bool) -> None:
     run.model.flipping.flip.__dict__.update(passes=(2,), site=0, bit=9)
     run.step()
     assert run.audits() == (1, 0, 1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_only_audited_steps_read_the_device(gpu: AnyCuda, start: Any, level: str) -> None:
+    run = start(device="cuda", level=level, every=4)
+    for step in range(9):
+        with gpu.watch() as records:
+            run.step()
+        # the first steps look for mistakes of the loop
+        assert step % 4 == 0 or step < 4 or records == []
+    assert run.audits() == (3, 0, 0)
 
 
 @pytest.mark.parametrize("every", [-1, 1.5, True, "500"])

@@ -14,9 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from flipped_bits import Flipping
-from ranks import Replica, Shared, alike, joint_batches, listening, sharded
-from torch import Tensor
+from ranks import Replica, Shared, alike, joint, joint_batches, listening, sharded
+from runs import FORMS
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from two_ranks import Pair, of_ranks, on_ranks, serve
 
 pytestmark = of_ranks
@@ -53,9 +60,10 @@ def network() -> Flipping:
     return Flipping()
 
 
-def replica(level: str, **options: Any) -> Replica:
+def replica(level: str, fields: Any = None, **options: Any) -> Replica:
+    """Return a training under DDP; ``options`` are those of DDP, ``fields`` those of ``enable``."""
     hook = (None, default_hooks.fp16_compress_hook) if options.pop("hook", False) else None
-    return Replica(network(), "AdamW", level, hook=hook, ddp=options)
+    return Replica(network(), torch.optim.AdamW, level, hook=hook, ddp=options, **(fields or {}))
 
 
 def plant(run: Shared, net: Flipping, rank: int, steps: int = STEPS, micro: int = 1) -> list[str]:
@@ -109,11 +117,13 @@ def test_all_ranks_skip_and_name_the_one(
     )
 
 
-def test_an_audit_leaves_every_bit(group: Pair) -> None:
-    """Of steps without a fault."""
-    *_, found = alike(replicated(group, level="O2", rank=-1, micro=2, every=1))
-    *_, expected = alike(replicated(group, level="O2", rank=-1, micro=2, every=100))
-    assert found == expected
+@pytest.mark.parametrize("form", FORMS)
+def test_an_audit_leaves_every_bit(group: Pair, form: str) -> None:
+    """Of steps without a fault, and finds the same masters and state on all ranks."""
+    how = {"level": "O2", "rank": -1, "micro": 2, "fields": FORMS[form]}
+    texts, *_, found = alike(replicated(group, every=1, **how))
+    *_, expected = alike(replicated(group, every=100, **how))
+    assert found == expected and texts == []
 
 
 @on_ranks
@@ -157,6 +167,36 @@ def with_collectives(rank: int) -> Any:
     run.amp.audit(every=1)
     texts = plant(run, net, rank)
     return [texts, run.causes, run.amp.stats()["audits"]]
+
+
+class Split(nn.Module):
+    """Layers that split their neurons, with a site behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.flipping = nn.Linear(6, 16), nn.Linear(16, 6), network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.flipping.at(4, self.down(self.up(x).tanh()))
+        return out
+
+
+@on_ranks
+def split(rank: int) -> Any:
+    model = Split()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    run = Shared(model, "SGD", "O2", share=joint)
+    run.amp.audit(every=1)
+    texts = plant(run, model.flipping, rank)
+    return [texts, run.causes, run.amp.stats()["audits"]]
+
+
+def test_tensor_parallelism(group: Pair) -> None:
+    texts, causes, audits = alike(split(group, rank=1))
+    assert audits == {"clean": STEPS - 1, "unclear": 0, "suspected": 1}
+    assert causes == [None, "veto", None, None]
+    assert len(texts) == 1 and "other bits on rank 1: one of three" in texts[0]
 
 
 @on_ranks
