@@ -83,9 +83,11 @@ class Norms(nn.Module):
 class Planted(Training):
     """Trains on the batch of a seed, with a fault in some steps."""
 
-    def __init__(self, model: Any = Norms, level: str = "O2", **fields: Any) -> None:
+    def __init__(
+        self, model: Any = Norms, level: str = "O2", optimizer: str = "SGD", **fields: Any
+    ) -> None:
         given = {"on_nonfinite": "explain", **FIELDS.get(level, {}), **fields}
-        super().__init__(model, "SGD", lr=1e-3, **{"level": level, **given})
+        super().__init__(model, optimizer, lr=1e-3, **{"level": level, **given})
 
     def steps(self, first: int, last: int) -> None:
         for seed in range(first, last):
@@ -291,6 +293,43 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return torch.cat([grad[:1] * 256.0, grad[1:]])
+
+
+class Enlarged(Scaled):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return torch.cat([grad[:1] * 1e30, grad[1:]])
+
+
+@pytest.mark.parametrize("kind", ["batch", "flip"])
+def test_huge_gradients_run_again(start: Any, told: Any, kind: str) -> None:
+    run = start(level="O2 bf16", optimizer="AdamW")
+    run.steps(0, 2)
+    if kind == "flip":
+        run.model.plant = Enlarged.apply
+        run.steps(2, 3)
+    else:
+        run.backward(run.loss(batch(2)) * 1e28)
+        run.finish()
+    assert run.causes[-1] == "huge gradient"
+    assert is_other_bits(told()) is (kind == "flip")
+    assert kind == "batch" or ("gradients of first.weight" in told() and "were huge" in told())
+
+
+def test_a_scale_that_finds_its_level_runs_one_batch_again(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(init_scale=2.0**12)
+    run.steps(0, 2)
+    ran = []
+    repeat = run.amp._parts.replays.repeat
+    monkeypatch.setattr(
+        run.amp._parts.replays, "repeat", lambda **how: ran.append(how) or repeat(**how)
+    )
+    for _ in range(3):
+        run.backward(run.loss(batch(2)) * 1e4)
+        run.finish()
+    assert run.causes[2:] == ["scale overflow"] * 3 and ran == [{"at_skip": True}]
 
 
 def test_an_outlier_runs_again_on_request(start: Any) -> None:

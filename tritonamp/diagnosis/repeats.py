@@ -1,6 +1,7 @@
 """Whether a batch that runs again gives the bits of its first run: the batch, or the hardware."""
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from tritonamp.diagnosis.replay.repeating import (
     run_again,
 )
 from tritonamp.diagnosis.skips import Skip, ranks_in_words
-from tritonamp.kernels._decision import OUTLIER, OVERFLOW
+from tritonamp.kernels._decision import HUGE, OUTLIER, OVERFLOW
 from tritonamp.step.forwards import MOST, Forwards
 from tritonamp.step.snapshots import Snapshot
 
@@ -190,7 +191,7 @@ def _is_of_gradients(skip: Skip) -> bool:
     """Return whether gradients were the reason of a skip, and the loss was not."""
     if skip.outcome == OUTLIER:
         return not skip.outlier[0] > skip.outlier[2]
-    return skip.outcome == OVERFLOW
+    return skip.outcome in (OVERFLOW, HUGE)
 
 
 def _gradients_again(
@@ -198,20 +199,30 @@ def _gradients_again(
 ) -> Repeat | None:
     """Return whether the gradients of another run would be skipped, too; None: not known."""
     whole = len(batches) < MOST and all(b.ran_one_backward and has_gradients(b) for b in batches)
-    if not whole or not again.largest or not _is_of_gradients(skip):
+    # other parameters may wait for a decision of their own
+    names = [name for name in again.largest if name in skip.amax or not skip.amax]
+    if not whole or not names or not _is_of_gradients(skip):
         return None
-    if skip.outcome == OVERFLOW:
-        if not again.is_finite:
-            return Repeat(Verdict.REPRODUCED)
-        bad = [name for name, amax in skip.amax.items() if not skip.is_good(amax)]
-        named = f" of {listed(bad)}" if bad else ""
-        words = f"gradients{named} were inf or NaN, and are finite in two more runs, which agree"
-        share = max(again.largest.values()) if place.members > 1 else 0.0
-        return Repeat(Verdict.SMALLER, words, share, skip.limit)
-    norm, limit = skip.outlier[3], skip.outlier[5]
-    share = again.norm / skip.scale / place.members
+    if skip.outcome == OUTLIER:
+        return _norm_again(skip, math.hypot(*(again.norms[name] for name in names)), place)
+    is_huge = skip.outcome == HUGE
+    largest = [again.largest[name] for name in names]
+    if not all(map(math.isfinite, largest)) or (is_huge and any(map(skip.is_huge, largest))):
+        return Repeat(Verdict.REPRODUCED)
+    magnitudes = skip.amax.items()
+    bad = [n for n, a in magnitudes if (skip.is_huge(a) if is_huge else not skip.is_good(a))]
+    named = f" of {listed(bad)}" if bad else ""
+    were, now = ("huge", "smaller") if is_huge else ("inf or NaN", "finite")
+    words = f"gradients{named} were {were}, and are {now} in two more runs, which agree"
+    share = max(largest) if place.members > 1 else 0.0
+    return Repeat(Verdict.SMALLER, words, share, again.limit)
+
+
+def _norm_again(skip: Skip, norm: float, place: Place) -> Repeat:
+    """Return whether the norm of another run is an outlier, too; of a mean over ranks, a part."""
+    share, limit = norm / skip.scale / place.members, skip.outlier[5]
     if place.members == 1 and share > limit:
         return Repeat(Verdict.REPRODUCED)
-    again_is = number(again.norm / skip.scale)
-    words = f"the gradient norm was {number(norm)}, and is {again_is} in two more runs, which agree"
+    first, later = number(skip.outlier[3]), number(norm / skip.scale)
+    words = f"the gradient norm was {first}, and is {later} in two more runs, which agree"
     return Repeat(Verdict.SMALLER, words, share, limit)

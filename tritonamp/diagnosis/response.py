@@ -20,6 +20,7 @@ from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.skips import Cause, Explanation
 from tritonamp.distributed.replay_ranks import ReplayRanks
 from tritonamp.kernels.device import rank
+from tritonamp.kernels.outliers import SIZE
 from tritonamp.policy import Policy
 from tritonamp.step.forwards import Forwards
 from tritonamp.step.outcome import NonFiniteError
@@ -91,6 +92,7 @@ class Response:
     _restored: tuple[int, str] = (0, "")  # the last step with restored buffers, and a sentence
     _healed: tuple[int, Sequence[str]] = (0, ())  # the last step whose skip has healed, and names
     _gradients_of: Sequence[str] = ()  # modules with FP32 results at the last look at gradients
+    _overflow_ran: int = -SIZE  # the last step with a scale overflow that ran again
     _vanished: str = ""  # report about an overflow in the first good batch
 
     def __post_init__(self) -> None:
@@ -159,6 +161,12 @@ class Response:
                     explanation = _advised(explanation, found)
                     self._log.explain_by(explanation)
                 text = explanation.with_report(self._report(explanation, found))
+            elif explanation.cause is Cause.HUGE and not self._ranks.may_be_missing:
+                found = self._replays.repeat(at_skip=True)
+                if found.clears_code:
+                    explanation = _advised(explanation, found)
+                    self._log.explain_by(explanation)
+                    text = explanation.with_report(self._report(explanation, found))
             elif replayable and counts.seen == FIRST_REPLAYS + 1:
                 text = text.rstrip(".") + ". Of later faults, the 16th, 32nd, 64th... run again."
         if self._policy.on_nonfinite == "heal":
@@ -171,9 +179,14 @@ class Response:
     def _run_again(self, explanation: Explanation) -> None:
         """Report a skip that needs no help, unless its batch has other bits when it runs again.
 
-        Overflows by which the scale finds its level before the first step do not run again.
+        Overflows by which the scale finds its level do not run again: those before the first step,
+        and those within 64 steps of one that did.
         """
-        is_scale = explanation.cause is Cause.SCALE and explanation.skip.before > 0.0
+        step, before = explanation.skip.step, explanation.skip.before
+        is_scale = explanation.cause is Cause.SCALE and before > 0.0
+        is_scale = is_scale and step - self._overflow_ran >= SIZE
+        if is_scale:
+            self._overflow_ran = step
         if self._ranks.may_be_missing or not (is_scale or explanation.cause is Cause.OUTLIER):
             logger.info(explanation.text)
             return

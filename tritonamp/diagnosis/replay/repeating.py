@@ -1,6 +1,5 @@
 """Run recorded forwards and their backwards again, for the bits of their results."""
 
-import math
 import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,18 +30,15 @@ class Bits(NamedTuple):
             has no memory to read.
         gradients: by name of a parameter, the checksum of its gradient, summed over the forwards.
         largest: by name of a parameter, the largest magnitude in that sum, perhaps inf or NaN.
-        norm: norm of all these sums. They carry the loss scale.
+        norms: by name of a parameter, the norm of that sum. They carry the loss scale.
+        limit: largest number of the narrowest format among these gradients.
     """
 
     outputs: Sequence[Sequence[int | None]]
     gradients: Mapping[str, int]
     largest: Mapping[str, float]
-    norm: float
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all gradients are finite, and there are some."""
-        return bool(self.largest) and all(map(math.isfinite, self.largest.values()))
+    norms: Mapping[str, float]
+    limit: float
 
     def differences(self, other: "Bits") -> list[str]:
         """Return the outputs and gradients, in words, in which two runs differ."""
@@ -116,10 +112,14 @@ def run_again(models: list[nn.Module], batches: Sequence[Snapshot], writes: Writ
             for name, grad in _gradients(models, batch, output).items():
                 total[name] = total[name] + grad if name in total else grad
     largest = {name: float(grad.abs().max()) for name, grad in total.items() if grad.numel()}
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in total.values()]
+    norms = {
+        name: float(torch.linalg.vector_norm(grad, dtype=torch.float64))
+        for name, grad in total.items()
+    }
+    limit = min((torch.finfo(grad.dtype).max for grad in total.values()), default=0.0)
     sums = {name: read([bit_sum(grad)])[0] for name, grad in total.items()}
     known = {name: s for name, s in sums.items() if s is not None}
-    return Bits(outputs, known, largest, math.hypot(*map(float, norms)))
+    return Bits(outputs, known, largest, norms, limit)
 
 
 def read(sums: Sequence[Tensor | None]) -> list[int | None]:
