@@ -14,10 +14,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tritonamp
-from tritonamp.diagnosis.repeats import Place, Repeat, Verdict, repeat_of_all, verdict_on
+from tritonamp.diagnosis.repeats import (
+    Place,
+    Repeat,
+    Verdict,
+    gradients_again,
+    repeat_of_all,
+    verdict_on,
+)
 from tritonamp.diagnosis.replay import nondeterministic_ops
 from tritonamp.diagnosis.replay.nondeterministic_ops import nondeterministic
-from tritonamp.diagnosis.replay.repeating import differing_outputs
+from tritonamp.diagnosis.replay.repeating import Bits, differing_outputs
+from tritonamp.diagnosis.skips import Skip
+from tritonamp.kernels._decision import OVERFLOW
 from tritonamp.step import snapshots
 
 FIELDS = {
@@ -219,6 +228,21 @@ def test_ops_without_an_order_are_named(
     assert "\nnot reproduced twice: two more runs of this batch differ from each other" in told()
     assert "Ops that torch lists as nondeterministic ran: scatter_add. " in told()
     assert "suspected" not in told() and not any(part in told() for part in LOSS)
+
+
+def test_ops_of_the_backward_do_not_explain_another_output(
+    start: Any, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(nondeterministic_ops.DEVICES, "threshold_backward", frozenset(["cpu"]))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for where in ("backward", "forward"):
+        run = start(skip_outliers=6.0)
+        run.steps(0, 66)
+        at = (lambda h: torch.cat([h[:1] + 100.0, h[1:]])) if where == "forward" else Scaled.apply
+        run.model.plant = at
+        run.steps(66, 67)
+        assert is_other_bits(told()) is (where == "forward")
+        assert ("ran: threshold_backward." in told()) is (where == "backward")
 
 
 def test_runs_that_differ_without_such_an_op_are_other_bits(start: Any, told: Any) -> None:
@@ -488,6 +512,31 @@ def test_ranks_that_explain_the_gradients_together_are_not_suspected() -> None:
     assert found.words.startswith("other bits on one of ranks 0, 3: gradients were inf, on each ra")
     found = repeat_of_all({0: smaller(1.0), 3: smaller(5.0, ("scatter_add",))})
     assert found is not None and found.verdict is Verdict.NOT_TWICE
+
+
+def overflowed(**amax: float) -> Skip:
+    return Skip(OVERFLOW, 3, True, 1, 3, 16.0, 1.0, False, amax, 1.0, 65504.0)
+
+
+def again_by(limit: float = 65504.0, **largest: float) -> Bits:
+    return Bits([], {}, largest, largest, limit)
+
+
+def test_only_parameters_of_the_decision_count() -> None:
+    """A generator's loss gives gradients to the discriminator, too."""
+    again = again_by(a=1.0, b=math.inf)
+    found = gradients_again(overflowed(a=math.inf), [], again, Place(0, 1))
+    assert found is not None and found.verdict is Verdict.SMALLER and "of a were" in found.words
+    found = gradients_again(overflowed(a=math.inf, b=math.inf), [], again, Place(0, 1))
+    assert found == Repeat(Verdict.REPRODUCED)
+    assert gradients_again(overflowed(c=math.inf), [], again, Place(0, 1)) is None
+
+
+@pytest.mark.parametrize("limit", [65504.0, 3e38])
+def test_ranks_may_add_up_to_the_largest_number_of_their_format(limit: float) -> None:
+    skip, again = overflowed(a=math.inf), again_by(limit, a=60000.0)
+    shares = {rank: gradients_again(skip, [], again, Place(rank, 2)) for rank in (0, 1)}
+    assert (repeat_of_all(shares) is None) is (limit == 65504.0)
 
 
 def test_a_rank_with_other_bits_comes_first() -> None:

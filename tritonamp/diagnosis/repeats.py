@@ -114,13 +114,16 @@ def repeat_of(
     is_same = forwards is not None and not any(map(forwards.ran_before_last, batches))
     is_same = is_same and not traits.unlike_first
     outputs = _other_outputs(batches, again) if is_same else None
-    gradients = _gradients_again(skip, batches, again, place)
+    gradients = gradients_again(skip, batches, again, place)
     if gradients is not None and gradients.verdict is Verdict.SMALLER:
         gradients = gradients if is_same else None
     elif not outputs and (gradients is not None or (outputs == [] and not _is_of_gradients(skip))):
         return Repeat(Verdict.REPRODUCED)
     differences = again.differences(run_again(models, batches, traits.writes))
-    ops = nondeterministic(traits.ops)
+    in_output = bool(outputs) or any(not n.startswith("gradient of ") for n in differences)
+    # outputs do not depend on ops of the backward
+    ran = traits.forward_ops if in_output else [*traits.forward_ops, *traits.backward_ops]
+    ops = nondeterministic(ran)
     if differences:
         seen = f"two more runs of this batch differ from each other: {listed(differences)}"
         return verdict_on(seen, ops, place.on_rank)
@@ -194,7 +197,7 @@ def _is_of_gradients(skip: Skip) -> bool:
     return skip.outcome in (OVERFLOW, HUGE)
 
 
-def _gradients_again(
+def gradients_again(
     skip: Skip, batches: Sequence[Snapshot], again: Bits, place: Place
 ) -> Repeat | None:
     """Return whether the gradients of another run would be skipped, too; None: not known."""

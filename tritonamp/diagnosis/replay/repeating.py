@@ -52,12 +52,14 @@ class Traits(NamedTuple):
     """Facts of a run that the bits of its results do not show.
 
     Attributes:
-        ops: each op that ran, and a type of a device that it ran on.
+        forward_ops: each op that ran in a forward, and a type of a device that it ran on.
+        backward_ops: the same of backwards.
         writes: parameters and buffers that ops wrote to.
         unlike_first: why the first run may have had other bits; "": it had the same inputs.
     """
 
-    ops: Mapping[tuple[Any, str], None]
+    forward_ops: Iterable[tuple[Any, str]]
+    backward_ops: Iterable[tuple[Any, str]]
     writes: Writes
     unlike_first: str
 
@@ -78,18 +80,21 @@ def note_traits(models: list[nn.Module], batches: Sequence[Snapshot]) -> Traits:
         CollectiveError: a forward or backward communicates with other ranks.
     """
     noted, unlike = _Noted(ModelNames(models)), list[str]()
+    forward, backward = dict[tuple[Any, str], None](), dict[tuple[Any, str], None]()
     for batch in batches:
         with untouched(models, noted.writes):
             buffers = _read_buffers(batch.model)
             numpy = _numpy_state()
+            noted.ops = forward
             with noted:
                 output = batch.run()
+            noted.ops = backward
             unlike += _changed(batch, numpy, buffers)
             with noted:
                 _gradients(models, batch, output)
     if _is_compiled(models):
         unlike.append("compiled code runs eagerly")
-    return Traits(noted.ops, noted.writes, "; ".join(dict.fromkeys(unlike)))
+    return Traits(forward, backward, noted.writes, "; ".join(dict.fromkeys(unlike)))
 
 
 def run_again(models: list[nn.Module], batches: Sequence[Snapshot], writes: Writes) -> Bits:
