@@ -210,7 +210,7 @@ class _Trials:
                 return dict.fromkeys(tried.results, False)
             maker = left.event.maker
             name = None if maker is None else maker.module
-            made_in = {name: False} if name and name not in tried.results else {}
+            made_in: Faulty = {name: False} if name and name not in tried.results else {}
             return {**_faulty(left, healing), **made_in}
 
         return run
