@@ -32,6 +32,7 @@ PAGES = [
 LEFT_OUT = 0  # blocks marked "notest", of all pages
 SMOKE = ROOT / "tritonamp" / "README.md"  # needs no other library
 INTEGRATIONS = "tritonamp/integrations/README.md"
+FORECAST = "tritonamp/forecast/README.md"
 RL = "tritonamp/integrations/rl.md"
 
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -169,10 +170,18 @@ def _of_rl() -> dict[str, Any]:
     }
 
 
+def _of_forecast() -> dict[str, Any]:
+    """A pipeline that generates; one of diffusers runs in ``tests/forecast/test_recipe.py``."""
+    import diffusion
+
+    return {"pipe": diffusion.StandIn(), "prompt": "a lighthouse"}
+
+
 ASSUMED: dict[str, Callable[[], dict[str, Any]]] = {
     INTEGRATIONS: _of_integrations,
     RL: _of_rl,
     "README.md": _of_peft,
+    FORECAST: _of_forecast,
 }
 
 

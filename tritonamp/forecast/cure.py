@@ -1,5 +1,6 @@
 """The policy that a forecast recommends: its FP32 modules, and its initial loss scale."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -59,7 +60,8 @@ def cure(
         return tried(resolve(asked, torch.bfloat16, loss_scale=1.0, init_scale=INIT_SCALE))
 
     if policy.cast_inputs and policy.op_policy and any(f.where == BATCH for f in findings):
-        wrong = tried(dataclasses.replace(policy, cast_inputs=False))
+        with contextlib.suppress(RuntimeError):  # inputs in the other half format need their cast
+            wrong = tried(dataclasses.replace(policy, cast_inputs=False))
     if policy.op_policy and policy.softmax_dtype is None and _zeros_of_softmax(findings):
         before, zeros = (policy, run, findings, wrong), _zeros_of_softmax(findings)
         wrong = tried(dataclasses.replace(policy, softmax_dtype=torch.float32))

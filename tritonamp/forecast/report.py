@@ -20,6 +20,7 @@ from tritonamp.forecast.cure import changes, cost_of, cure
 from tritonamp.forecast.differences import Comparison
 from tritonamp.forecast.dry_run import DryRun
 from tritonamp.forecast.findings import Finding
+from tritonamp.forecast.halves import other_halves, with_halves_cast
 from tritonamp.forecast.loss_scale import Outlook, fitting_scale, outlook
 from tritonamp.forecast.predictions import predictions
 from tritonamp.forecast.recording import TensorRecord
@@ -133,16 +134,18 @@ def check(
     optimizers = _optimizers(optimizer)
     check_cast_inputs([model], policy)
     inputs = _inputs(model, batch)
+    asked, policy = policy, with_halves_cast(model, inputs, policy)
     run = DryRun(model, inputs, loss_fn, policy)
     comparison = None
     if compare is not None and other is not None:
-        asked, reference = _side(level, policy, run), _side(compare, other, run)
-        comparison = compared(model, inputs, loss_fn, asked, reference)
+        sides = _side(level, policy, run), _side(compare, other, run)
+        comparison = compared(model, inputs, loss_fn, *sides)
     findings = _sorted(
         [
             *findings_without_data(model, optimizers, loss_fn, policy),
             *predictions(run, policy),
             *fp32_streams(model, inputs, loss_fn, policy, run),
+            *other_halves(policy, asked),
         ]
     )
     best = cure(model, inputs, loss_fn, policy, run, findings)
@@ -155,7 +158,7 @@ def check(
         findings=findings,
         formats={short(half): outlook(run.records, half) for half in HALF_DTYPES},
         policy=best,
-        asked=policy,
+        asked=asked,
         cost=cost_of(model, policy, best, run.products, trains=bool(optimizers)),
         records=tuple(run.records),
         loss=run.loss,
