@@ -38,6 +38,13 @@ FACTORIES = textwrap.dedent(
         labels = torch.full((4, 8), 1280.7)
         return Keywords(16, 8), None, {"features": torch.ones(4, 16), "labels": labels}
 
+    def generates():
+        from diffusion import Transformer
+
+        inputs = {"hidden_states": (1, 8, 4), "prompt_embeds": (1, 3, 16), "timestep": (1,)}
+        batch = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in inputs.items()}
+        return Transformer().to(torch.bfloat16).requires_grad_(False), batch
+
     def fails():
         return nn.Linear(16, 8), (torch.ones(4, 5),)
 
@@ -108,6 +115,21 @@ def test_the_policy_can_be_read_and_used(capsys, tmp_path):
     optimizer.step()
     assert amp.stats()["steps"] == 1
     amp.disable()
+
+
+def test_the_policy_of_a_model_that_generates(capsys, tmp_path):
+    """Inputs and weights are bfloat16, and no optimizer is there."""
+    torch.manual_seed(0)
+    path = tmp_path / "policy.json"
+    status, text = run(capsys, "check_factories:generates", "--policy", path)
+    assert status == 1 and "cost of FP32 results: no FP32 weights" in text
+    policy = tritonamp.Policy.from_json(path.read_text())
+    assert (policy.fp32_results, policy.fp32_modules) == (("blocks.0.down",), ())
+    import check_factories
+
+    model, batch = check_factories.generates()
+    with tritonamp.enable(model, policy=policy):
+        assert model(**batch).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["clean", "faulty"])
