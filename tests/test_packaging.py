@@ -226,8 +226,9 @@ def test_import_leaves_out_what_few_runs_use(tmp_path: Path, fresh_python: Fresh
 import sys
 import tritonamp
 later = {"checkpoint": "save", "forecast": "check", "optim": "optim"}
-diagnosis = "live_ranges", "range_hooks", "replay.bundles", "replay.search", "replay.watching"
-others = "kernels.muon", "kernels.ranges", *(f"diagnosis.{name}" for name in diagnosis)
+diagnosis = "live_ranges", "live_attention", "attention_calls", "range_hooks"
+replay = "replay.bundles", "replay.search", "replay.watching"
+others = "kernels.muon", "kernels.ranges", *(f"diagnosis.{name}" for name in diagnosis + replay)
 not_yet = tuple(f"tritonamp.{name}" for name in (*later, *others))
 loaded = [name for name in sys.modules if name.startswith(not_yet)]
 assert not loaded, loaded

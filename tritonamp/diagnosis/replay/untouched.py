@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
 from tritonamp.ambient import preserve
-from tritonamp.diagnosis.range_hooks import silenced
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels.device import world_size
 from tritonamp.watched.collectives import NoCollectives
@@ -30,6 +29,8 @@ def untouched(
         refuses_collectives: whether a collective raises CollectiveError, which takes a dispatch
             mode.
     """
+    from tritonamp.diagnosis.range_hooks import silenced  # here, because few runs watch
+
     alone = world_size() > 1 and refuses_collectives
     for fp32_values in fp32_values_of(models):
         fp32_values.push()  # as the next forward would, before anything is recorded
