@@ -369,6 +369,8 @@ def test_checkpointed_graphs(start: Any, caplog: pytest.LogCaptureFixture) -> No
 class Once(torch.autograd.Function):
     """The identity, whose backward runs only once, as one with donated buffers does."""
 
+    error: Exception
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
@@ -376,12 +378,26 @@ class Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         if torch._C._autograd._get_current_graph_task_keep_graph():
-            raise RuntimeError("donated buffers require retain_graph=False\nand more")
+            raise Once.error
         return grad
 
 
-def test_graphs_that_run_once(start: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Their steps are those of a run without audits."""
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("donated buffers need it\nand more"), "donated buffers need it"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_graphs_that_run_once(
+    start: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    told: str,
+) -> None:
+    """Their steps are taken."""
+    monkeypatch.setattr(Once, "error", error, raising=False)
 
     class Model(Flipping):
         def forward(self, x: Tensor) -> Tensor:
@@ -392,8 +408,8 @@ def test_graphs_that_run_once(start: Any, caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.WARNING, "tritonamp"):
         run.train(range(2))
     assert run.audits() == (0, 2, 0) and run.amp.stats()["steps"] == 2
-    end = "the backward cannot run twice: donated buffers require retain_graph=False"
-    assert caplog.messages == [f"amp.audit gives no verdict: {end}"]
+    text = f"amp.audit gives no verdict: the backward cannot run twice: {told}"
+    assert caplog.messages == [text]
 
 
 class Hidden(nn.Module):

@@ -136,9 +136,10 @@ class Audit:
             return None, reason
         try:
             passes.run_ahead(keeps_graph)
-        except RuntimeError as error:
+        except Exception as error:
             # the backward that counts raises it again, unless only two backwards are impossible
-            return None, f"the backward cannot run twice: {str(error).splitlines()[0]}"
+            first = (str(error) or type(error).__name__).splitlines()[0]
+            return None, f"the backward cannot run twice: {first}"
         return passes, ""
 
     def before_decision(self, decision: Decision) -> None:
