@@ -19,8 +19,9 @@ pytestmark = [
 TESTS = Path(__file__).resolve().parents[1]
 KERNELS = TESTS.parent / "kernels"
 COMPILED = ["80 up", "75 down"]  # sm_90 is what the tests of the kernels run as
-SAME_ARITHMETIC = re.compile(r"cast|decide|grad_stats .* 0$")  # its largest magnitude
-NORM = re.compile(r"grad_stats .* 1$")
+# largest magnitudes and checksums
+SAME_ARITHMETIC = re.compile(r"cast|decide|(grad|checked)_stats .* 0$|checked_stats .* 2$")
+NORM = re.compile(r"(grad|checked)_stats .* 1$")
 ULPS = 2.0
 """Of the largest number in a result. Parts of a line are added in another order, products are
 contracted or not, exp2 is correctly rounded or not: 1.25 was measured."""
