@@ -185,6 +185,13 @@ def outlier(run: Training, fault: Fault) -> str | None:
     return next((r.cause for r in run.amp.history if r.cause and r.step > BEFORE), None)
 
 
+def audited(run: Training, fault: Fault) -> bool:
+    """Return whether ``amp.audit`` suspects the hardware in the step of a flip."""
+    run.amp.audit(every=1)
+    run.step(fault)
+    return bool(run.amp.stats()["audits"]["suspected"])
+
+
 def forked(work: Callable[[], Any]) -> Any:
     """Return the result of ``work`` in a copy of this process, so that nothing here changes."""
     reading, writing = os.pipe()
@@ -212,7 +219,9 @@ def measure(every: int = 1) -> Iterator[Run]:
                 fault = fault_of(target, bit, run)
                 found = forked(lambda run=run, fault=fault: outcome(run, fault))
                 with_outliers = forked(lambda run=judging, fault=fault: outlier(run, fault))
-                yield relative(target, bit, found, clean) | {"with skip_outliers": with_outliers}
+                of_audit = forked(lambda run=run, fault=fault: audited(run, fault))
+                more = {"with skip_outliers": with_outliers, "audit": of_audit}
+                yield relative(target, bit, found, clean) | more
 
 
 def relative(target: Target, bit: int, found: Run, clean: Run) -> Run:
@@ -228,7 +237,8 @@ def relative(target: Target, bit: int, found: Run, clean: Run) -> Run:
 
 def table(runs: list[Run]) -> str:
     """Return a row for each target, with its bits by what they do."""
-    head = "flipped", "precision", "bits", "unseen, harmless", "unseen, harmful", "noticed"
+    outcomes = "unseen, harmless", "unseen, harmful", "noticed", "an audit finds"
+    head = "flipped", "precision", "bits", *outcomes
     rows = []
     for target in targets():
         own = [r for r in runs if (r["form"], r["target"]) == (target.form, target.target)]
@@ -237,7 +247,8 @@ def table(runs: list[Run]) -> str:
             harmless = ranges([r["bit"] for r in quiet if not harm(r)])
             harmful, noticed = grouped(quiet, harm), grouped(own, noticing)
             name = SHOWN[target.target]
-            rows.append((name, target.form, str(target.bits), harmless, harmful, noticed))
+            found = ranges([r["bit"] for r in own if r["audit"]])
+            rows.append((name, target.form, str(target.bits), harmless, harmful, noticed, found))
     return markdown.table(head, rows)
 
 
@@ -297,7 +308,8 @@ def results(path: Path = PATH) -> str:
         f"`{record['command']}` on a CPU, torch {record['torch']}, commit {record['commit']}: of "
         f"{len(runs)} flips {len(runs) - len(unseen)} are noticed, "
         f"{sum(not harm(run) for run in unseen)} are unseen and harmless, and "
-        f"{sum(bool(harm(run)) for run in unseen)} are unseen and harmful."
+        f"{sum(bool(harm(run)) for run in unseen)} are unseen and harmful. "
+        f"An audit finds {sum(run['audit'] for run in runs)}."
     )
     return f"{table(runs)}\n\n{markdown.paragraph(about)}"
 

@@ -664,7 +664,7 @@ SAMPLE = [
     ("O2 float16", "weight", 14),
     ("O2 float16", "exp_avg_sq", 30),
     ("O2 bfloat16", "master", 30),
-    ("O2 bfloat16", "backward", 0),
+    ("O2 bfloat16", "backward", 1),
 ]
 
 
@@ -678,18 +678,41 @@ def test_flips_do_what_the_table_says(
     assert len(known) == sum(target.bits for target in flips.targets())
     assert {flips.harm(run) for run in record if flips.seen(run) is None} - {""}
     (target,) = [t for t in flips.targets() if (t.form, t.target) == (form, name)]
-    run = flips.trained(form)
-    found = flips.outcome(run, flips.fault_of(target, bit, run))
-    run.amp.disable()
-    due = known[form, name, bit]
+    run, due = flips.trained(form), known[form, name, bit]
+    try:
+        found = flips.outcome(run, flips.fault_of(target, bit, run))
+    finally:
+        run.amp.disable()
     exact = "cause", "after", "skipped", "named"
     assert [found[key] for key in exact] == [due[key] for key in exact]
     assert (found["loss"] is None) is (due["loss"] is None)
 
 
+@pytest.mark.parametrize(("name", "bit"), [("backward", 0), ("gradient", 14)])
+def test_an_audit_finds_flips_as_the_table_says(
+    bench: SimpleNamespace, name: str, bit: int
+) -> None:
+    flips = bench.bitflips
+    target = flips.Target("O2 bfloat16", name, 16)
+    run = flips.trained(target.form)
+    try:
+        assert flips.audited(run, flips.fault_of(target, bit, run)) is (name == "backward")
+    finally:
+        run.amp.disable()
+    record = json.loads(flips.PATH.read_text())["runs"]
+    in_table = [(r["form"], r["target"], r["bit"]) for r in record if r["audit"]]
+    assert ((target.form, name, bit) in in_table) is (name == "backward")
+
+
 def made_up_flip(bit: int, **fields: Any) -> dict[str, Any]:
     usual = {"cause": None, "skipped": 0, "named": False, "loss": 1.0, "moved": 1.0}
-    of = {"form": "O0", "target": "weight", "bit": bit, "with skip_outliers": None}
+    of = {
+        "form": "O0",
+        "target": "weight",
+        "bit": bit,
+        "with skip_outliers": None,
+        "audit": bit < 2,
+    }
     return of | usual | fields
 
 
@@ -709,7 +732,7 @@ def test_table_of_flips(bench: SimpleNamespace) -> None:
     assert row == (
         "| weight, as the forward reads it | O0 | 32 | 0 to 1, 7 | 2: loss -2 %; 3: frozen, which "
         "`explain()` names | 4: outlier, with `skip_outliers`; 5: divergence; 6: huge gradient, at "
-        "every later step, too |"
+        "every later step, too | 0 to 1 |"
     )
 
 
