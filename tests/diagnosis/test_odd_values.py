@@ -115,11 +115,30 @@ def test_a_frozen_weight_is_named_without_a_skip(start: Any, form: str) -> None:
     run.steps(3)
     assert run.value() == frozen
     assert text.startswith("No step was skipped.\none value of exp_avg_sq of 0.weight, at [3, 5], ")
-    assert "Its weight practically never moves again. A bit has flipped in memory" in text
+    assert (
+        "Its weight practically never moves again. A bit has flipped in memory, other code wrote "
+        "there, or a single gradient was huge." in text
+    )
     run.follow(text)
     run.steps(3)
     assert run.value() != frozen
     assert run.amp.explain() == "No step was skipped."
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "our AdamW"])
+def test_a_huge_gradient_is_among_the_reasons(start: Any, optimizer: str) -> None:
+    """Of a weight or a moment, where it moves them without bounds; and the advice is the same."""
+    run = start(optimizer=optimizer, level="O0", lr=1e-2, dtype=torch.float16)
+    run.steps(5)
+    run.backward(run.loss())
+    run.model[0].weight.grad[AT] = 1e12
+    run.finish()
+    text = run.amp.explain()
+    assert re.match(r"No step was skipped.\none value of (exp_avg of |sum of |)0.weight, at", text)
+    assert "other code wrote there, or a single gradient was huge. Load the last" in text
+    run.follow(text)
+    run.steps(3)
+    assert run.amp.explain() == "No step was skipped." and abs(run.value()) < 1.0
 
 
 def test_two_optimizers_have_no_code(start: Any) -> None:
@@ -171,8 +190,8 @@ def test_healthy_moments_are_not_named(device: torch.device, optimizer: str) -> 
         assert "one value of" not in explained
 
 
-def found_in(weight: Tensor, master: Tensor | None = None) -> list[Any]:
-    writers = {"w": Writer("SGD", 0.1, torch.float32, master=master)}
+def found_in(weight: Tensor, master: Tensor | None = None, optimizer: str = "SGD") -> list[Any]:
+    writers = {"w": Writer(optimizer, 0.1, torch.float32, master=master)}
     return [(one.at, one.key) for one in odd_weights(writers, {nn.Parameter(weight): "w"})]
 
 
@@ -188,6 +207,9 @@ def test_limits_of_a_weight() -> None:
     assert found_in(with_one(-(2.0**24) * 1.01)) == found_in(with_one(NAN)) == [((1, 2), "")]
     assert found_in(torch.tensor([0.0, 0.0, 2e6])) == [((2,), "")]
     assert found_in(torch.tensor([0.0, 0.0, 1e6])) == []
+    # the root of a negative number, in a centered one
+    assert found_in(with_one(NAN), optimizer="RMSprop") == []
+    assert found_in(with_one(1e30), optimizer="RMSprop") == [((1, 2), "")]
     two = with_one(1e30)
     two[0, 0] = 1e28
     assert found_in(two) == found_in(with_one(NAN).fill_(NAN)) == []
@@ -222,6 +244,8 @@ def test_limits_of_a_moment() -> None:
     assert found("exp_avg_sq", small, none - torch.eye(4)[2]) == [("p1", (2,))]
     assert found("exp_avg_sq", small, none + torch.eye(4)[2] * NAN) == []
     assert found("momentum_buffer", small, one * NAN) == []
+    assert found("sum", small, none - torch.eye(4)[2]) == []  # of something else than squares
+    assert found("exp_avg", small, torch.ones(1)) == []
     last = small.clone()
     last[3] = math.inf
     assert found("exp_avg_sq", small, last) == [("p1", (3,))]

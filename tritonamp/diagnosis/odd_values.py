@@ -15,9 +15,11 @@ _HALF_BEYOND = 64.0  # factor of a half copy over all masters, if it differs fro
 _SHOWN = 4  # values in a text
 _SMALL = 0.1  # smaller weights count as this
 _SQUARES = "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"
-"""Keys of squared gradients in an optimizer's state."""
-
-
+"""Keys of squared gradients in an optimizer's state; others may use "sum" for something else."""
+_BOUNDED = "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Lion", "Rprop"
+"""Optimizers whose steps are bounded, however large a gradient is."""
+_FINITE = "SGD", "Adam", "AdamW", "Lion"
+"""Optimizers whose steps are finite if eps is not 0."""
 _RELOAD = "Load the last good checkpoint"
 
 
@@ -53,8 +55,9 @@ class Odd(NamedTuple):
 def odd_weights(writers: Mapping[str, Writer], parameters: Mapping[Tensor, str]) -> list[Odd]:
     """Find weights that are out of all proportion to the other weights of their parameter.
 
-    A weight that is inf or NaN counts if it is the only one. So does a half copy far above the
-    masters of its parameter, if its own master is another number. Waits for the device.
+    A weight that is inf or NaN counts if it is the only one, and its optimizer cannot have made it.
+    So does a half copy far above the masters of its parameter, if its own master is another number.
+    Waits for the device.
 
     Args:
         writers: optimizer of each parameter, by name.
@@ -70,7 +73,8 @@ def odd_weights(writers: Mapping[str, Writer], parameters: Mapping[Tensor, str])
         if value.numel() > 1 and (is_large or sizes.bad == 1):
             odd = _largest(name, "", value)
             # a large weight that is only half becomes inf
-            if value.dtype.itemsize >= 4 or not math.isinf(odd.value):
+            may_be_bad = value.dtype.itemsize < 4 and math.isinf(odd.value)
+            if is_large or (writers[name].name in _FINITE and not may_be_bad):
                 found.append(odd)
     sound = [n for n in masters if n not in {odd.name for odd in found}]
     return found + _unlike({n: (params[n].detach(), masters[n]) for n in sound})
@@ -89,13 +93,14 @@ def odd_moments(writers: Mapping[str, Writer]) -> list[Odd]:
         beyond = _BEYOND**2 if key in _SQUARES else _BEYOND
         measured = _measured(values, beyond)
         for name, sizes in measured.items():
-            if sizes.bad == 1 or (sizes.bad == 0 and sizes.near == 1):
+            is_candidate = sizes.bad == 1 or (sizes.bad == 0 and sizes.near == 1)
+            if is_candidate and values[name].numel() > 1:
                 others = max((s.largest for n, s in measured.items() if n != name), default=0.0)
                 odd = _largest(name, key, values[name])
                 odd = odd._replace(others=max(odd.others, others))
                 if sizes.bad == 1 or 0.0 < odd.others * beyond < sizes.largest:
                     found.append(odd)
-            if key in _SQUARES and sizes.least < 0.0:
+            if key in _SQUARES and key != "sum" and sizes.least < 0.0:
                 found.append(_at(name, key, values[name], int(values[name].argmin())))
     return found
 
@@ -124,11 +129,20 @@ def told(
     """
     frozen = [one for one in odd if one.key in _SQUARES and one.value > 0.0]
     stops = ". Its weight practically never moves again" if frozen == [*odd] else ""
+    why = "or other code wrote there: no scale, batch or learning rate explains a single value"
+    if any(one.key != "half" and not _is_bounded(one, writers[one.name]) for one in odd):
+        why = "other code wrote there, or a single gradient was huge"
     return (
         f"{'; '.join(map(str, [*odd, *others][:_SHOWN]))}{when and f', seen {when}'}{stops}. A bit "
-        "has flipped in memory, or other code wrote there: no scale, batch or learning rate "
-        f"explains a single value. {_what_to_do(odd, writers)}."
+        f"has flipped in memory, {why}. {_what_to_do(odd, writers)}."
     )
+
+
+def _is_bounded(odd: Odd, writer: Writer) -> bool:
+    """Return whether no gradient can lead to the value."""
+    if odd.key:
+        return odd.value < 0.0 and odd.key in _SQUARES
+    return writer.name in _BOUNDED or not math.isfinite(odd.value)
 
 
 def _what_to_do(odd: Sequence[Odd], writers: Mapping[str, Writer]) -> str:
@@ -136,7 +150,7 @@ def _what_to_do(odd: Sequence[Odd], writers: Mapping[str, Writer]) -> str:
     lines = []
     for one in odd:
         writer = writers[one.name]
-        at = list(one.at)
+        at = list(one.at) or "[()]"
         master = f"dict(amp.named_master_params())[{one.name!r}]"
         if one.key == "half":
             lines.append(f"{master}.mul_(1.0)")
@@ -198,8 +212,8 @@ def _sizes(t: Tensor, beyond: float) -> Tensor:
     known = t.where(finite, 0.0)
     magnitudes = known.abs()
     largest = magnitudes.max()
-    near = (magnitudes.double() > largest.double() / beyond).sum()
-    return torch.stack([x.double() for x in ((~finite).sum(), near, largest, known.min())])
+    near = (magnitudes > largest.float() / beyond).sum()
+    return torch.stack([x.float() for x in ((~finite).sum(), near, largest, known.min())])
 
 
 def _largest(name: str, key: str, values: Tensor) -> Odd:
@@ -221,9 +235,13 @@ def _unlike(halves: Mapping[str, tuple[Tensor, Tensor]]) -> list[Odd]:
         for n, (half, master) in halves.items()
         if half.shape == master.shape and half.numel() and half.dtype.itemsize == 2
     }
+    if not wrong:
+        return []
+    device = next(iter(wrong.values())).device
+    has_any = torch.stack([flags.any().to(device) for flags in wrong.values()]).tolist()
     found = []
-    for name, flags in wrong.items():
-        if bool(flags.any()):
+    for (name, flags), has in zip(wrong.items(), has_any, strict=True):
+        if has:
             half, master = halves[name]
             place = int(flags.flatten().int().argmax())
             found.append(_at(name, "half", half, place, float(master.flatten()[place])))
@@ -231,7 +249,7 @@ def _unlike(halves: Mapping[str, tuple[Tensor, Tensor]]) -> list[Odd]:
 
 
 def _wrong_halves(half: Tensor, master: Tensor) -> Tensor:
-    due = master.to(half.dtype)
+    due = master.to(half.device, half.dtype)  # from the host, if it is offloaded
     usual = due.abs().max().float().clamp(min=_SMALL)
     return (half != due) & due.isfinite() & ~(half.abs().float() <= _HALF_BEYOND * usual)
 
