@@ -178,6 +178,19 @@ def test_a_bit_of_a_gradient_flips_once(device: torch.device, level: str, bit: i
             assert torch.equal(twice, found[None] + found[target])
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_an_audit_sees_the_flip_of_a_backward(device: torch.device, level: str) -> None:
+    """Of the backward that the hook meets first, and only there."""
+    with Injected(device, level) as run:
+        injector = FaultInjector(run.model)
+        run.step(injector)
+        run.amp.audit(every=1)
+        run.step(injector, Fault("bitflip", "2", target="backward", bit=12, element=1))
+        run.step(injector)
+        assert run.causes == [None, "veto", None]
+        assert run.causes[1] in injector.injected[0].causes
+
+
 @pytest.mark.steps
 def test_drawn_flips(device: torch.device) -> None:
     """Of every target once the optimizer has state; the same seed flips the same bits."""

@@ -19,6 +19,7 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
         "bad parameters",
         "divergence",
         "outlier",
+        "veto",  # of an audit
     ),
     "missing gradient": (),
     "error in forward": (),
