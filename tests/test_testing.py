@@ -143,6 +143,30 @@ def test_a_stored_bit_flips(device: torch.device, target: str, form: str) -> Non
         assert [f.bit for f in injector.injected] == [0, highest]
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("target", ["master", "exp_avg"])
+def test_masters_of_wrapped_and_of_several_models(
+    device: torch.device, target: str, wrapped: bool
+) -> None:
+    """Their names are not those of the parameters."""
+    models = [nn.Linear(4, 4).to(device) for _ in range(1 if wrapped else 2)]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    with tritonamp.enable(models, optimizers, level="O2", loss_scale=1.0) as amp:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            amp.backward(model(torch.ones(1, 4, device=device)).square().mean(), optimizer)
+            optimizer.step()
+        model, name = (
+            (nn.DataParallel(models[0]), "module.weight") if wrapped else (model, "weight")
+        )
+        injector = FaultInjector(model, optimizers[-1])
+        with injector.step(Fault("bitflip", name, target=target, bit=31, element=5)):
+            pass
+        assert injector.injected[0].bit == 31  # which only FP32 has
+        before, after = models[-1].weight, list(amp.master_params())[-2]
+        changed = torch.signbit(before) != torch.signbit(after)
+        assert changed.flatten().nonzero().tolist() == ([[5]] if target == "master" else [])
+
+
 @pytest.mark.parametrize(("target", "bit", "stays"), [("weight", 11, False), ("master", 24, True)])
 def test_a_step_ends_the_flip_of_a_half_weight(
     run: Injected, target: str, bit: int, stays: bool

@@ -13,6 +13,7 @@ IN_BACKWARD = "gradient", "backward"
 """Targets in which a bit flips in the backward."""
 OF_MODEL = *IN_BACKWARD, "weight", "master"
 """Targets that need no optimizer."""
+_WRAPPERS = "module", "_orig_mod"  # parts of names that DDP and torch.compile add
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -69,7 +70,13 @@ def _master(model: nn.Module, name: str) -> Tensor:
     """Return the FP32 master of a parameter; without one, the parameter itself."""
     amp = tritonamp.handle(model)
     masters = {} if amp is None else dict(amp.named_master_params())
-    return masters.get(name, model.get_parameter(name))
+    param = model.get_parameter(name)
+    own = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    if name in masters or own in masters:
+        return masters.get(name, masters.get(own, param))
+    # of several models, whose numbers come first in the names of masters
+    alike = [m for n, m in masters.items() if n.partition(".")[2] == own]
+    return next((m for m in alike if torch.equal(m.to(param.dtype), param)), param)
 
 
 def _flip_master(model: nn.Module, master: Tensor, flip: Callable[[Tensor], None]) -> None:
