@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tritonamp.diagnosis.skips import Writer
 from tritonamp.kernels._shards import to_local
+from tritonamp.kernels.device import is_distributed, rank
 
 _BEYOND = 2.0**24  # factor over all others; no training moves one weight so far alone
 _HALF_BEYOND = 64.0  # factor of a half copy over all masters, if it differs from its own
@@ -129,11 +130,13 @@ def told(
     """
     frozen = [one for one in odd if one.key in _SQUARES and one.value > 0.0]
     stops = ". Its weight practically never moves again" if frozen == [*odd] else ""
+    where = f"on rank {rank()}" if is_distributed() else ""
+    seen = f", seen {' '.join(filter(None, [when, where]))}" if when or where else ""
     why = "or other code wrote there: no scale, batch or learning rate explains a single value"
     if any(one.key != "half" and not _is_bounded(one, writers[one.name]) for one in odd):
         why = "other code wrote there, or a single gradient was huge"
     return (
-        f"{'; '.join(map(str, [*odd, *others][:_SHOWN]))}{when and f', seen {when}'}{stops}. A bit "
+        f"{'; '.join(map(str, [*odd, *others][:_SHOWN]))}{seen}{stops}. A bit "
         f"has flipped in memory, {why}. {_what_to_do(odd, writers)}."
     )
 
@@ -161,7 +164,8 @@ def _what_to_do(odd: Sequence[Odd], writers: Mapping[str, Writer]) -> str:
         lines += [f"{master}{at} = 0.0"] if not one.key else []
         lines += [f"optimizer.state[{path}][{key!r}]{at} = 0.0" for key in moments]
     code = "; ".join(dict.fromkeys(lines))
-    return f"{_RELOAD}, or repair it: with torch.no_grad(): {code}"
+    on_all = " on all ranks" if is_distributed() else ""  # so that they stay equal
+    return f"{_RELOAD}, or repair it{on_all}: with torch.no_grad(): {code}"
 
 
 def _optimizers(writers: Mapping[str, Writer]) -> set[int]:
