@@ -848,7 +848,8 @@ class Amp:
         """
         self._check_enabled("heal")
         self._parts.healing.heal(module, results)
-        self._parts.first_loss.is_awaited = False  # FP32 forwards do not enter the op table
+        if not results:  # FP32 forwards do not enter the op table
+            self._parts.first_loss.is_awaited = False
 
     @leaves_inference_mode
     def unheal(self, module: str) -> None:
