@@ -18,7 +18,7 @@ from tritonamp.diagnosis.replay.repeating import (
     run_again,
 )
 from tritonamp.diagnosis.skips import Skip, ranks_in_words
-from tritonamp.kernels._decision import HUGE, OUTLIER, OVERFLOW
+from tritonamp.kernels._decision import OUTLIER, OVERFLOW
 from tritonamp.step.forwards import MOST, Forwards
 from tritonamp.step.snapshots import Snapshot
 
@@ -194,7 +194,7 @@ def _is_of_gradients(skip: Skip) -> bool:
     """Return whether gradients were the reason of a skip, and the loss was not."""
     if skip.outcome == OUTLIER:
         return not skip.outlier[0] > skip.outlier[2]
-    return skip.outcome in (OVERFLOW, HUGE)
+    return skip.outcome == OVERFLOW
 
 
 def gradients_again(
@@ -208,15 +208,12 @@ def gradients_again(
         return None
     if skip.outcome == OUTLIER:
         return _norm_again(skip, math.hypot(*(again.norms[name] for name in names)), place)
-    is_huge = skip.outcome == HUGE
     largest = [again.largest[name] for name in names]
-    if not all(map(math.isfinite, largest)) or (is_huge and any(map(skip.is_huge, largest))):
+    if not all(map(math.isfinite, largest)):
         return Repeat(Verdict.REPRODUCED)
-    magnitudes = skip.amax.items()
-    bad = [n for n, a in magnitudes if (skip.is_huge(a) if is_huge else not skip.is_good(a))]
+    bad = [name for name, amax in skip.amax.items() if not skip.is_good(amax)]
     named = f" of {listed(bad)}" if bad else ""
-    were, now = ("huge", "smaller") if is_huge else ("inf or NaN", "finite")
-    words = f"gradients{named} were {were}, and are {now} in two more runs, which agree"
+    words = f"gradients{named} were inf or NaN, and are finite in two more runs, which agree"
     share = max(largest) if place.members > 1 else 0.0
     return Repeat(Verdict.SMALLER, words, share, again.limit)
 

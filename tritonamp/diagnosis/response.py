@@ -161,12 +161,6 @@ class Response:
                     explanation = _advised(explanation, found)
                     self._log.explain_by(explanation)
                 text = explanation.with_report(self._report(explanation, found))
-            elif explanation.cause is Cause.HUGE and not self._ranks.may_be_missing:
-                found = self._replays.repeat(at_skip=True)
-                if found.clears_code:
-                    explanation = _advised(explanation, found)
-                    self._log.explain_by(explanation)
-                    text = explanation.with_report(self._report(explanation, found))
             elif replayable and counts.seen == FIRST_REPLAYS + 1:
                 text = text.rstrip(".") + ". Of later faults, the 16th, 32nd, 64th... run again."
         if self._policy.on_nonfinite == "heal":
