@@ -371,11 +371,39 @@ def test_names_and_classes(wanted: Any) -> None:
     assert type(model.layers[1]) is nn.Linear
 
 
-def test_a_gradient_that_half_does_not_hold_becomes_inf(device: torch.device) -> None:
-    model = Around(nn.Linear(8, 8)).to(device)
-    with tritonamp.enable(model, level="O2", dtype=FP16, fp32_results=["m"], cast_outputs=None):
-        (model(torch.ones(2, 8, device=device)) * 1e5).sum().backward()
-    assert model.m.weight.grad.isinf().all()
+@LEVELS
+@pytest.mark.parametrize("size", [1.0, 1e5, 3e30])
+def test_a_gradient_that_half_does_not_hold_is_fitted(
+    size: float, level: str, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    x, grad, layer = torch.randn(6, 8) / 1024, torch.randn(6, 8), nn.Linear(8, 8, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(8, 8) / 4096)
+    model = Around(layer).to(device)
+    weight = layer.weight.detach().half().double()
+    expected = grad.double().T @ x.half().double(), grad.double() @ weight
+    with tritonamp.enable(
+        model, level=level, dtype=FP16, fp32_results=["m"], cast_outputs=None, cast_inputs=False
+    ):
+        given = x.to(device).requires_grad_()
+        model(given).backward(size * grad.to(device))
+        found = model.m.weight.grad.detach().cpu().double(), given.grad.cpu().double()
+    fits = size < 1e6 or level == "O1"
+    for got, exact in zip(found, expected, strict=True):
+        if fits or got is found[1]:
+            assert (got / size - exact).norm() < 1e-3 * exact.norm()
+        else:  # the gradient of a half weight is half
+            assert got.isinf().any()
+
+
+def test_a_gradient_that_is_not_finite_stays_so(device: torch.device) -> None:
+    for value in (torch.inf, torch.nan):
+        model = Around(nn.Linear(8, 8)).to(device)
+        with tritonamp.enable(model, level="O2", dtype=FP16, fp32_results=["m"]):
+            (model(torch.ones(2, 8, device=device)) * value).sum().backward()
+        assert not model.m.weight.grad.isfinite().any()
+        assert bool(model.m.weight.grad.isinf().any()) == (value == torch.inf)
 
 
 def test_in_other_modules_products_stay_half() -> None:

@@ -14,47 +14,79 @@ from tritonamp.nested import leaves
 
 
 class Product(torch.autograd.Function):
-    """The FP32 product of half matrices, plus an FP32 tensor or None.
+    """The FP32 product of matrices that are rounded to half, plus an FP32 tensor or None.
 
-    The backward is that of a half product: the gradient of the result is rounded to half, and the
-    gradients of the operands are half.
+    The backward is that of a half product: the gradient of the result is rounded to half, divided
+    by a power of two first if it would overflow.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, a: Tensor, b: Tensor, added: Tensor | None, beta: float, alpha: float
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        added: Tensor | None,
+        half: torch.dtype,
+        beta: float,
+        alpha: float,
     ) -> Tensor:
         ctx.save_for_backward(a, b)
-        ctx.shape, ctx.beta, ctx.alpha = None if added is None else added.shape, beta, alpha
-        wide = (torch.float32,) if a.is_cuda else ()
-        if not wide:  # torch has no such kernel on a CPU; an FP32 product is exact in the operands
-            a, b = a.float(), b.float()
-        if added is None:
-            product: Tensor = (torch.mm if a.dim() == 2 else torch.bmm)(a, b, *wide)
-            return product
-        with_sum: Any = torch.addmm if a.dim() == 2 else torch.baddbmm
-        result: Tensor = with_sum(added, a, b, *wide, beta=beta, alpha=alpha)
-        return result
+        ctx.shape, ctx.half = None if added is None else added.shape, half
+        ctx.beta, ctx.alpha = beta, alpha
+        return _wide_product(a.to(half), b.to(half), added, beta=beta, alpha=alpha)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (a, b) = grads, ctx.saved_tensors
-        of_a, of_b, of_added = ctx.needs_input_grad[:3]
-        half = (grad if ctx.alpha == 1 else grad * ctx.alpha).to(a.dtype)
+        of_a, of_b, of_added, *_ = ctx.needs_input_grad
+        half, unit = _fitted(grad if ctx.alpha == 1 else grad * ctx.alpha, ctx.half)
         return (
-            _half_product(half, b.mT) if of_a else None,
-            _half_product(a.mT, half) if of_b else None,
+            _gradient(half, b.to(ctx.half).mT, a.dtype, unit) if of_a else None,
+            _gradient(a.to(ctx.half).mT, half, b.dtype, unit) if of_b else None,
             ctx.beta * grad.sum_to_size(ctx.shape) if of_added else None,
-            None,
-            None,
+            *(None,) * 3,
         )
 
 
-def _half_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the half product of half matrices; a CPU computes it in FP32 and rounds once."""
-    if a.is_cuda:
-        return a @ b
-    return (a.float() @ b.float()).to(a.dtype)
+def _wide_product(a: Tensor, b: Tensor, added: Tensor | None = None, **factors: float) -> Tensor:
+    """Return the FP32 product of half matrices, plus an FP32 tensor."""
+    wide = (torch.float32,) if a.is_cuda else ()
+    if not wide:  # torch has no such kernel on a CPU; an FP32 product is exact in the operands
+        a, b = a.float(), b.float()
+    if added is None:
+        product: Tensor = (torch.mm if a.dim() == 2 else torch.bmm)(a, b, *wide)
+        return product
+    with_sum: Any = torch.addmm if a.dim() == 2 else torch.baddbmm
+    result: Tensor = with_sum(added, a, b, *wide, **factors)
+    return result
+
+
+def _fitted(grad: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return an FP32 gradient in half, and the power of two by which it was multiplied.
+
+    None stands for 1: bfloat16 holds what FP32 holds. The host does not wait.
+    """
+    if half is torch.bfloat16 or not grad.numel():
+        return grad.to(half), None
+    largest = torch.linalg.vector_norm(grad.detach(), torch.inf)
+    ratio = torch.finfo(half).max / largest
+    # the exponent bits alone: the power of two at or below the ratio; inf for 0 and NaN
+    power = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(max=1.0)
+    unit = torch.where(ratio > 0, power, 1.0)  # inf stays inf
+    if torch.is_grad_enabled():  # for a gradient of the gradient
+        return (grad * unit).to(half), unit
+    return torch.mul(grad, unit, out=torch.empty_like(grad, dtype=half)), unit  # in one pass
+
+
+def _gradient(a: Tensor, b: Tensor, dtype: torch.dtype, unit: Tensor | None) -> Tensor:
+    """Return the product of half matrices, divided by ``unit``, in half or FP32."""
+    if dtype is torch.float32:
+        product = _wide_product(a, b)
+    elif a.is_cuda:
+        product = a @ b
+    else:  # in FP32, rounded once
+        product = (a.float() @ b.float()).to(a.dtype)
+    return product if unit is None else product / unit
 
 
 def _product_rule(
@@ -66,9 +98,8 @@ def _product_rule(
     half = _half_for(args)
     if not all(map(_is_plain, args)):
         return stock(*rounded_to_half(args, half, torch.float32), **numbers)
-    operands = rounded_to_half((a, b), half)
     wide = added[0].float() if added else None
-    return stock.run_without_rules(Product.apply, *operands, wide, beta, alpha)
+    return stock.run_without_rules(Product.apply, a, b, wide, half, beta, alpha)
 
 
 def _half_for(args: Any) -> torch.dtype:
