@@ -127,8 +127,8 @@ def test_report() -> None:
         "  then:    3 later ops not finite; first NaN in encoder.layer.3.attn"
     )
     assert lines[4].endswith("; the loss is NaN")
-    assert lines[5].endswith("(Not tried: the batch could not run again.)")
+    assert lines[6].endswith("(Not tried: the batch could not run again.)")
     untried = dataclasses.replace(fault, remedy=Remedy(vain=(WHOLE,))).advice
     assert untried.endswith("(Not tried: no edit of this call alone does it.)")
-    assert lines[6] == "  replay:  forward output bit-identical to the first"
+    assert lines[5] == "  replay:  forward output bit-identical to the first"
     assert (fault.module, fault.amax, fault.multiple) == ("encoder.layer.3.attn", 12.5, 2.0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp.diagnosis.kept_buffers import RUNNING
-from tritonamp.diagnosis.odd_values import odd_moments, odd_weights, told
+from tritonamp.diagnosis.odd_values import is_bounded, odd_moments, odd_weights, told
 from tritonamp.diagnosis.overflows import cause_of_overflow, why_overflow
 from tritonamp.diagnosis.replay.faults import BFLOAT16, WHOLE, listed, number
 from tritonamp.diagnosis.skips import NO_STEPS, Cause, Explanation, Skip, Steps, Writer
@@ -114,6 +114,8 @@ def _in_values(skip: Skip, parameters: Mapping[Tensor, str], steps: Steps) -> Ex
     found = odd_weights(steps.writers, parameters)
     # other code wrote an inf or NaN if the parameters were not as a step left them
     odd = [value for value in found if skip.wrote or math.isfinite(value.value)]
+    if skip.outcome == HUGE:  # gradients as large as this one may have made the value
+        odd = [one for one in odd if is_bounded(one, steps.writers[one.name])]
     if not odd:
         return None
     names = dict.fromkeys(value.name for value in odd)

@@ -17,8 +17,8 @@ _SHOWN = 4  # values in a text
 _SMALL = 0.1  # smaller weights count as this
 _SQUARES = "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"
 """Keys of squared gradients in an optimizer's state; others may use "sum" for something else."""
-_BOUNDED = "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Lion", "Rprop"
-"""Optimizers whose steps are bounded, however large a gradient is."""
+_BOUNDED = "Adam", "AdamW", "Adamax", "NAdam", "Adagrad", "Lion", "Rprop"
+"""Optimizers whose steps are bounded, however large a gradient is; RAdam's first steps are not."""
 _FINITE = "SGD", "Adam", "AdamW", "Lion"
 """Optimizers whose steps are finite if eps is not 0."""
 _RELOAD = "Load the last good checkpoint"
@@ -133,7 +133,7 @@ def told(
     where = f"on rank {rank()}" if is_distributed() else ""
     seen = f", seen {' '.join(filter(None, [when, where]))}" if when or where else ""
     why = "or other code wrote there: no scale, batch or learning rate explains a single value"
-    if any(one.key != "half" and not _is_bounded(one, writers[one.name]) for one in odd):
+    if any(one.key != "half" and not is_bounded(one, writers[one.name]) for one in odd):
         why = "other code wrote there, or a single gradient was huge"
     return (
         f"{'; '.join(map(str, [*odd, *others][:_SHOWN]))}{seen}{stops}. A bit "
@@ -141,7 +141,7 @@ def told(
     )
 
 
-def _is_bounded(odd: Odd, writer: Writer) -> bool:
+def is_bounded(odd: Odd, writer: Writer) -> bool:
     """Return whether no gradient can lead to the value."""
     if odd.key:
         return odd.value < 0.0 and odd.key in _SQUARES
