@@ -380,8 +380,8 @@ def test_a_gradient_that_half_does_not_hold_is_fitted(
     x, grad, layer = torch.randn(6, 8) / 1024, torch.randn(6, 8), nn.Linear(8, 8, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(8, 8) / 4096)
-    model = Around(layer).to(device)
     weight = layer.weight.detach().half().double()
+    model = Around(layer).to(device)
     expected = grad.double().T @ x.half().double(), grad.double() @ weight
     with tritonamp.enable(
         model, level=level, dtype=FP16, fp32_results=["m"], cast_outputs=None, cast_inputs=False
