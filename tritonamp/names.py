@@ -1,6 +1,7 @@
 """Names of tensors of one or several models, and of dtypes."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,24 @@ from torch import Tensor, nn
 def short(dtype: torch.dtype) -> str:
     """Return the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
+
+
+def meant_module(name: str, known: Collection[str]) -> str:
+    """Return ": did you mean 'layers.0.down'?" for a wrong name of a module, or "".
+
+    Args:
+        name: the wrong name. It may have a slip, or be the last part of a name.
+        known: names of the modules.
+    """
+    ends = [each for each in known if name and each.endswith(f".{name}")][:3]
+    near = ends or difflib.get_close_matches(name, known, 1, cutoff=0.8)
+    return f": did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def listed_modules(known: Collection[str], shown: int = 20) -> str:
+    """Return the first names of modules in words, and the number of the others."""
+    rest = len(known) - shown
+    return ", ".join([*list(known)[:shown], *([f"and {rest} more"] if rest > 0 else [])])
 
 
 def prefixes(models: Sequence[nn.Module]) -> list[str]:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import re
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import MappingProxyType
@@ -882,6 +883,23 @@ def test_fp32_modules_that_match_nothing(wanted: Any) -> None:
     assert type(model) is nn.Sequential
     with pytest.raises(ValueError, match=r"its modules are .it has no submodules."):
         tritonamp.enable(nn.Linear(2, 2), fp32_modules="head")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ("0.dwon", ": did you mean '0.down'?"),
+        ("down", ": did you mean '0.down' or '1.down'?"),
+        ("other", "; its modules are 0, 0.down, 1, 1.down, 10, 11, 12, "),
+    ],
+)
+def test_a_name_that_matches_nothing_has_a_hint(wanted: str, told: str) -> None:
+    named = [nn.Sequential(OrderedDict(down=nn.Linear(2, 2))) for _ in range(2)]
+    model = nn.Sequential(*named, *(nn.ReLU() for _ in range(20)))
+    for field in ("fp32_modules", "fp32_results"):
+        with pytest.raises(ValueError, match=re.escape(f"matches no module{told}")) as raised:
+            tritonamp.enable(model, level="O2", **{field: [wanted]})
+        assert str(raised.value).endswith("and 4 more" if wanted == "other" else "?")
 
 
 class Body(nn.Module):

@@ -258,7 +258,9 @@ def test_healing_is_undone_kept_and_resumed(start: Any, level: str) -> None:
 def test_names_that_nothing_has(start: Any) -> None:
     run = start(level="O2")
     with pytest.raises(
-        ValueError, match=r"module: expected one of the model's, '', 'attention'.* got 'atention'"
+        ValueError,
+        match=r"module: expected one of the model's, '', 'attention'.* got 'atention': did you "
+        r"mean 'attention'\?",
     ):
         run.amp.heal("atention")
     with pytest.raises(

@@ -20,7 +20,7 @@ from tritonamp.casts.model import with_forward
 from tritonamp.casts.model_dtypes import ModelDtypes
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.kernels.device import check_dtype
-from tritonamp.names import prefixes
+from tritonamp.names import listed_modules, meant_module, prefixes
 from tritonamp.policy import Policy, resolve
 
 
@@ -188,8 +188,8 @@ class Healing:
                 for inner, m in model.named_modules(remove_duplicate=False)
             }
         if name not in found:
-            known = ", ".join(map(repr, list(found)[:20]))
-            raise ValueError(f"module: expected one of the model's, {known}, got {name!r}")
+            known, meant = listed_modules([*map(repr, found)]), meant_module(name, found)
+            raise ValueError(f"module: expected one of the model's, {known}, got {name!r}{meant}")
         return found[name]
 
     def parameters(self, names: Iterable[str]) -> list[nn.Parameter]:

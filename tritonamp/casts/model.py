@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tritonamp.casts.norm_layers import is_norm, kept_modules
 from tritonamp.kernels._shards import is_sharded, set_local
-from tritonamp.names import short
+from tritonamp.names import listed_modules, meant_module, short
 from tritonamp.policy import Policy
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
@@ -58,10 +58,11 @@ def _selected(
         else:
             matches = [m for m in named.values() if isinstance(m, wanted)]
         if not matches:
-            names = ", ".join(sorted(named)[:20]) or "(it has no submodules)"
+            meant = meant_module(wanted, named) if isinstance(wanted, str) else ""
+            names = listed_modules(sorted(named)) or "(it has no submodules)"
             raise ValueError(
                 f"{field}: expected names or classes of modules of the model, got {wanted!r}, "
-                f"which matches no module; its modules are {names}"
+                f"which matches no module{meant or f'; its modules are {names}'}"
             )
         found |= dict.fromkeys(m for match in matches for m in with_forward(match))
     return found
