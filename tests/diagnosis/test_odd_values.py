@@ -67,7 +67,7 @@ class Flipped(Training):
 
     def follow(self, text: str) -> None:
         """Run the code that a text advises."""
-        code = re.search(r"repair it: (with torch.*)\.$", text)
+        code = re.search(r"repair it: (with torch.*)$", text)
         assert code is not None, text
         exec(code[1], {"torch": torch, "amp": self.amp, "optimizer": self.optimizer})
 

@@ -137,7 +137,7 @@ def told(
         why = "other code wrote there, or a single gradient was huge"
     return (
         f"{'; '.join(map(str, [*odd, *others][:_SHOWN]))}{seen}{stops}. A bit "
-        f"has flipped in memory, {why}. {_what_to_do(odd, writers)}."
+        f"has flipped in memory, {why}. {_what_to_do(odd, writers)}"
     )
 
 
@@ -160,11 +160,12 @@ def _what_to_do(odd: Sequence[Odd], writers: Mapping[str, Writer]) -> str:
             continue
         path, moments = _path(writer), moments_of(writer)
         if not path or len(_optimizers(writers)) > 1 or not (moments or _is_bare(writer)):
-            return _RELOAD
+            return f"{_RELOAD}."
         lines += [f"{master}{at} = 0.0"] if not one.key else []
         lines += [f"optimizer.state[{path}][{key!r}]{at} = 0.0" for key in moments]
     code = "; ".join(dict.fromkeys(lines))
     on_all = " on all ranks" if is_distributed() else ""  # so that they stay equal
+    # no full stop, so that the code can be copied to the end of the line
     return f"{_RELOAD}, or repair it{on_all}: with torch.no_grad(): {code}"
 
 
