@@ -498,7 +498,9 @@ def test_only_audited_steps_read_the_device(gpu: AnyCuda, start: Any, level: str
 @pytest.mark.parametrize("every", [-1, 1.5, True, "500"])
 def test_every_is_a_number_of_steps(start: Any, every: Any) -> None:
     run = start()
-    with pytest.raises(ValueError, match=r"^every: expected a number of steps, or None, got "):
+    with pytest.raises(
+        ValueError, match=r"^every: expected a number of steps, 1 or more, or None, got "
+    ):
         run.amp.audit(every=every)
 
 

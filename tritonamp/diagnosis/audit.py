@@ -251,4 +251,4 @@ def _waits_for_first(wrapper: Any) -> bool:
 def check_every(every: Any) -> None:
     """Raise ValueError if ``every`` is not None or a number of steps."""
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
-        raise ValueError(f"every: expected a number of steps, or None, got {every!r}")
+        raise ValueError(f"every: expected a number of steps, 1 or more, or None, got {every!r}")
