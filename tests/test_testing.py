@@ -325,6 +325,18 @@ def test_what_cannot_happen_is_said(run: Injected) -> None:
     ):
         pass
     assert injector.injected == []
+    place = next(name for name, _ in run.model.named_parameters())
+    flips = FaultInjector(run.model, run.optimizer)
+    with (
+        pytest.raises(RuntimeError, match="its target can be 'gradient', 'backward', 'weight', "),
+        flips.step(Fault("bitflip", place, target="grad")),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match=r"^place: expected for 'bitflip' of target 'backward' one"),
+        flips.step(Fault("bitflip", place, target="backward")),
+    ):
+        pass
     drawing = FaultInjector(run.model, rate=1.0, kinds=["loss"])
     with drawing.step() as due:
         assert due is not None and due.kind == "loss"
@@ -366,7 +378,7 @@ def test_a_graph_that_outlives_its_step(run: Injected) -> None:
             lambda model: (
                 FaultInjector(model).step(Fault("bitflip", "0", target="weight")).__enter__()
             ),
-            r"for 'bitflip' one of \['0.weight', .*, got '0'",
+            r"for 'bitflip' of target 'weight' one of \['0.weight', .*, got '0'",
         ),
         (
             lambda model: (

@@ -124,7 +124,9 @@ class FaultInjector:
                 self.injected.append(self._due)
             self._due = None
         if fault is not None and not self._happened:
-            raise RuntimeError(f"{fault} did not happen: nothing came by there in this step")
+            raise RuntimeError(
+                f"{fault} did not happen: nothing came by there in this step{self._other(fault)}"
+            )
 
     def loss(self, loss: Tensor) -> Tensor:
         """Return ``loss``; if a fault "loss" is due, inf or NaN with the same graph."""
@@ -146,9 +148,16 @@ class FaultInjector:
             )
         names = self._places_for(fault.kind, fault.target)
         if fault.place and fault.place not in names:
-            raise ValueError(
-                f"place: expected for {fault.kind!r} one of {names}, got {fault.place!r}"
-            )
+            of = f" of target {fault.target!r}" if fault.kind == "bitflip" else ""
+            what = f"{fault.kind!r}{of}"
+            raise ValueError(f"place: expected for {what} one of {names}, got {fault.place!r}")
+
+    def _other(self, fault: Fault) -> str:
+        """Return the targets that a bitflip can have, in words; "" for other kinds."""
+        if fault.kind != "bitflip" or not fault.place or fault.target == "backward":
+            return ""
+        targets = [*OF_MODEL, *state_of(self._model, self._optimizer, fault.place)]
+        return f"; its target can be {', '.join(map(repr, targets))}"
 
     def _places_for(self, kind: str, target: str = "gradient") -> list[str]:
         of_module = "overflow", "scale", "error in forward", "error in backward"
