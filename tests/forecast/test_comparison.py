@@ -350,6 +350,28 @@ def test_counterparts_are_let_go_of(monkeypatch):
     assert [reference.left() for reference in references] == [0]
 
 
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class WrittenGelu(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * x**3)))
+
+
+@both_formats
+@pytest.mark.parametrize("module", [SwiGLU, WrittenGelu])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_activations_that_train_as_one_op_do_not_part(module, level, dtype):
+    found = compare(around(module()), batch(0, 8, 16), level=level, dtype=dtype)
+    assert found.first is None and found.furthest.ulps < 4
+
+
 def test_a_run_that_overflows():
     forecast = tritonamp.check(
         around(Apply(lambda x: x * x), nn.LayerNorm(16)),

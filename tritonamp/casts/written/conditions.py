@@ -1,5 +1,7 @@
 """Whether formulas of a tensor run as one op now."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +12,27 @@ from tritonamp.casts.active import ActivePolicy, active
 from tritonamp.functional.inputs import is_under_transforms
 from tritonamp.kernels._dynamo import constant_to_dynamo
 from tritonamp.policy import HALF_DTYPES
+
+_apart = False
+
+
+@contextlib.contextmanager
+def activations_apart() -> Iterator[None]:
+    """Run activations operation by operation inside the block, as their code writes them.
+
+    All threads do, because autograd's own threads run checkpointed forwards again.
+    """
+    global _apart
+    before, _apart = _apart, True
+    try:
+        yield
+    finally:
+        _apart = before
+
+
+def are_apart() -> bool:
+    """Return whether a block of ``activations_apart`` is open."""
+    return _apart
 
 
 def takes(x: Any, gate: Any = None) -> bool:
