@@ -15,7 +15,7 @@ from tritonamp.diagnosis.live_faults import STEPS, LiveFaults
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.remedies import NOT_OF_CODE
 from tritonamp.diagnosis.replay import FaultReport
-from tritonamp.diagnosis.replay.faults import listed
+from tritonamp.diagnosis.replay.faults import BY_FUNCTION, listed
 from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.skips import Cause, Explanation
 from tritonamp.distributed.replay_ranks import ReplayRanks
@@ -37,6 +37,7 @@ _NOT_AGAIN = (
 _SAME_AGAIN = (
     "reproduced: run again, the batch gives the same result, so look at the batch and the weights."
 )
+_NO_BATCH = f"Not replayed: no batch of a step is known. {BY_FUNCTION} runs a function."
 _SET_BACK = "Buffers that became inf or NaN were set back to their values before this step"
 
 
@@ -311,6 +312,8 @@ class Response:
             held = bool(self._forwards.recent)
             runs_again = callable(replay) or (replay and any(self._ranks.gather(held).values()))
             found += [self._replays.replay(replay).report] if runs_again else [self._vanished]
+            if replay is True and not any(found):
+                found = [_NO_BATCH]
             told = "\n".join(["No step was skipped.", *filter(None, found)])
             return self._log.terms.told(told)
         return self._with_report(explanation, replay) + (f"\nThen {drift}" if drift else "")
