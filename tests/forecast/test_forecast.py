@@ -535,6 +535,16 @@ def test_the_policy_cures(name):
         assert not finite_loss(model, tritonamp.O2, x)
 
 
+def test_the_call_that_a_report_prints_has_an_optimizer_only_if_there_is_one():
+    model, x = residual(), 1e3 * torch.randn(4, 16)
+    for optimizer, arguments in (
+        (None, "model"),
+        (torch.optim.SGD(model.parameters()), "model, optimizer"),
+    ):
+        told = " ".join(str(tritonamp.check(model, optimizer, (x,))).split())
+        assert f"tritonamp.enable({arguments}, policy=forecast.policy) takes it" in told
+
+
 def test_only_what_has_to_stays_fp32():
     model, x = residual(), 1e3 * torch.randn(4, 16)
     policy = check(model, x).policy

@@ -60,6 +60,7 @@ class Forecast:
             in FP32.
         comparison: comparison with the level ``compare`` of ``check``; None without ``compare``.
         cost: bytes and FLOPs, in words, of the modules that ``policy`` widens; "" without any.
+        trains: whether there was an optimizer.
     """
 
     model: str
@@ -74,6 +75,7 @@ class Forecast:
     rehearsal: Rehearsal | None
     comparison: Comparison | None = None
     cost: str = ""
+    trains: bool = True
 
     @property
     def problems(self) -> tuple[Finding, ...]:
@@ -166,6 +168,7 @@ def check(
         loss_name=run.loss_name,
         rehearsal=rehearsal,
         comparison=comparison,
+        trains=bool(optimizers),
     )
 
 
@@ -295,7 +298,8 @@ def _ran(forecast: Forecast) -> str:
 
 def _policy_line(forecast: Forecast) -> str:
     policy, asked = forecast.policy, forecast.asked
-    takes_it = "tritonamp.enable(model, optimizer, policy=forecast.policy) takes it"
+    arguments = "model, optimizer" if forecast.trains else "model"
+    takes_it = f"tritonamp.enable({arguments}, policy=forecast.policy) takes it"
     if _format(policy) == "FP32":
         rest = ", as asked for" if policy == asked else f". {takes_it}"
         return f"policy: FP32: no mixed precision{rest}"
