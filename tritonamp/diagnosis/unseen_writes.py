@@ -57,9 +57,10 @@ class UnseenWrites:
             "values. Inside of `with torch.no_grad():`, write to amp.master_params() or "
             "amp.named_master_params() (half parameters follow), or cut values off in the model's "
             "own parameters without .data, as in param.clamp_(-1, 1): small changes, as of "
-            "param.mul_(0.9999), are rounded away there",
+            "param.mul_(0.9999), are rounded away there%s",
             repr(names[param]) if param in names else f"of shape {tuple(param.shape)}",
             others,
             count,
             param.numel(),
+            ". A bit that flips in memory also changes a single value" if count == 1 else "",
         )

@@ -18,6 +18,7 @@ from tritonamp.policy import Policy
 
 GATES = "sigmoid softmax exp softplus silu gelu elu erfc dropout threshold relu".split()
 """Ops whose results are often zero or nearly so. Their underflow is not reported."""
+_FACTORS = "a product of large factors, as in a gate; scale one of them down"
 
 REMEDIES = {
     "a sum of products of large values; normalise or scale down its inputs": (
@@ -69,6 +70,8 @@ def _overflows(records: Iterable[TensorRecord], dtype: torch.dtype) -> Iterator[
         op = r.name.removesuffix(IN_BACKWARD)
         advice = next((remedy for remedy, ops in REMEDIES.items() if op in ops.split()), "")
         cures = () if r.op == "input" else (r.module,)
+        if op == "mul" and len({id(source) for source in r.sources}) > 1:
+            advice = _FACTORS  # a matrix product that reads it would cast an FP32 result to half
         if r.op == "input":
             advice = (
                 "scale the data; cast_inputs=False keeps it in FP32 up to the first matrix product"

@@ -55,10 +55,11 @@ def loaded_half(model: nn.Module, policy: Policy) -> Iterator[Finding]:
     found = bfloat16_in_float16(half, policy)
     if small := describe_small(found):
         worst = max(found, key=lambda row: row.zero + row.subnormal).name
-        advice = (
-            "dtype=torch.bfloat16 keeps them; the FP32 values that train keep them at any dtype"
-        )
-        yield Finding("bfloat16", worst, small, advice, problem=False)
+        advice = "dtype=torch.bfloat16 keeps them"
+        if any(p.requires_grad for p in model.parameters()):
+            advice += "; trainable parameters have FP32 values, which keep them at any dtype"
+        reason = "float16 was asked for"
+        yield Finding("bfloat16", worst, small, advice, problem=False, untried=reason)
     wanted = wanted_dtypes(model, policy)
     norms = [
         s.name
