@@ -504,6 +504,20 @@ def test_every_is_a_number_of_steps(start: Any, every: Any) -> None:
         run.amp.audit(every=every)
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_backwards_that_no_audit_sees_are_told_once(
+    start: Any, caplog: pytest.LogCaptureFixture, level: str
+) -> None:
+    run = start(level=level)
+    for number in range(4):
+        loss = run.loss(batch(number))
+        (loss if level == "O0" else run.amp.scaler.scale(loss)).backward()
+        run.finish()
+        told = [r for r in caplog.messages if r.startswith("amp.audit has seen no backward: ")]
+        assert len(told) == (number > 0)
+    assert run.audits() == (0, 0, 0)
+
+
 @pytest.mark.parametrize("every", [None, 0])
 def test_audits_end(start: Any, every: int | None) -> None:
     run = start()

@@ -25,6 +25,10 @@ from tritonamp.step.pending import PendingDecisions
 logger = logging.getLogger("tritonamp")
 
 KINDS = "clean", "unclear", "suspected"
+_NOT_SEEN = (
+    "amp.audit has seen no backward: those of scaler.scale(loss) and loss.backward() are not "
+    "audited. Write amp.backward(loss) instead"
+)
 
 
 class Audit:
@@ -71,6 +75,7 @@ class Audit:
             weakref.WeakKeyDictionary()
         )
         self._said: set[str] = set()
+        self._decisions = 0  # without an audit
 
     @contextlib.contextmanager
     def around(
@@ -146,6 +151,10 @@ class Audit:
         """Have all ranks skip if an audited backward of one has made other bits."""
         found = self._found.pop(decision, None)
         if found is None:
+            self._decisions += 1
+            # the backward of the first decision may have run before ``amp.audit``
+            if self._decisions == 2 and not self._turns:
+                logger.warning(_NOT_SEEN)
             return
         ranks = self._pending.ranks
         worst = max(found, key=lambda finding: KINDS.index(finding.kind), default=CLEAN)

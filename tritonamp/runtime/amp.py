@@ -768,7 +768,8 @@ class Amp:
         Between audits no step reads the device for it. An audited step takes a backward and the
         memory of a second set of gradients more. Hooks of parameters, and DDP, do not see the first
         backward; those of modules and activations do. ``scaler.scale(loss).backward()`` is not
-        audited. Under DDP the audit also compares masters and optimizer state over the ranks.
+        audited, and one WARNING says so. Under DDP the audit also compares masters and optimizer
+        state over the ranks.
 
         Call it on all ranks, before the same step.
 
