@@ -23,7 +23,7 @@ def takes(spec: Spec, x: Any, gate: Any = None) -> bool:
     """Return whether the activation of ``x``, times a gate if there is one, runs as one op now."""
     if spec[0] == "square" and getattr(x, "dtype", None) is torch.float16:
         return False  # a square needs the range of FP32
-    return not conditions.are_apart() and conditions.takes(x, gate)
+    return conditions.takes(x, gate) and not conditions.are_apart()
 
 
 def activation(spec: Spec, x: Tensor, gate: Tensor | None = None) -> Tensor:
