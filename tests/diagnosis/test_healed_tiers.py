@@ -198,7 +198,7 @@ def test_modules_that_cannot_have_fp32_results(level: str, module: str, message:
 
 
 class Attention(nn.Module):
-    """Half gradients of its scores need a loss scale of about 2."""
+    """The gradients of its FP32 scores and queries are beyond half at a loss scale above 2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,20 +209,38 @@ class Attention(nn.Module):
         return (self.q(x) @ self.k(x).mT).softmax(-1) @ x
 
 
-def test_half_gradients_that_need_a_low_scale_heal_the_module_in_fp32(caplog: Any) -> None:
-    model, x = nn.Sequential(Attention()), 500 * torch.randn(8, 5, 16)
+def large_layer() -> nn.Linear:
+    """Return a layer whose weight has a true gradient of 1e6, which a half weight cannot have."""
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 16, bias=False)
+    with torch.no_grad():
+        layer.weight.mul_(1e3)
+    return layer
+
+
+def healed_in_four_steps(inner: nn.Module) -> tuple[Any, str]:
+    model, x = nn.Sequential(inner), 500 * torch.randn(8, 5, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    with (
-        caplog.at_level(logging.WARNING, "tritonamp"),
-        tritonamp.enable(model, optimizer, level="O2", on_nonfinite="heal") as amp,
-    ):
+    with tritonamp.enable(model, optimizer, level="O2", on_nonfinite="heal") as amp:
         for _ in range(4):
             amp.backward(model(x).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        assert (amp.policy.fp32_results, amp.policy.fp32_modules) == ((), ("0",))
-        assert [record.cause for record in amp.history][2:] == ["scale overflow", None]
+        causes = [record.cause for record in amp.history]
         text = amp.explain(replay=lambda: model(x).square().mean())
+        return (amp.policy.fp32_results, amp.policy.fp32_modules, causes[2:]), text
+
+
+def test_gradients_of_fp32_results_are_fitted_into_half() -> None:
+    healed, text = healed_in_four_steps(Attention())
+    assert healed == (("0",), (), [None, None])
+    assert "Run again, nothing" in text or "not reproduced" in text
+
+
+def test_half_gradients_that_need_a_low_scale_heal_the_module_in_fp32(caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "tritonamp"):
+        healed, text = healed_in_four_steps(large_layer())
+    assert healed == ((), ("0",), ["scale overflow", None])
     assert caplog.messages[-1].endswith(
         "\nHealed: 0 computes in FP32 from now on, because gradients of half products fit only at "
         "a loss scale below 256; amp.unheal('0') undoes it."
@@ -230,11 +248,18 @@ def test_half_gradients_that_need_a_low_scale_heal_the_module_in_fp32(caplog: An
     assert "Run again, nothing" in text or "not reproduced" in text
 
 
-def test_a_trial_with_a_backward_sees_that_half_gradients_need_a_low_scale() -> None:
-    model, x = nn.Sequential(Attention()), 500 * torch.randn(8, 5, 16)
+@pytest.mark.parametrize(
+    ("inner", "advice"),
+    [
+        (Attention, "Let products have FP32 results: fp32_results=['0'] (tried: the batch passes)"),
+        (large_layer, "Keep it in FP32: fp32_modules=['0'] (tried: the batch passes)"),
+    ],
+)
+def test_a_trial_with_a_backward_sees_which_gradients_fit(inner: Any, advice: str) -> None:
+    model, x = nn.Sequential(inner()), 500 * torch.randn(8, 5, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     with tritonamp.enable(model, optimizer, level="O2") as amp:
         amp.backward(model(x).square().mean())
         optimizer.step()
         report = amp.explain(replay=lambda: model(x).square().mean())
-    assert "to do:   Keep it in FP32: fp32_modules=['0'] (tried: the batch passes)" in report
+    assert f"to do:   {advice}" in report

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import tritonamp
+from tritonamp.policy import packs_masters
 from tritonamp.testing.faults import Fault
 
 IN_BACKWARD = "gradient", "backward"
@@ -81,7 +82,7 @@ def _master(model: nn.Module, name: str) -> Tensor:
 
 def _flip_master(model: nn.Module, master: Tensor, flip: Callable[[Tensor], None]) -> None:
     amp = tritonamp.handle(model)
-    if amp is None or not (amp.policy.masters == "packed" or amp.policy.state == "8bit"):
+    if amp is None or not packs_masters(amp.policy.masters, amp.policy.state):
         flip(master)
         return
     # packed masters are no tensors: only a write that torch counts reaches their bits
