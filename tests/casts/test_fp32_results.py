@@ -476,6 +476,40 @@ def test_a_checkpointed_segment(level: str, reentrant: bool, device: torch.devic
         assert torch.equal(first, second), (own, (first - second).abs().max(), first.abs().max())
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("depth", [2, 70])  # 70: more policies than a backward can look back on
+def test_a_segment_around_a_module_follows_its_own_policy(depth: int, reentrant: bool) -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Residual() for _ in range(depth))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x) if is_plain else checkpoint(block, x, use_reentrant=reentrant)
+            return x
+
+    torch.manual_seed(0)
+    model, gradients, names = Blocks(), [], [f"blocks.{i}.down" for i in range(depth)]
+    x = torch.randn(4, 8)
+    with tritonamp.enable(model, level="O2", fp32_results=names):
+        for kept in (True, False):
+            is_plain = kept
+            model.zero_grad()
+            model(x.clone().requires_grad_()).square().mean().backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+    for own, first, second in zip(dict(model.named_parameters()), *gradients, strict=True):
+        assert torch.equal(first, second), own
+
+
 def test_a_copy_and_disable() -> None:
     model = Stretch(nn.LayerNorm)
     amp = tritonamp.enable(model, level="O2", fp32_results=["down"])

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -44,6 +44,8 @@ class _Thread(threading.local):
         self.in_rule = False  # inside a rule's stock op, where no rule applies
         # whether autograd used threads of its own before the outermost forward; None: outside
         self.threads_before: bool | None = None
+        # policy of the segment that torch.utils.checkpoint recomputed last, and the backward's node
+        self.recomputed: tuple[tuple[int, int] | None, ActivePolicy | None] = (None, None)
 
     def live(self) -> list[tuple[ActivePolicy | None, TracingContext | None]]:
         """Return the stack, without entries that abandoned traces left on it."""
@@ -203,8 +205,17 @@ def active() -> ActivePolicy | None:
         # a backward that runs forward ops under autocast is recomputing a checkpointed segment:
         # torch.utils.checkpoint restores autocast but cannot know of ``enter``. A cache that is off
         # tells ours from torch's own, see ``checkpointed``
+        node, policy = thread.recomputed
+        if policy is not None and node == _running_node():
+            return policy
         return process.policy_of_node(torch._C._current_autograd_node())
     return None
+
+
+def _running_node() -> tuple[int, int]:
+    """Return the numbers of the backward that this thread is in, and of its node; -1: none."""
+    node = torch._C._current_autograd_node()
+    return torch._C._current_graph_task_id(), -1 if node is None else node._sequence_nr()
 
 
 def _backend_in_force() -> str | None:
@@ -221,12 +232,33 @@ def is_inside() -> bool:
     return bool(thread.live()) or active() is not None
 
 
+class _OfSegment(dict[str, Any]):
+    """Arguments of the ``torch.autocast`` in which a checkpointed segment is recomputed.
+
+    The node that needs the segment may lie in a module that is only a part of it, so its policy may
+    be another one. ``f(**arguments)`` calls ``keys``, because the class has its own ``__iter__``.
+    """
+
+    def __init__(self, arguments: dict[str, Any], policy: ActivePolicy) -> None:
+        super().__init__(arguments)
+        self._policy = policy
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        """Return the names, and note that ops follow the policy of the segment from here on."""
+        if torch._C._current_graph_task_id() != -1:
+            thread.recomputed = _running_node(), self._policy
+        return super().keys()
+
+
 def checkpointed(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``stock`` with a mark in its result: autocast's cache is off in enabled forwards only.
+    """Return ``stock`` with marks in its result: the policy, and that autocast's cache is off.
 
     torch.utils.checkpoint calls ``stock`` where a segment begins, and restores the returned state
-    where it recomputes the segment. With the cache off, the recomputation casts a weight again for
-    each use. Nothing else depends on the cache.
+    where it recomputes the segment. The cache is off in enabled forwards only. With the cache off,
+    the recomputation casts a weight again for each use. Nothing else depends on the cache.
 
     Args:
         stock: torch's own function, which returns the arguments of ``torch.autocast`` for the
@@ -235,8 +267,9 @@ def checkpointed(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def noted(device_type: str = "cuda") -> Any:
         of_device, of_cpu = stock(device_type)
-        of_cpu["cache_enabled"] = active() is None  # set last; one flag for all
-        return of_device, of_cpu
+        found = active()
+        of_cpu["cache_enabled"] = found is None  # set last; one flag for all
+        return of_device, of_cpu if found is None else _OfSegment(of_cpu, found)
 
     return noted
 
