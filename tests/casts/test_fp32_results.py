@@ -437,6 +437,20 @@ def test_attention_and_recurrent_layers_are_half() -> None:
 
 
 @LEVELS
+@pytest.mark.parametrize("training", [True, False])  # in eval mode torch has one op for the layer
+def test_a_transformer_layer_beyond_half(level: str, training: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True)
+    layer.linear2.weight.data.mul_(3e5)
+    model = nn.Sequential(nn.Linear(16, 16), layer, nn.LayerNorm(16)).train(training)
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        expected = model(x)
+        with tritonamp.enable(model, level=level, dtype=FP16, fp32_results=["1"]):
+            torch.testing.assert_close(model(x), expected, rtol=1e-2, atol=1e-2)
+
+
+@LEVELS
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_segment(level: str, reentrant: bool, device: torch.device) -> None:
     class Segments(nn.Module):

@@ -147,6 +147,11 @@ FP32_RESULTS: Mapping[str, Rule] = {
         """.split(),
         _vector_rule,
     ),
+    # fused paths of nn.TransformerEncoderLayer in eval mode: no module of products runs inside
+    **dict.fromkeys(
+        "_addmm_activation _native_multi_head_attention _transformer_encoder_layer_fwd".split(),
+        _vector_rule,
+    ),
     # torch has no convolution of half operands with an FP32 result
     **dict.fromkeys(
         """
