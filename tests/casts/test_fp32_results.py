@@ -301,6 +301,29 @@ def test_further_results_of_a_norm_stay() -> None:
     assert total.abs().max() > 65504
 
 
+def test_results_of_a_norm_that_do_not_follow_an_fp32_input_stay() -> None:
+    class LogNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((4,), 3e5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight[x] if x.dtype is torch.long else self.weight.sum().expand(1)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(4, 4), LogNorm()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.norm(self.layer(x)), self.norm(torch.arange(4))
+
+    with tritonamp.enable(model := Model(), level="O2", fp32_results="layer", cast_outputs=None):
+        of_values, of_ids = model(torch.randn(2, 4))
+    assert of_values.item() == 1.2e6
+    assert of_ids.tolist() == [3e5] * 4
+
+
 class Block(nn.Module):
     """The residual block of casts/README.md between two layers."""
 
@@ -434,6 +457,25 @@ def test_attention_and_recurrent_layers_are_half() -> None:
     attend = Formula(lambda m, x: F.scaled_dot_product_attention(x, x, x))
     with tritonamp.enable(model := Around(attend), level="O2", fp32_results="m", cast_outputs=None):
         assert model(torch.randn(3, 5, 6)).dtype is FP16
+
+
+@LEVELS
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_nested_tensors(level: str, layout: torch.layout) -> None:
+    torch.manual_seed(0)
+    model, x = Around(nn.Linear(6, 6)), torch.randn(5, 6)
+    expected, exact = model(x), copy.deepcopy(model)
+    exact(x).sum().backward()
+    with tritonamp.enable(model, level=level, fp32_results="m", cast_outputs=None):
+        given = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=layout)
+        found = torch.cat(model(given).unbind())
+        assert found.dtype is FP32
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        found.sum().backward()
+        gradients = [p.grad.float() for p in model.parameters()]
+    for p, q in zip(gradients, exact.parameters(), strict=True):
+        torch.testing.assert_close(p, q.grad, rtol=1e-2, atol=1e-2)
 
 
 @LEVELS

@@ -64,10 +64,12 @@ def like_given(module: Any, output: Any, args: tuple[Any, ...], kwargs: dict[str
         kwargs: keyword arguments of that forward.
     """
     given = given_to(args, kwargs)
-    if given is None or given.dtype not in HALF_DTYPES:
+    if given is None:
+        return output
+    if given.dtype not in HALF_DTYPES:
         policy = module._tritonamp_context.policy
-        is_wide = isinstance(output, Tensor) and output.dtype is torch.float32
-        if policy.fp32_results and is_wide:
+        is_wide = isinstance(output, Tensor) and given.dtype is output.dtype is torch.float32
+        if policy.fp32_results and is_wide and output.shape == given.shape:
             return TO[policy.dtype](output)  # the norm ends an FP32 stretch
         return output
     is_compiling = torch.compiler.is_compiling()
