@@ -123,7 +123,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _made_of_products(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
-    """Run the parts of an op, which follow the rules here."""
+    """Run the parts of an op, which follow the rules here. Nested tensors have other parts."""
+    if any(isinstance(t, Tensor) and t.is_nested for t in args):
+        return _vector_rule(stock, active, *args, **kwargs)
     return stock.target.decompose(*args, **kwargs)
 
 
