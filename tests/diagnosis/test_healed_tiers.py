@@ -133,6 +133,22 @@ def test_what_fp32_results_do_not_cure_is_in_vain_and_fp32_follows() -> None:
         assert run.amp.policy.fp32_modules == ("inner",)
 
 
+class InPlace(Mlp):
+    """Its own forward writes the FP32 results into a half tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone().add_(super().forward(x))
+
+
+def test_a_module_in_fp32_has_no_tier_of_its_own_inside() -> None:
+    with start(InPlace()) as run:
+        run.step(X)
+        assert "to do:   Keep it in FP32: fp32_modules=['inner'] (tried: " in run.amp.explain()
+        run.step(X)
+        policy = run.amp.policy
+        assert (policy.fp32_results, policy.fp32_modules) == ((), ("inner",))
+
+
 def test_without_a_trial_the_tiers_follow_one_another(
     caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tritonamp.casts.healing import Healing
 from tritonamp.diagnosis.fault_counts import HEAL_AFTER
-from tritonamp.diagnosis.remedies import needs_low_scale
+from tritonamp.diagnosis.remedies import is_inside, needs_low_scale
 from tritonamp.diagnosis.replay import FaultReport
 from tritonamp.diagnosis.replay.verdicts import GOOD_SCALE
 
@@ -26,8 +26,8 @@ class _Tier(NamedTuple):
         done = healing.in_full
         results = [n for n in self.results if n not in healing.with_results]
         return _Tier(
-            tuple(name for name in results if not _is_inside(name, done)),
-            tuple(name for name in self.modules if not _is_inside(name, done)),
+            tuple(name for name in results if not is_inside(name, done)),
+            tuple(name for name in self.modules if not is_inside(name, done)),
         )
 
     @property
@@ -70,7 +70,7 @@ def heal(healing: Healing, fault: FaultReport, module: str, whole: str) -> str:
             f"\nNot healed: {named} in FP32 does not help, but bfloat16 does: "
             "dtype=torch.bfloat16 (tried: the batch passes)."
         )
-    already = " already" if _is_inside(module, healing.in_full) else ""
+    already = " already" if is_inside(module, healing.in_full) else ""
     return f"\nNot healed: {named} in FP32{already} does not help, nor does all in FP32."
 
 
@@ -109,8 +109,3 @@ def _tiers(healing: Healing, fault: FaultReport, module: str, whole: str) -> Ite
         yield _Tier(modules=(whole,))
     elif remedy.fp32:
         yield _Tier(modules=(whole,))
-
-
-def _is_inside(name: str, names: Iterable[str]) -> bool:
-    """Return whether one of the names is that of a module, or of a module around it."""
-    return any(f"{name}.".startswith(f"{outer}.") or not outer for outer in names)

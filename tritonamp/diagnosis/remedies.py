@@ -1,7 +1,7 @@
 """Remedies for a fault. Each is tried on the batch that showed the fault before it is advised."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -54,11 +54,19 @@ def find_remedy(wrong: Faulty, again: Callable[[Remedy], Faulty], most: int) -> 
         wider += [name for name, helps in new.items() if not helps]
         results = [n for n in tried.results if n not in wider]
         results += [name for name, helps in new.items() if helps]
-        tried = Remedy((*tried.modules, *wider), results=tuple(results))
+        modules = *tried.modules, *wider
+        # products of a module in FP32 have FP32 results already
+        results = [name for name in results if not is_inside(name, modules)]
+        tried = Remedy(modules, results=tuple(results))
         wrong = again(tried)
         if not wrong:
             return tried
     return Remedy(bfloat16=not again(Remedy(bfloat16=True)))
+
+
+def is_inside(name: str, names: Iterable[str]) -> bool:
+    """Return whether one of the names is that of a module, or of a module around it."""
+    return any(f"{name}.".startswith(f"{outer}.") or not outer for outer in names)
 
 
 def remedy_of(
