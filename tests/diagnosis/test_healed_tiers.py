@@ -149,6 +149,23 @@ def test_a_module_in_fp32_has_no_tier_of_its_own_inside() -> None:
         assert (policy.fp32_results, policy.fp32_modules) == ((), ("inner",))
 
 
+class OneDtype(Mlp):
+    """Its code takes no FP32 results for half inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        if found.dtype is not x.dtype:
+            raise TypeError(f"expected {x.dtype}, got {found.dtype}")
+        return found
+
+
+def test_code_that_refuses_both_tiers_is_healed_with_its_model() -> None:
+    with start(OneDtype()) as run:
+        for _ in range(4):
+            run.step(X)
+        assert run.amp.stats()["healed"] == [""] and run.amp.stats()["steps"] == 2
+
+
 def test_without_a_trial_the_tiers_follow_one_another(
     caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,8 +185,8 @@ class _Trials:
             if fault.module is not None or not self.passed:
                 found = find_remedy(_faulty(fault, healing), again, MOST_MODULES)
                 found = found._replace(costs=self._costs(found, healing, fault.has_backward))
-            if not found.in_tiers:
-                found = found._replace(fp32=self.block(WHOLE, healing.in_fp32(), keep=False))
+        if not found.in_tiers:  # also if code refuses FP32 results, and FP32 of a single module
+            found = found._replace(fp32=self.block(WHOLE, healing.in_fp32(), keep=False))
         return found
 
     def again(self, healing: Healing) -> Callable[[Remedy], Faulty]:
