@@ -287,6 +287,9 @@ def test_misuse(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     training = run()
     with pytest.raises(ValueError, match=r"function: expected a function of one tensor.*got int"):
         training.amp.after_step(3)
+    for wrong in (lambda: None, lambda taken, more: None):
+        with pytest.raises(ValueError, match=r"one tensor \(taken\), got test_misuse.*argument"):
+            training.amp.after_step(wrong)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"optimizer 0: expected one given to tritonamp.enable"):
         training.amp.after_step(print, other)

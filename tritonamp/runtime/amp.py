@@ -30,6 +30,7 @@ from tritonamp.names import parameter_names
 from tritonamp.policy import Policy
 from tritonamp.runtime.parts import Parts, Request
 from tritonamp.scaler import GradScaler
+from tritonamp.step.after_step import check_function
 from tritonamp.step.ema import EMA
 from tritonamp.step.stage_loss import stage_loss
 from tritonamp.step.state_loading import settle_state
@@ -401,18 +402,15 @@ class Amp:
             a handle whose ``remove()`` ends the calls, as ``disable`` does.
 
         Raises:
-            ValueError: ``function`` cannot be called, or an optimizer is not enabled here.
+            ValueError: ``function`` cannot be called with one tensor, or an optimizer is not enabled
+                here.
             RuntimeError: the model was enabled without an optimizer, or was disabled; or a CUDA
                 graph has captured a step, and its replays run no Python. With a function, a step
                 inside of a capture raises.
         """
         self._check_enabled("after_step")
         optimizers = self._check_fed(optimizer)
-        if not callable(function):
-            raise ValueError(
-                "function: expected a function of one tensor (taken), got "
-                f"{type(function).__name__}"
-            )
+        check_function(function)
         if any(self._parts.stepper.outcomes[o].captured for o in optimizers):
             raise RuntimeError(
                 "amp.after_step: expected a call without CUDA graphs of optimizer.step(), got one "

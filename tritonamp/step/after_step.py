@@ -1,5 +1,6 @@
 """Functions of the user that run after each step, taken or skipped."""
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,20 @@ from torch.utils.hooks import RemovableHandle
 
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.kernels.device import is_capturing
+
+
+def check_function(function: Any) -> None:
+    """Raise ValueError if ``function`` cannot be called with one tensor."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:  # no function, or one with other arguments
+        raise ValueError(
+            "function: expected a function of one tensor (taken), got "
+            f"{getattr(function, '__qualname__', type(function).__name__)}: {error}"
+        ) from error
+    except ValueError:
+        pass  # code in C need not tell its arguments
+
 
 Hook = tuple[Callable[[Tensor], Any], Sequence[Optimizer]]
 
