@@ -402,8 +402,8 @@ class Amp:
             a handle whose ``remove()`` ends the calls, as ``disable`` does.
 
         Raises:
-            ValueError: ``function`` cannot be called with one tensor, or an optimizer is not enabled
-                here.
+            ValueError: ``function`` cannot be called with one tensor, or an optimizer is not
+                enabled here.
             RuntimeError: the model was enabled without an optimizer, or was disabled; or a CUDA
                 graph has captured a step, and its replays run no Python. With a function, a step
                 inside of a capture raises.
