@@ -3,7 +3,7 @@
     python bench/report.py            # prints
     python bench/report.py --folder results-of-another-machine/
     python bench/report.py --write    # fills README.md, bench/README.md and the pages on RL and
-                                      # diagnosis between their "bench:" marks, draws the pictures
+                                      # hardware between their "bench:" marks, draws the pictures
 
 A ratio of 2.0x means that the peer takes twice as long, 0.5x that it takes half. Ratios below 1 are
 bold.
@@ -39,7 +39,7 @@ LINK = "results"  # from there
 FRONT_PAGE = ROOT / "README.md"
 FRONT_LINK = "bench/results"
 RL_PAGE = ROOT / "tritonamp" / "integrations" / "rl.md"
-DIAGNOSIS_PAGE = ROOT / "tritonamp" / "diagnosis" / "README.md"
+HARDWARE_PAGE = ROOT / "tritonamp" / "diagnosis" / "hardware.md"
 NO_GPU = "Nothing has been run or measured on a GPU yet."
 NOT_MEASURED = """Not measured yet. On a machine with an NVIDIA GPU, in six minutes:
 
@@ -305,7 +305,7 @@ def main(arguments: list[str] | None = None) -> int:
             **studies,
         },
         RL_PAGE: {"rl": rl.results()},
-        DIAGNOSIS_PAGE: {"bitflips": bitflips.results()},
+        HARDWARE_PAGE: {"bitflips": bitflips.results()},
     }
     if not args.write:
         for sections in pages.values():

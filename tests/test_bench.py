@@ -562,7 +562,7 @@ def test_readme_is_what_the_report_writes(bench: SimpleNamespace) -> None:
     assert front == bench.report.filled(front, "summary", summary)
     page = bench.report.RL_PAGE.read_text()
     assert page == bench.report.filled(page, "rl", bench.rl.results())
-    page = bench.report.DIAGNOSIS_PAGE.read_text()
+    page = bench.report.HARDWARE_PAGE.read_text()
     assert page == bench.report.filled(page, "bitflips", bench.bitflips.results())
 
 
@@ -588,7 +588,7 @@ def test_a_result_reaches_both_pages(
     report, folder = bench.report, tmp_path / "bench" / "results"
     folder.mkdir(parents=True)
     (results / "nvidia-test").rename(folder / "nvidia-test")
-    for name in ("FRONT_PAGE", "README", "RL_PAGE", "DIAGNOSIS_PAGE"):
+    for name in ("FRONT_PAGE", "README", "RL_PAGE", "HARDWARE_PAGE"):
         page = tmp_path / getattr(report, name).relative_to(report.ROOT)
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(getattr(report, name).read_text())

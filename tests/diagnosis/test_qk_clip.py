@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tritonamp
 
-PAGE = Path(tritonamp.__file__).parent / "diagnosis" / "README.md"
+PAGE = Path(tritonamp.__file__).parent / "diagnosis" / "ranges.md"
 HEADS, WIDTH, LENGTH, BATCH = 2, 8, 8, 64
 SIZE = HEADS * WIDTH
 TAU = 10.0
