@@ -20,6 +20,9 @@ class Known(NamedTuple):
         in_parts: whether a fused step can work on some parameters after others.
         in_torch: whether ``torch.optim`` has the optimizer.
         in_optim: whether ``tritonamp.optim`` has the optimizer, if it takes a fused step.
+        bounded: whether each step is bounded, however large a gradient is. RAdam's first steps are
+            not.
+        finite: whether each step is finite if gradients are finite and eps is not 0.
     """
 
     squares: str | None = None
@@ -27,17 +30,20 @@ class Known(NamedTuple):
     in_parts: bool = True
     in_torch: bool = True
     in_optim: bool = True
+    bounded: bool = False
+    finite: bool = False
 
 
 OPTIMIZERS = {
-    "Adam": Known("betas", _FORMATS),
-    "AdamW": Known("betas", _FORMATS),
-    "SGD": Known(None, _FORMATS),
-    "Lion": Known(None, _FORMATS, in_torch=False),
+    **dict.fromkeys(("Adam", "AdamW"), Known("betas", _FORMATS, bounded=True, finite=True)),
+    "SGD": Known(None, _FORMATS, finite=True),
+    "Lion": Known(None, _FORMATS, in_torch=False, bounded=True, finite=True),
     "Muon": Known("betas", _FORMATS[:1], in_parts=False),  # betas: of groups that AdamW steps on
-    **dict.fromkeys(("NAdam", "RAdam", "SparseAdam"), Known("betas")),
+    "NAdam": Known("betas", bounded=True),
+    **dict.fromkeys(("RAdam", "SparseAdam"), Known("betas")),
+    **dict.fromkeys(("Adamax", "Rprop"), Known(bounded=True)),
     "FusedLAMB": Known("betas", in_torch=False),
-    "Adagrad": Known(SUM),
+    "Adagrad": Known(SUM, bounded=True),
     "FusedAdagrad": Known(SUM, in_torch=False),
     "Adafactor": Known(NORM),
     "FusedNovoGrad": Known(NORM, in_torch=False),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonamp.diagnosis.skips import Writer
+from tritonamp.kernels._optimizers import OPTIMIZERS, Known
 from tritonamp.kernels._shards import to_local
 from tritonamp.kernels.device import is_distributed, rank
 
@@ -17,10 +18,6 @@ _SHOWN = 4  # values in a text
 _SMALL = 0.1  # smaller weights count as this
 _SQUARES = "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"
 """Keys of squared gradients in an optimizer's state; others may use "sum" for something else."""
-_BOUNDED = "Adam", "AdamW", "Adamax", "NAdam", "Adagrad", "Lion", "Rprop"
-"""Optimizers whose steps are bounded, however large a gradient is; RAdam's first steps are not."""
-_FINITE = "SGD", "Adam", "AdamW", "Lion"
-"""Optimizers whose steps are finite if eps is not 0."""
 _RELOAD = "Load the last good checkpoint"
 
 
@@ -75,7 +72,7 @@ def odd_weights(writers: Mapping[str, Writer], parameters: Mapping[Tensor, str])
             odd = _largest(name, "", value)
             # a large weight that is only half becomes inf
             may_be_bad = value.dtype.itemsize < 4 and math.isinf(odd.value)
-            if is_large or (writers[name].name in _FINITE and not may_be_bad):
+            if is_large or (_known(writers[name]).finite and not may_be_bad):
                 found.append(odd)
     sound = [n for n in masters if n not in {odd.name for odd in found}]
     return found + _unlike({n: (params[n].detach(), masters[n]) for n in sound})
@@ -145,7 +142,11 @@ def is_bounded(odd: Odd, writer: Writer) -> bool:
     """Return whether no gradient can lead to the value."""
     if odd.key:
         return odd.value < 0.0 and odd.key in _SQUARES
-    return writer.name in _BOUNDED or not math.isfinite(odd.value)
+    return _known(writer).bounded or not math.isfinite(odd.value)
+
+
+def _known(writer: Writer) -> Known:
+    return OPTIMIZERS.get(writer.name, Known())
 
 
 def _what_to_do(odd: Sequence[Odd], writers: Mapping[str, Writer]) -> str:
