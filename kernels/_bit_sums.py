@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tritonamp.kernels.device import tl, triton
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Signed integers by their number of bytes."""
 
 
 @triton.jit
@@ -30,7 +31,7 @@ def bit_sum(x: Tensor) -> Tensor:
     x = x.detach()
     # torch refuses another dtype while a conjugation or a sign is still to be done
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    return x.resolve_neg().view(_INTEGERS[x.element_size()]).sum(dtype=torch.int64)
+    return x.resolve_neg().view(INTEGERS[x.element_size()]).sum(dtype=torch.int64)
 
 
 def stacked(sums: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._bit_sums import INTEGERS
 from tritonamp.kernels._memory_order import padded
 from tritonamp.kernels.device import tl, triton
 
@@ -31,9 +32,6 @@ def note_changes(
         tl.store(changes + stride // 8 + offs, bits.to(tl.uint8), mask=mask)
 
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def changes_shape(numel: int, rows: int) -> tuple[int, int]:
     """Return the shape of the uint8 tensor of changes.
 
@@ -46,7 +44,7 @@ def changes_shape(numel: int, rows: int) -> tuple[int, int]:
 
 def other_bits(before: Tensor, after: Tensor) -> Tensor:
     """Return which elements have other bits, bool; one NaN for another is no change."""
-    integer = _INTEGERS[before.element_size()]
+    integer = INTEGERS[before.element_size()]
     differs = before.view(integer) != after.view(integer)
     return differs & ~(before.isnan() & after.isnan())
 
