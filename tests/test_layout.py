@@ -62,6 +62,7 @@ SHARED = {
         "tritonamp.class_swap",
         "tritonamp.policy.HALF_DTYPES",
     ],
+    "testing": ["tritonamp.policy.packs_masters"],
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 KERNEL_FILES = sorted(KERNELS.glob("*.py"))

@@ -15,11 +15,10 @@ IN_BACKWARD = "gradient", "backward"
 OF_MODEL = *IN_BACKWARD, "weight", "master"
 """Targets that need no optimizer."""
 _WRAPPERS = "module", "_orig_mod"  # parts of names that DDP and torch.compile add
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def flip_bit(tensor: Tensor, element: int, bit: int) -> None:
-    """Flip a bit of a number in place; torch does not count the write, as it counts none of memory.
+    """Flip a bit of a number in place. Version counters do not change, as after a fault of memory.
 
     Args:
         tensor: real tensor of any shape, strides, and dtype of 1, 2, 4 or 8 bytes.
@@ -38,9 +37,9 @@ def flip_bit(tensor: Tensor, element: int, bit: int) -> None:
             f"{element}"
         )
     place = torch.unravel_index(torch.tensor(element), tensor.shape)
-    number = tensor.data[tuple(map(int, place))].view(_INTEGERS[tensor.dtype.itemsize])
-    mask = 1 << bit if bit < bits - 1 else -(1 << bit)  # the highest bit is the sign
-    number.bitwise_xor_(mask)
+    # little-endian, as all machines with GPUs are: the first byte has the lowest bits
+    number = tensor.data[tuple(map(int, place))].unsqueeze(-1).view(torch.uint8)
+    number[bit // 8].bitwise_xor_(1 << bit % 8)
 
 
 def state_of(model: nn.Module, optimizer: Optimizer | None, name: str) -> dict[str, Tensor]:
@@ -54,7 +53,7 @@ def state_of(model: nn.Module, optimizer: Optimizer | None, name: str) -> dict[s
 def flip_stored(
     model: nn.Module, optimizer: Optimizer | None, fault: Fault, flip: Callable[[Tensor], None]
 ) -> None:
-    """Call ``flip`` on the parameter, master or state that is the target of a fault, if any is."""
+    """Call ``flip`` on the parameter, master or state that a fault targets; else do nothing."""
     if fault.target in IN_BACKWARD:
         return
     if fault.target == "weight":
