@@ -20,7 +20,7 @@ MARKS = 128  # changes of policy that a backward can look back on
 
 
 class ActivePolicy(NamedTuple):
-    """What the ops of an enabled forward follow.
+    """Policy, backend and device type that the ops of an enabled forward follow.
 
     Attributes:
         policy: policy of the model.

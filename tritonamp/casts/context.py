@@ -130,7 +130,7 @@ class EnabledContext:
     ) -> Any:
         """Return ``function(*args, **kwargs)``, run with FP32 results of products.
 
-        Outside of enabled forwards, and where nothing is cast, it runs as it is.
+        Outside of enabled forwards, and where nothing is cast, it runs as usual.
         """
         number = self._number_with_fp32_results
         is_cast = torch.is_autocast_enabled(self.device_type) and active.is_inside()

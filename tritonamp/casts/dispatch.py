@@ -127,7 +127,7 @@ def release() -> None:
 def _implementation(
     namespace: str, op: str, rule: Rule | None, key_name: str
 ) -> Callable[..., Any]:
-    """Return the kernel of an op; ``rule`` None: torch's own outside of FP32 results."""
+    """Return the kernel of an op. Without a rule it is torch's own, except for FP32 results."""
     stock = Stock(namespace, op, key_name)
     needs_op_policy = rule not in ALSO_WITHOUT_OP_POLICY
     with_fp32_result = FP32_RESULTS.get(op) if namespace == "aten" else None

@@ -136,7 +136,7 @@ class Healing:
         """Make the modules of these names, and no others, healed.
 
         Args:
-            healed: by name, whether the tier of a module is FP32 results.
+            healed: name of a module to its tier; True: FP32 results, False: FP32.
         """
         names = [name for name, results in healed.items() if not results]
         policy = self._policy_with(names, [n for n, results in healed.items() if results])

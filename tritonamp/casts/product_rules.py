@@ -64,7 +64,7 @@ def _wide_product(a: Tensor, b: Tensor, added: Tensor | None = None, **factors: 
 def _fitted(grad: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return an FP32 gradient in half, and the power of two by which it was multiplied.
 
-    None stands for 1: bfloat16 holds what FP32 holds. The host does not wait.
+    None stands for 1, because bfloat16 has the range of FP32. The host does not wait.
     """
     if half is torch.bfloat16 or not grad.numel():
         return grad.to(half), None
@@ -110,7 +110,7 @@ def _half_for(args: Any) -> torch.dtype:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether ``Product`` takes a tensor: not in torch.func, of no class of its own."""
+    """Return whether ``Product`` takes a tensor: a plain dense one, and not in torch.func."""
     return (
         tensor.layout is torch.strided
         and tensor.is_floating_point()
