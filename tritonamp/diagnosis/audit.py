@@ -32,12 +32,12 @@ _NOT_SEEN = (
 
 
 class Audit:
-    """Runs every so many backwards twice.
+    """Runs the backward of every ``every``-th step twice.
 
     ::
 
-        a loss of an audited step   its backward runs into tensors of its own, then as always
-        its decision                ranks exchange what they found, and all skip, or none does
+        a loss of an audited step   its backward runs into other tensors first, then as usual
+        its decision                ranks exchange their findings; all ranks skip, or none
 
     The first step is audited, and each ``every`` steps after it. Optimizers that take turns have
     turns of their own.
@@ -132,7 +132,7 @@ class Audit:
     def _begun(
         self, scaled: Tensor, decision: Decision, keeps_graph: bool
     ) -> tuple[Passes | None, str]:
-        """Run the passes before the one that counts; None and the reason if they are impossible."""
+        """Run the passes before the real one; return None and a reason if they are impossible."""
         names = parameter_names(self._models)
         several = self._pending.ranks.several
         passes = Passes(scaled, names, decision.scale.device, self._backend, several)
@@ -142,13 +142,13 @@ class Audit:
         try:
             passes.run_ahead(keeps_graph)
         except Exception as error:
-            # the backward that counts raises it again, unless only two backwards are impossible
+            # the real backward raises it again, unless only two backwards are impossible
             first = (str(error) or type(error).__name__).splitlines()[0]
             return None, f"the backward cannot run twice: {first}"
         return passes, ""
 
     def before_decision(self, decision: Decision) -> None:
-        """Have all ranks skip if an audited backward of one has made other bits."""
+        """Veto the step on all ranks if the bits of an audited backward differ on one rank."""
         found = self._found.pop(decision, None)
         if found is None:
             self._decisions += 1
@@ -185,7 +185,7 @@ class Audit:
         """Return checksums of masters and optimizer state that should be the same on all ranks."""
         ranks = self._pending.ranks
         apart = ranks.sharding is not None or ranks.staged or ranks.may_be_missing
-        # before the first decision the ranks' masters were not made the same
+        # before the first decision masters of the ranks may still differ
         if apart or not ranks.several or self._log.rule is None or not ranks.is_aligned:
             return {}
         copied = {
@@ -199,7 +199,7 @@ class Audit:
         device = decision.scale.device
         for w in decision.waiting:
             state = w.optimizer.state
-            # one by one, because a value may be memory of the moment
+            # one by one, because a value may be lent only until the next one
             for param, value in w.fp32_values(lends=False):
                 if param in copied:
                     name = names[param]
@@ -215,7 +215,7 @@ class Audit:
         return checksums([tensor.detach()], device, self._backend)
 
     def _compare_states(self, by_rank: Mapping[int, Mapping[str, int]]) -> None:
-        """Warn of ranks whose masters or state have other bits than those of most ranks."""
+        """Warn of ranks whose masters or state differ from those of most ranks."""
         # some optimizers keep the state of a parameter on one rank alone
         known = set.intersection(*(set(state) for state in by_rank.values()))
         values = {r: {n: v for n, v in s.items() if n in known} for r, s in by_rank.items()}

@@ -21,7 +21,7 @@ _CONVOLUTIONS = {"Convolution", "CudnnConvolution", "CudnnConvolutionTranspose"}
 _ON_CPU = {"Index", "UnsafeIndex"}
 # the ops inside are not known
 _COMPILED = "CompiledFunctionBackward"
-_NO_WAY = "does not have a deterministic implementation"
+_WARNING = "does not have a deterministic implementation"
 _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[0-9]D)(?=[A-Z])")
 
 
@@ -57,7 +57,7 @@ def _is_on_gpu(node: Any) -> bool:
 
 
 def behind(found: Iterable[Any]) -> set[Any]:
-    """Return the nodes that get gradients from one of these, which are included."""
+    """Return the given nodes, and all nodes that get gradients from a given one."""
     reached, todo = set[Any](), list(found)
     while todo:
         node = todo.pop()
@@ -68,13 +68,13 @@ def behind(found: Iterable[Any]) -> set[Any]:
 
 
 def warned_ops(backward: Callable[[], object]) -> list[str]:
-    """Return the ops of which torch warns while ``backward`` runs deterministically."""
+    """Return the ops that torch warns of as nondeterministic while ``backward`` runs."""
     with _deterministic(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         backward()
     # cuBLAS has a warning of another kind for every product
     texts = [str(warning.message) for warning in caught]
-    return sorted({text.split()[0] for text in texts if _NO_WAY in text})
+    return sorted({text.split()[0] for text in texts if _WARNING in text})
 
 
 @contextlib.contextmanager

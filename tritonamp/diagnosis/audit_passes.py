@@ -62,7 +62,7 @@ class Passes:
         # parameters under FSDP2 are gathered into others, which have no names
         self._named = {leaf: names.get(leaf, f"leaf {i}") for i, leaf in enumerate(leaves)}
         self._leaf_nodes = {self._named[leaf]: node for leaf, node in leaves.items()}
-        # passes before the one that counts: names and checksums
+        # of the passes before the real one: names and checksums
         self._ahead: list[tuple[list[str], Tensor]] = []
         self._real: list[tuple[str, Tensor]] = []
         self._loss = self._sums_of([scaled.detach()])
@@ -77,10 +77,10 @@ class Passes:
         return ""
 
     def run_ahead(self, keeps_graph: bool) -> None:
-        """Run the backward once or twice, before the one that counts.
+        """Run the backward once or twice, before the real one.
 
         Args:
-            keeps_graph: whether that one leaves the graph for a third pass, if there is need of it.
+            keeps_graph: whether the real one leaves the graph for a third pass, if one is needed.
 
         Raises:
             RuntimeError: the graph cannot run several times.
@@ -89,7 +89,7 @@ class Passes:
         self._ahead = [self._extra_pass() for _ in range(times)]
 
     def _extra_pass(self) -> tuple[list[str], Tensor]:
-        """Run a backward into tensors of its own; return names and checksums."""
+        """Run a backward into new tensors; return names and checksums."""
         leaves = list(self._named)
         with _hooks_set_aside(leaves):
             grads = torch.autograd.grad(self._scaled, leaves, retain_graph=True, allow_unused=True)
@@ -147,12 +147,12 @@ class Passes:
         return self._judged(first, real, differing) if differing else CLEAN
 
     def _judged(self, first: Sums, real: Sums, differing: Sequence[str]) -> Finding:
-        """Return the finding for gradients of which two passes have made other bits."""
+        """Return the finding on gradients that differ between two passes."""
         suspects = unordered(self._nodes)
         reached = behind(suspects)
         ops = sorted({name_of(node) for node in suspects})
         told = _of_parameters(differing, first, real)
-        # what runs in no fixed order explains the parameters behind it, and no others
+        # a nondeterministic op explains the parameters behind it, and no others
         sure = [name for name in differing if self._leaf_nodes[name] not in reached]
         third, warned = self._third_pass() if sure else ({}, [])
         if not sure or warned:
@@ -164,7 +164,7 @@ class Passes:
         return Finding("suspected", _of_parameters(sure, first, real))
 
     def _third_pass(self) -> tuple[Sums, list[str]]:
-        """Return a third pass's checksums, and ops that torch warns of; none: it was impossible."""
+        """Return checksums of a third pass, {} if it is impossible, and ops that torch warns of."""
         third = self._ahead[1] if len(self._ahead) > 1 else None
         warned: list[str] = []
         if not self._several:  # ranks that have found nothing would not take part
