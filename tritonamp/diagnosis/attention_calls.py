@@ -57,7 +57,7 @@ class _Calls:
                 setattr(owner, name, function)
 
     def remove(self, reader: Reader) -> None:
-        """Undo ``add``. The last call puts torch's functions back."""
+        """Undo ``add``. The last call restores torch's functions."""
         if reader in self.readers:
             self.readers.remove(reader)
             if not self.readers:
@@ -130,9 +130,9 @@ def _instead_of(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def _around(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """Have ``torch.compile(wrapper)`` compile the function inside, and not what reads.
+    """Have ``torch.compile(wrapper)`` compile the function inside, and not the reading.
 
-    A graph of both would be compiled again for each module, since it depends on the module.
+    A graph of both would depend on the module, and would be compiled again for each one.
     """
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
     set_code_exec_strategy(wrapper.__code__, skip)

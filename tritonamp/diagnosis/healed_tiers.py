@@ -1,4 +1,4 @@
-"""What heals a module after its faults: FP32 results, then FP32, then its whole model in FP32."""
+"""Tiers of healing after faults of a module: FP32 results, FP32, the whole model in FP32."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The largest attention logit of each head, by module, while a run goes on."""
+"""The largest attention logit of each head, by module, during a run."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ class LiveAttention:
 
         scores exist            their largest magnitude, exactly
         scaled_dot_product_attention,
-        flex_attention          a bound of it: the largest norm of a query, times that of a key,
+        flex_attention          a bound: the largest norm of a query, times that of a key,
                                 times the scale, with FP32 norms
 
     A call belongs to the innermost module whose forward runs.
@@ -202,7 +202,7 @@ def add_logits(row: Tensor, on: Tensor, x: Tensor, key: Tensor | None, scale: fl
                 keys = keys.amax(0)
             found = queries * keys * scale
         found = found.amax(0).float() if row.numel() > 1 else found.max().float().view(1)
-        # the maximum hands NaN on
+        # maximum propagates NaN
         row.copy_(torch.maximum(row, torch.where(on > 0, found, 0.0)))
 
 

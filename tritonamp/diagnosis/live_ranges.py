@@ -53,7 +53,7 @@ class LiveRanges:
         self._since = torch.zeros((), dtype=torch.int64, device=device)  # decisions since the start
         self._kept = torch.zeros(1 + self._table.numel(), dtype=torch.float64, device=device)
         self._attention = LiveAttention(self._names, self._on)
-        # where nobody calls ``remove``
+        # for programs that never call ``remove``
         weakref.finalize(models[0], self._attention.remove).atexit = False
         self._readback = Readback(self._kept)
         self._numbers_read = self._kept.numel()
@@ -155,7 +155,7 @@ class LiveRanges:
 
         Returns:
             name of a module to float32 of shape (heads,) on the device. The values are the
-            magnitudes of ``Amp.ranges``, bounds of them for ``scaled_dot_product_attention`` and
+            magnitudes of ``Amp.ranges``, upper bounds for ``scaled_dot_product_attention`` and
             ``flex_attention``; they are 0 if the last step was not read. Modules without attention
             are left out. Ranks have the values of their own batches.
         """

@@ -200,7 +200,7 @@ class _Sizes(NamedTuple):
 
 
 def _measured(values: Mapping[str, Tensor], beyond: float) -> dict[str, _Sizes]:
-    """Return the sizes of values by name, of those that have any. Reads the device once."""
+    """Return sizes by name, of floating tensors that are not empty. Reads the device once."""
     real = {
         n: t.detach()
         for n, t in values.items()
@@ -231,7 +231,7 @@ def _largest(name: str, key: str, values: Tensor) -> Odd:
 
 
 def _unlike(halves: Mapping[str, tuple[Tensor, Tensor]]) -> list[Odd]:
-    """Return half copies that are far above all masters; a master gives its half value otherwise.
+    """Return half copies that are far above all masters, and are not their master's half value.
 
     Args:
         halves: half copy and master of each parameter, by name.

@@ -26,7 +26,7 @@ def readable(value: Any, device: torch.device) -> Tensor | None:
 class Running:
     """The hooks of the modules whose forwards run, the innermost last.
 
-    They are those of one thread at a time, which is the first to enter. Under DataParallel the
+    Only forwards of one thread at a time are noted, the first that enters. Under DataParallel the
     calls of other threads are not read. A forward that has raised is forgotten when its module, or
     one outside of it, is entered again, and when a backward computes a segment again, or ends.
     Forward hooks with ``always_call`` would know of exceptions, but each block that torch.compile
@@ -71,7 +71,7 @@ class Running:
         self._hooks.clear()
 
     def _takes_thread(self) -> bool:
-        """Return whether the present thread is the one whose forwards are noted."""
+        """Return whether forwards of the present thread are noted."""
         thread = threading.get_ident()
         if not self._hooks:
             self._thread = thread
@@ -98,8 +98,8 @@ class RangeHook:
     Attributes:
         logits: the argument.
         scores, bounds: number of heads whose scores, or bounds, were read, and their format; None:
-            none were. They are attributes, because a graph of torch.compile that several modules
-            share sets those of the module that runs.
+            none were. They are attributes of the hook, because several modules may share a graph of
+            torch.compile, which sets the attributes of the module that runs.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class RangeHook:
 
 
 class EnterHook:
-    """A forward pre-hook that tells a ``RangeHook`` that its module's forward begins."""
+    """A forward pre-hook that notes for a ``RangeHook`` that its module's forward begins."""
 
     def __init__(self, hook: RangeHook) -> None:
         self._hook = hook

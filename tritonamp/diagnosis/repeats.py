@@ -34,7 +34,7 @@ _OPS = (
 
 
 class Verdict(enum.Enum):
-    """What runs of the same batch have shown. The value is the name that users see."""
+    """The result of further runs of a batch. The value is the name that users see."""
 
     REPRODUCED = "reproduced"  # the batch or the model is to blame
     NOT_TWICE = "not reproduced twice"  # nondeterministic ops are to blame
@@ -200,7 +200,7 @@ def _is_of_gradients(skip: Skip) -> bool:
 def gradients_again(
     skip: Skip, batches: Sequence[Snapshot], again: Bits, place: Place
 ) -> Repeat | None:
-    """Return whether the gradients of another run would be skipped, too; None: not known."""
+    """Return the verdict on the gradients of another run; None: they cannot be judged."""
     whole = len(batches) < MOST and all(b.ran_one_backward and has_gradients(b) for b in batches)
     # other parameters may wait for a decision of their own
     names = [name for name in again.largest if name in skip.amax or not skip.amax]
@@ -219,7 +219,7 @@ def gradients_again(
 
 
 def _norm_again(skip: Skip, norm: float, place: Place) -> Repeat:
-    """Return whether the norm of another run is an outlier, too; of a mean over ranks, a part."""
+    """Return the verdict on the norm of another run, or on this rank's share of the norm."""
     share, limit = norm / skip.scale / place.members, skip.outlier[5]
     if place.members == 1 and share > limit:
         return Repeat(Verdict.REPRODUCED)

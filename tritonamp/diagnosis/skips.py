@@ -115,7 +115,7 @@ class Writer(NamedTuple):
     least_eps: float = 1e-8  # an eps that its step can divide by
     decay: float | None = None  # weight_decay, if each step takes lr * weight_decay of a weight
     master: Tensor | None = None  # the FP32 values of a half parameter
-    optimizer: Any = None
+    optimizer: Any = None  # None: not known
     stepped: Tensor | None = None  # the tensor in the groups of the optimizer
 
     def __str__(self) -> str:
