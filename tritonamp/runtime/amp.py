@@ -387,7 +387,7 @@ class Amp:
         per step and not per micro-batch. It may write to parameters and masters. The half
         parameters follow before ``optimizer.step()`` returns, and ``changes`` and ``ema`` see the
         new values. Ask for masters inside of the function: packed and offloaded ones are given up
-        when it returns. Ranks must write the same values, or each those of its shards.
+        when it returns. Ranks must write the same values; each rank writes its own shards.
 
         An exception of a function leaves the step, and the writes so far, as they are. Later
         functions do not run then. None runs if the step itself raises, as with
@@ -640,7 +640,7 @@ class Amp:
               cause without skips is left out.
             - amp/headroom_forward, amp/headroom_backward: under ``watch``, the least headroom of
               all modules in the last step that was read, in bits.
-            - amp/attention_logit: under ``watch``, the largest logit, or bound of it, in that step.
+            - amp/attention_logit: under ``watch``, the largest logit, or its bound, in that step.
             - amp/mismatch_k1, amp/mismatch_k3, amp/mismatch_outside, amp/mismatch_worst_ratio: the
               last mismatch that ``log_mismatch`` got.
         """
@@ -715,8 +715,9 @@ class Amp:
             every: number of steps from one reading to the next, 1 or more.
 
         Returns:
-            an object whose ``remove()`` ends the readings, as ``disable`` does, and whose
-            ``logits()`` are those of the last step, on the device.
+            an object whose ``remove()`` ends the readings, as ``disable`` does. Its ``logits()``
+            returns the largest attention logits of the last step: name of a module to float32 of
+            shape (heads,), on the device.
 
         Raises:
             ValueError: ``every`` is not such a number.
@@ -763,11 +764,12 @@ class Amp:
         one WARNING says so. ``stats()["audits"]`` counts the audits.
 
         The next step is audited, and each ``every`` steps after it, with all its micro-batches.
-        Between audits no step reads the device for it. An audited step takes a backward and the
-        memory of a second set of gradients more. Hooks of parameters, and DDP, do not see the first
-        backward; those of modules and activations do. ``scaler.scale(loss).backward()`` is not
-        audited, and one WARNING says so. Under DDP the audit also compares masters and optimizer
-        state over the ranks.
+        Steps between audits cost nothing more. An audited step takes one more backward (two with
+        several ranks, and under ``scale_loss``), the memory of a second set of gradients, and one
+        read of the device. Hooks of parameters and of DDP do not run in these backwards; hooks of
+        modules and activations do. ``scaler.scale(loss).backward()`` is not audited, and one
+        WARNING says so. Under DDP the audit also compares masters and optimizer state over the
+        ranks.
 
         Call it on all ranks, before the same step.
 

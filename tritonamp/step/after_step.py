@@ -76,7 +76,7 @@ class AfterStep:
     def run(self, optimizer: Optimizer, found_inf: Tensor) -> None:
         """Call the functions of an optimizer, whose step is done.
 
-        Half tensors follow what was written to their FP32 values, also after an exception.
+        Half tensors get the FP32 values that the functions wrote, also after an exception.
 
         Args:
             optimizer: the optimizer.
