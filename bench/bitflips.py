@@ -1,4 +1,4 @@
-"""Who notices a flipped bit, and what an unnoticed one does to training.
+"""Who notices a flipped bit, and how an unnoticed one changes training.
 
     python bench/bitflips.py            # minutes on a CPU; writes bench/results/bitflips-cpu.json
     python bench/bitflips.py --quick    # one bit in eight; prints, writes nothing
@@ -200,7 +200,7 @@ def forked(work: Callable[[], Any]) -> Any:
         try:
             with os.fdopen(writing, "wb") as file:
                 pickle.dump(work(), file)
-        finally:  # whatever happens, the program goes on in the parent alone
+        finally:  # even after an error only the parent continues
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as file:
@@ -236,7 +236,7 @@ def relative(target: Target, bit: int, found: Run, clean: Run) -> Run:
 
 
 def table(runs: list[Run]) -> str:
-    """Return a row for each target, with its bits by what they do."""
+    """Return a row for each target, with its bits by their effect."""
     outcomes = "unseen, harmless", "unseen, harmful", "noticed", "an audit finds"
     head = "flipped", "precision", "bits", *outcomes
     rows = []
@@ -266,7 +266,7 @@ def noticing(run: Run) -> str:
 
 
 def harm(run: Run) -> str:
-    """Return what an unseen flip does to training; "" for nothing."""
+    """Return the effect of an unseen flip on training; "" for none."""
     named = ", which `explain()` names" if run["named"] else ""
     if run["loss"] is None:
         return f"loss not finite{named}"

@@ -296,9 +296,9 @@ CHECKED_STATS = Implementations(
 def shipped() -> Iterator[Shipped]:
     """Yield calls for each dtype, aligned and not, without and with checksums."""
     functions = {"grad_stats": grad_stats_triton, "checked_stats": checked_stats_triton}
-    for what, function in functions.items():
+    for op, function in functions.items():
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             for aligned in (True, False):
                 lists = shipped_lists(aligned, grads=dtype)
-                name = build_name(what, dtype, not aligned and "unaligned")
+                name = build_name(op, dtype, not aligned and "unaligned")
                 yield Shipped(name, function, (lists, torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""The kinds of faults, and what ``amp.history`` may say of each."""
+"""The kinds of faults, and the causes that ``amp.history`` may name for each."""
 
 import math
 from collections.abc import Mapping
