@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
-INTEGERS = {2: torch.int16, 4: torch.int32}
+from tritonamp.testing.bits import flip_bit
 
 
 @dataclass
@@ -30,10 +30,7 @@ class Flip:
 def flipped(x: Tensor, element: int, bit: int) -> Tensor:
     """Return a copy of ``x`` with one other bit."""
     x = x.clone(memory_format=torch.contiguous_format)
-    bits = x.view(-1).view(INTEGERS[x.element_size()])
-    size = 8 * x.element_size()
-    one = 1 << bit % size
-    bits[element % len(bits)] ^= one - (1 << size) if bit % size == size - 1 else one
+    flip_bit(x, element % x.numel(), bit % (8 * x.element_size()))
     return x
 
 

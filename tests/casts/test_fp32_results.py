@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import LlamaRMSNorm
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -171,7 +172,7 @@ def test_a_convolution_computes_in_fp32_on_half_weights(
     )
 
 
-class WrittenNorm(nn.Module):
+class BranchedNorm(nn.Module):
     """An RMSNorm that is no ``rms_norm``, because it has a branch."""
 
     def __init__(self, size: int) -> None:
@@ -181,13 +182,6 @@ class WrittenNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() > 9:
             return x
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * wide.to(x.dtype)
-
-
-class LlamaRMSNorm(WrittenNorm):
-    def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * wide.to(x.dtype)
@@ -211,7 +205,7 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "GroupNorm": lambda n: Turned(nn.GroupNorm(4, n)),
     "BatchNorm": lambda n: Turned(nn.BatchNorm1d(n)),
     "InstanceNorm": lambda n: Turned(nn.InstanceNorm1d(n)),
-    "written norm": WrittenNorm,
+    "written norm": BranchedNorm,
     "proved norm": LlamaRMSNorm,
 }
 
@@ -279,7 +273,7 @@ def test_without_fp32_results_norms_keep_an_fp32_input() -> None:
 
 
 def test_further_results_of_a_norm_stay() -> None:
-    class AddNorm(WrittenNorm):
+    class AddNorm(BranchedNorm):
         def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
             total = x if residual is None else x.float() + residual.float()
             return super().forward(total), total
