@@ -1,6 +1,7 @@
 """A model in whose backward one bit flips, as faulty hardware would flip it."""
 
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -39,13 +40,13 @@ class Site(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, flip: Flip, site: int) -> Tensor:
-        ctx.flip, ctx.site, ctx.passes = flip, site, 0
+        ctx.flip, ctx.site, ctx.passes = flip, site, count(1)
         return x.clone()  # a view would have FSDP2 warn
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.passes += 1
-        if ctx.site == ctx.flip.site and ctx.passes in ctx.flip.passes:
+        number = next(ctx.passes)  # numbers would be put back after an audit's own passes
+        if ctx.site == ctx.flip.site and number in ctx.flip.passes:
             grad = flipped(grad, ctx.flip.element, ctx.flip.bit)
         return grad, None, None
 

@@ -1,6 +1,7 @@
 """``amp.audit``: a backward runs twice; flipped bits are found, and clean steps are left alone."""
 
 import copy
+import itertools
 import logging
 import random
 from collections.abc import Callable
@@ -139,13 +140,12 @@ class Noisy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.passes = 0
+        ctx.passes = itertools.count(1)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        ctx.passes += 1
-        return grad * (1 + 0.25 * ctx.passes)
+        return grad * (1 + 0.25 * next(ctx.passes))
 
 
 def test_three_results_are_no_verdict(start: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -549,3 +549,106 @@ def test_a_cuda_graph_cannot_be_audited(start: Any, monkeypatch: pytest.MonkeyPa
 )
 def test_the_least_number_of_flips(difference: int, flips: int) -> None:
     assert audit_passes._flips(difference) == flips
+
+
+class InPlace(torch.autograd.Function):
+    """The mean of squares, whose backward scales a gradient in place that its forward has made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: str) -> Tensor:
+        x = x.detach().float()
+        grad = 2 * x / x.numel()
+        if where == "saved":
+            ctx.save_for_backward(grad)
+        else:
+            ctx.grad = [grad] if where == "list" else grad
+        return x.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.saved_tensors:
+            (made,) = ctx.saved_tensors
+        elif isinstance(ctx.grad, list):
+            made = ctx.grad.pop()
+        else:
+            made, ctx.grad = ctx.grad, None
+        return made.mul_(grad), None
+
+
+@pytest.mark.parametrize("where", ["saved", "list", "attribute"])
+def test_functions_that_write_to_what_they_saved(start: Any, where: str) -> None:
+    """Each backward finds it as the forward left it."""
+    run, without = start(), start(every=None)
+    for each in (run, without):
+        for number in range(3):
+            y = each.model(batch(number))
+            each.amp.backward(InPlace.apply(y, where))
+            each.finish()
+    assert run.audits() == (3, 0, 0)
+    assert same(run.everything(), without.everything())
+
+
+class Drawing(torch.autograd.Function):
+    """The identity, whose backward rounds at random."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * (1 + 1e-2 * torch.randn_like(grad) + 1e-2 * random.random())
+
+
+@pytest.mark.parametrize("flips", [False, True])
+def test_a_backward_that_draws(start: Any, flips: bool) -> None:
+    """Each one draws the same numbers, also the third."""
+
+    class Model(Flipping):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = Drawing.apply(super().forward(x))  # type: ignore[no-untyped-call]
+            return out
+
+    runs = start(Model), start(Model, every=None)
+    for run in runs:
+        torch.manual_seed(1)
+        random.seed(1)
+        run.train(range(3))
+        drawn = torch.rand(()), random.random()
+        if run is runs[0]:
+            first = drawn
+    assert first == drawn
+    assert runs[0].audits() == (3, 0, 0)
+    assert same(runs[0].everything(), runs[1].everything())
+    if flips:
+        runs[0].model.flip.__dict__.update(passes=(2,), site=4, element=5, bit=3)
+        runs[0].step()
+        assert runs[0].audits() == (3, 0, 1)
+
+
+def test_gradients_of_activations_that_are_retained(start: Any) -> None:
+    run, without = start(), start(every=None)
+    for each in (run, without):
+        y = each.model(each.x)
+        y.retain_grad()
+        for _ in range(2):
+            each.amp.backward(y.square().mean(), retain_graph=True)
+        each.retained = y.grad
+    assert torch.equal(run.retained, without.retained)
+
+
+class CheckpointedNorm(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return out
+
+
+def test_a_checkpointed_batch_norm_counts_as_without_audits(start: Any) -> None:
+    run, without = start(CheckpointedNorm), start(CheckpointedNorm, every=None)
+    for each in (run, without):
+        each.train(range(3))
+    assert run.audits() == (3, 0, 0)
+    assert same([*run.model.buffers()], [*without.model.buffers()])

@@ -135,7 +135,8 @@ class Audit:
         """Run the passes before the real one; return None and a reason if they are impossible."""
         names = parameter_names(self._models)
         several = self._pending.ranks.several
-        passes = Passes(scaled, names, decision.scale.device, self._backend, several)
+        device = decision.scale.device
+        passes = Passes(scaled, names, device, self._backend, self._models, several)
         reason = passes.why_not()
         if reason:
             return None, reason

@@ -20,7 +20,7 @@ _ON_GPU = {
 _CONVOLUTIONS = {"Convolution", "CudnnConvolution", "CudnnConvolutionTranspose"}
 _ON_CPU = {"Index", "UnsafeIndex"}
 # the ops inside are not known
-_COMPILED = "CompiledFunctionBackward"
+COMPILED = "CompiledFunctionBackward"
 _WARNING = "does not have a deterministic implementation"
 _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[0-9]D)(?=[A-Z])")
 
@@ -37,7 +37,7 @@ def unordered(found: Iterable[Any]) -> list[Any]:
 
 def _is_unordered(node: Any) -> bool:
     name, on_gpu = name_of(node), _is_on_gpu(node)
-    if name == _COMPILED:
+    if name == COMPILED:
         return on_gpu
     op, is_backward, _ = name.partition("Backward")
     if not is_backward or torch.are_deterministic_algorithms_enabled():

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tritonamp.diagnosis.audit_ops import behind, name_of, unordered, warned_ops
+from tritonamp.diagnosis.audit_traces import Traces
 from tritonamp.diagnosis.replay.faults import listed
 from tritonamp.kernels.grad_stats import checksums
 from tritonamp.watched.graph import nodes
@@ -43,6 +44,7 @@ class Passes:
         names: names of the parameters.
         device: device on which checksums are collected.
         backend: "auto", "triton" or "eager".
+        models: enabled models, whose buffers do not change.
         several: whether other ranks may take part in a backward, as under FSDP2 or with a batch
             norm over ranks. All ranks run as many passes then.
     """
@@ -53,6 +55,7 @@ class Passes:
         names: Mapping[Tensor, str],
         device: torch.device,
         backend: str,
+        models: Sequence[nn.Module],
         several: bool,
     ) -> None:
         self._several = several
@@ -65,6 +68,7 @@ class Passes:
         # of the passes before the real one: names and checksums
         self._ahead: list[tuple[list[str], Tensor]] = []
         self._real: list[tuple[str, Tensor]] = []
+        self._traces = Traces(self._nodes, models, {device, *(leaf.device for leaf in leaves)})
         self._loss = self._sums_of([scaled.detach()])
 
     def why_not(self) -> str:
@@ -91,7 +95,7 @@ class Passes:
     def _extra_pass(self) -> tuple[list[str], Tensor]:
         """Run a backward into new tensors; return names and checksums."""
         leaves = list(self._named)
-        with _hooks_set_aside(leaves):
+        with _hooks_set_aside(leaves), self._traces.put_back():
             grads = torch.autograd.grad(self._scaled, leaves, retain_graph=True, allow_unused=True)
         found = [(self._named[p], g) for p, g in zip(leaves, grads, strict=True) if g is not None]
         return [name for name, _ in found], self._sums_of([g for _, g in found])
