@@ -1,4 +1,4 @@
-"""Backwards without a trace: what one changes besides ``.grad`` of leaves is put back after it."""
+"""Backwards without a trace: what one changes, other than ``.grad`` of leaves, is put back."""
 
 import contextlib
 import gc
@@ -105,7 +105,7 @@ def _is_of_a_user(node: Any) -> bool:
 
 
 def _saved(node: Any) -> list[Any]:
-    """Return the tensors that a function has saved; none where hooks make them anew."""
+    """Return the tensors that a function has saved; none where hooks make them again."""
     # ``saved_tensors`` would run the hooks, as those of checkpoints, which may run only once
     return [] if _has_hooks(node) else [saved.data for saved in node._raw_saved_tensors]
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonamp.diagnosis.replay.backward import Backward
 from tritonamp.diagnosis.replay.model_names import ModelNames
+from tritonamp.diagnosis.replay.python_state import python_state
 from tritonamp.diagnosis.replay.untouched import same_bits, untouched
 from tritonamp.nested import leaves
 from tritonamp.step.snapshots import Snapshot
@@ -56,12 +57,14 @@ class Traits(NamedTuple):
         backward_ops: the same of backwards.
         writes: parameters and buffers that ops wrote to.
         unlike_first: why the first run may have had other bits; "": it had the same inputs.
+        keeps_state: whether attributes of modules change in a run, so that the next one differs.
     """
 
     forward_ops: Iterable[tuple[Any, str]]
     backward_ops: Iterable[tuple[Any, str]]
     writes: Writes
     unlike_first: str
+    keeps_state: bool = False
 
 
 def differing_outputs(one: Sequence[int | None], two: Sequence[int | None]) -> list[str]:
@@ -81,6 +84,7 @@ def note_traits(models: list[nn.Module], batches: Sequence[Snapshot]) -> Traits:
     """
     noted, unlike = _Noted(ModelNames(models)), list[str]()
     forward, backward = dict[tuple[Any, str], None](), dict[tuple[Any, str], None]()
+    state = python_state(models)
     for batch in batches:
         with untouched(models, noted.writes):
             buffers = _read_buffers(batch.model)
@@ -94,7 +98,13 @@ def note_traits(models: list[nn.Module], batches: Sequence[Snapshot]) -> Traits:
                 _gradients(models, batch, output)
     if _is_compiled(models):
         unlike.append("compiled code runs eagerly")
-    return Traits(forward, backward, noted.writes, "; ".join(dict.fromkeys(unlike)))
+    keeps_state = python_state(models) != state
+    if keeps_state:
+        unlike.append("it changes attributes of modules")
+    if any(isinstance(tensor, nn.Parameter) for tensor, _ in noted.writes.values()):
+        unlike.append("it changes parameters")
+    said = "; ".join(dict.fromkeys(unlike))
+    return Traits(forward, backward, noted.writes, said, keeps_state)
 
 
 def run_again(models: list[nn.Module], batches: Sequence[Snapshot], writes: Writes) -> Bits:
