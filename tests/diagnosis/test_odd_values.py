@@ -141,6 +141,17 @@ def test_a_huge_gradient_is_among_the_reasons(start: Any, optimizer: str) -> Non
     assert run.amp.explain() == "No step was skipped." and abs(run.value()) < 1.0
 
 
+def test_a_value_may_be_that_of_the_initialisation(start: Any) -> None:
+    run = start(level="O1")
+    with torch.no_grad():
+        run.model[0].weight[AT] = 1e8
+    run.steps(6)
+    text = run.amp.explain()
+    assert "other code wrote there, perhaps as the model was made or loaded: no scale" in text
+    run = start()
+    assert "perhaps" not in run.flip("exp_avg_sq", 31)
+
+
 def test_two_optimizers_have_no_code(start: Any) -> None:
     """A text does not know the names of their variables."""
     text = start(optimizer=in_two).flip("master", 30)

@@ -45,9 +45,10 @@ class Traces:
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
         """Put everything back at the end of a block in which one backward runs."""
-        grads = [(t, t.grad, None if t.grad is None else t.grad.clone()) for t in self._retaining]
-        values = [(b, b.detach().clone()) for b in self._buffers]
-        with preserve(self._devices), preserve_versions(tuple(self._buffers)):
+        grads = [(t, t.grad) for t in self._retaining]
+        written = [*self._buffers, *(grad for _, grad in grads if grad is not None)]
+        values = [(t, t.detach().clone()) for t in written]
+        with preserve(self._devices), preserve_versions(tuple(written)):
             self._generators.restore()
             try:
                 with contextlib.ExitStack() as stack:
@@ -56,8 +57,7 @@ class Traces:
                     yield
             finally:
                 _write_back(values)
-                for tensor, grad, value in grads:
-                    _write_back([(grad, value)] if grad is not None else [])
+                for tensor, grad in grads:
                     tensor.grad = grad
 
 

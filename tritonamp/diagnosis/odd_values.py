@@ -129,13 +129,22 @@ def told(
     stops = ". Its weight practically never moves again" if frozen == [*odd] else ""
     where = f"on rank {rank()}" if is_distributed() else ""
     seen = f", seen {' '.join(filter(None, [when, where]))}" if when or where else ""
-    why = "or other code wrote there: no scale, batch or learning rate explains a single value"
+    # a value may have been large from the beginning
+    made = ", perhaps as the model was made or loaded" if any(map(_may_be_old, odd)) else ""
+    why = (
+        f"or other code wrote there{made}: no scale, batch or learning rate explains a single value"
+    )
     if any(one.key != "half" and not is_bounded(one, writers[one.name]) for one in odd):
         why = "other code wrote there, or a single gradient was huge"
     return (
         f"{'; '.join(map(str, [*odd, *others][:_SHOWN]))}{seen}{stops}. A bit "
         f"has flipped in memory, {why}. {_what_to_do(odd, writers)}"
     )
+
+
+def _may_be_old(odd: Odd) -> bool:
+    """Return whether a model may train with the value."""
+    return not odd.key and math.isfinite(odd.value)
 
 
 def is_bounded(odd: Odd, writer: Writer) -> bool:
