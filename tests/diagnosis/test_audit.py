@@ -68,11 +68,12 @@ def plant(run: Audited, number: int, passes: tuple[int, ...] = (2,)) -> bool:
     return changed
 
 
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_planted_flip_is_found(start: Any, kind: str) -> None:
+def test_each_planted_flip_is_found(start: Any, kind: str, part: int) -> None:
     """In gradients of parameters and of activations: 40 of each kind, all skipped."""
     run, found = start(**KINDS[kind]), 0
-    for number in range(60):
+    for number in range(15 * part, 15 * part + 15):
         before = run.masters()
         seen = run.audits()
         if plant(run, number):
@@ -81,7 +82,7 @@ def test_each_planted_flip_is_found(start: Any, kind: str) -> None:
             assert same(before, run.masters())
         else:
             assert run.audits() == (seen[0] + 1, 0, seen[2])
-    assert found >= 40
+    assert found >= 10
     assert run.amp.stats()["vetoes"] == run.amp.stats()["skipped"] == found
 
 
