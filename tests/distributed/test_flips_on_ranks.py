@@ -43,7 +43,7 @@ def flipped(target: str, bit: int) -> Any:
     for number in range(8):
         step(number, fault if number == 5 and dist.get_rank() == 1 else None)
     text = amp.explain()
-    code = re.search(r"repair it on all ranks: (with torch.*)\.$", text)
+    code = re.search(r"repair it on all ranks: (with torch.*)$", text)
     assert code is not None, text
     exec(code[1], {"torch": torch, "amp": amp, "optimizer": optimizer})
     for number in range(8, 12):
