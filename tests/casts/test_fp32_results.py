@@ -1,5 +1,6 @@
 """fp32_results: products of half operands with FP32 results, and the FP32 sums after them."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -412,6 +413,23 @@ def test_a_gradient_that_half_does_not_hold_is_fitted(
             assert (got / size - exact).norm() < 1e-3 * exact.norm()
         else:  # the gradient of a half weight is half
             assert got.isinf().any()
+
+
+@LEVELS
+def test_a_backward_inside_of_autocast(level: str, device: torch.device) -> None:
+    """Its products follow no rule: the gradient of an FP32 operand is FP32 there, too."""
+    torch.manual_seed(0)
+    model, x = Around(nn.Linear(8, 8)).to(device), torch.randn(6, 8, device=device)
+    found = []
+    with tritonamp.enable(model, level=level, dtype=FP16, fp32_results=["m"]) as amp:
+        for around in (contextlib.nullcontext(), amp.autocast()):
+            given = x.clone().requires_grad_()
+            output = model(given)
+            with around:
+                output.backward(torch.full_like(output, 1e8))
+            found.append(given.grad)
+    assert found[0].abs().max() > 65504
+    assert torch.equal(*found)
 
 
 def test_a_gradient_that_is_not_finite_stays_so(device: torch.device) -> None:

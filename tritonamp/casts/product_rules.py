@@ -40,12 +40,14 @@ class Product(torch.autograd.Function):
         (grad,), (a, b) = grads, ctx.saved_tensors
         of_a, of_b, of_added, *_ = ctx.needs_input_grad
         half, unit = _fitted(grad if ctx.alpha == 1 else grad * ctx.alpha, ctx.half)
-        return (
-            _gradient(half, b.to(ctx.half).mT, a.dtype, unit) if of_a else None,
-            _gradient(a.to(ctx.half).mT, half, b.dtype, unit) if of_b else None,
-            ctx.beta * grad.sum_to_size(ctx.shape) if of_added else None,
-            *(None,) * 3,
-        )
+        # a backward inside of ``amp.autocast()`` would round the FP32 products of a CPU to half
+        with torch.autocast(grad.device.type, enabled=False):
+            return (
+                _gradient(half, b.to(ctx.half).mT, a.dtype, unit) if of_a else None,
+                _gradient(a.to(ctx.half).mT, half, b.dtype, unit) if of_b else None,
+                ctx.beta * grad.sum_to_size(ctx.shape) if of_added else None,
+                *(None,) * 3,
+            )
 
 
 def _wide_product(a: Tensor, b: Tensor, added: Tensor | None = None, **factors: float) -> Tensor:
