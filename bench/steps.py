@@ -69,6 +69,11 @@ def statistics(build: Build, device: torch.device) -> Work:
     return Work([lambda: grad_stats.grad_stats(lists, device)])
 
 
+def statistics_and_checksums(build: Build, device: torch.device) -> Work:
+    lists = TensorLists(grads=grads_of(parameters(build, device, HALF)))
+    return Work([lambda: grad_stats.checked_stats(lists, device)])
+
+
 def unscale_and_norm(build: Build, device: torch.device) -> Work:
     grads = grads_of(parameters(build, device, HALF))
     found_inf, inv_scale = torch.zeros(1, device=device), torch.ones(1, device=device)
@@ -278,6 +283,11 @@ GROUPS = [
         "gradient statistics",
         {"tritonamp": (statistics, 2), "eager": (unscale_and_norm, 6)},
         ("grad_stats",),
+    ),
+    Group(
+        "gradient statistics with checksums",
+        {"tritonamp": (statistics_and_checksums, 2)},
+        ("checked_stats",),
     ),
     Group("weight cast", {"tritonamp": (our_cast, 6), "eager": (foreach_cast, 6)}, ("cast",)),
     Group(

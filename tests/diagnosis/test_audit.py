@@ -1,10 +1,11 @@
 """``amp.audit``: a backward runs twice; flipped bits are found, and clean steps are left alone."""
 
 import copy
+import gc
 import itertools
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -44,8 +45,11 @@ class Audited(Training):
 
 
 @pytest.fixture
-def start(handles: Any) -> Callable[..., Audited]:
-    return lambda model=Flipping, *args, **how: Audited(model, *args, enable=handles, **how)
+def start(handles: Any) -> Iterator[Callable[..., Audited]]:
+    # an audit looks at all objects for activations, and other tests have left many
+    gc.freeze()
+    yield lambda model=Flipping, *args, **how: Audited(model, *args, enable=handles, **how)
+    gc.unfreeze()
 
 
 def plant(run: Audited, number: int, passes: tuple[int, ...] = (2,)) -> bool:

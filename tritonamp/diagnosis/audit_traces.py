@@ -126,9 +126,15 @@ def _is_written(value: Any) -> bool:
 
 def _retaining(found: set[Any]) -> list[Tensor]:
     """Return the activations among the results of some nodes that retain their gradient."""
-    # a node does not tell its results
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+    # a node does not tell its results, so that all objects of the process are looked at
+    types = _subclasses(Tensor)
+    tensors = [t for t in gc.get_objects() if type(t) in types]
     return [t for t in tensors if not t.is_leaf and t.retains_grad and t.grad_fn in found]
+
+
+def _subclasses(cls: type) -> set[type]:
+    """Return a class with all classes derived from it."""
+    return {cls}.union(*map(_subclasses, cls.__subclasses__()))
 
 
 def _buffers(models: Iterable[nn.Module]) -> list[Tensor]:
