@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.model import fp32_modules, refuse_scripted
+from tritonamp.casts.selection import own_policies
 from tritonamp.distributed.ddp import check_buckets, unwrapped
 from tritonamp.distributed.fsdp import fsdp2_modules, mp_policy
 from tritonamp.distributed.refused import check_gathered, check_spread
@@ -313,7 +314,8 @@ def check_sharding(
     params: list[Any] = [p for model in models for p in model.parameters()]
     if any(map(is_sharded, params)):
         check_spread(models, policy)
-        kept = [m for model in models for m in fp32_modules(model, policy)]
+        each = zip(models, own_policies(models, policy), strict=True)
+        kept = [m for model, own in each for m in fp32_modules(model, own)]
         check_gathered(models, kept, policy)
 
 

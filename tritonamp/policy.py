@@ -63,7 +63,8 @@ class Policy:
         half_parameters: True: parameters that are half before ``enable`` stay half. False: those
             that require gradients get FP32 values.
         fp32_modules: names ("encoder.head") or classes of modules whose parameters and arithmetic
-            stay FP32.
+            stay FP32. With several models, "1.head" is the module "head" of the second one, and
+            "head" the module of that name in each model that has one.
         fp32_results: names or classes of modules whose matrix products take half operands and have
             FP32 results, at the speed of half products (only with ``op_policy``). Their
             convolutions compute in FP32. Parameters stay half. Norms that read the FP32 sums after

@@ -676,7 +676,6 @@ def test_fakes_made_before_the_discriminators_step_are_the_generators(
 
 
 def test_a_remedy_for_one_of_several_models_runs_as_it_is_printed(device: torch.device) -> None:
-    """``fp32_modules`` does not know a model by its number; ``heal`` does."""
     torch.manual_seed(0)
     models = [nn.Linear(16, 16).to(device), Scores().to(device)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in models]
@@ -685,8 +684,10 @@ def test_a_remedy_for_one_of_several_models_runs_as_it_is_printed(device: torch.
         amp.backward(models[1](x).square().mean(), optimizers[1])
         optimizers[1].step()
         report = amp.explain(replay=True)
-        advised = "amp.heal('1.attention', results=True)"
-        said = f"Let products have FP32 results: {advised} (tried: the forward passes)"
-        assert said in report and "fp32_results" not in report
+        assert "fp32_results=['1.attention'] (tried: the forward passes)" in report
         amp.heal("1.attention", results=True)
         assert models[1](x).isfinite().all()
+        healed = amp.policy
+    for how in ({"level": "O2", "fp32_results": ["1.attention"]}, {"policy": healed}):
+        with tritonamp.enable(models, optimizers, **how):
+            assert models[1](x).isfinite().all()

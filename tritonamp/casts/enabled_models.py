@@ -21,6 +21,7 @@ from tritonamp.casts.model_losses import install_loss
 from tritonamp.casts.norm_layers import is_written_norm
 from tritonamp.casts.norm_results import unknown_followers
 from tritonamp.casts.saved import SavedDtypes
+from tritonamp.casts.selection import own_policies
 from tritonamp.casts.wide_results import WideResult
 from tritonamp.casts.written import installed
 from tritonamp.class_swap import install, is_installed, uninstall
@@ -57,10 +58,11 @@ class EnabledModels:
         self._restore_losses: list[Callable[[], None]] = []
         for model in models:  # a copy of an enabled one has classes of ours
             _make_plain(model, lambda context: context.is_copy)
-        for front, model in zip(prefixes(models), models, strict=True):
+        policies = own_policies(models, context.policy)
+        for front, model, own in zip(prefixes(models), models, policies, strict=True):
             saved = SavedDtypes(model, context.policy)
-            self.dtypes.cast(model, stepped if context.policy.master_weights else ())
-            for inner in fp32_modules(model, context.policy):
+            self.dtypes.cast(model, own, stepped if context.policy.master_weights else ())
+            for inner in fp32_modules(model, own):
                 if is_installed(inner):  # an earlier model shares it
                     continue
                 if is_written_norm(inner) and not context.policy.op_policy:
@@ -68,7 +70,7 @@ class EnabledModels:
                 else:
                     install(inner, Fp32Module, context)
             self._install_norms(model, context, front)
-            for inner in modules_with_fp32_results(model, context.policy):
+            for inner in modules_with_fp32_results(model, own):
                 if not is_installed(inner):
                     install(inner, Fp32ResultsModule, context)
             if context.policy.op_policy and context.policy.fuse_ops:

@@ -16,8 +16,8 @@ from tritonamp.casts.enabled_module import (
     Fp32ResultsModule,
     NormModule,
 )
-from tritonamp.casts.model import with_forward
 from tritonamp.casts.model_dtypes import ModelDtypes
+from tritonamp.casts.selection import with_forward
 from tritonamp.class_swap import install, is_installed, uninstall
 from tritonamp.kernels.device import check_dtype
 from tritonamp.names import listed_modules, meant_module, prefixes
@@ -157,7 +157,9 @@ class Healing:
 
     def _policy_with(self, names: Sequence[str], with_results: Sequence[str]) -> Policy:
         """Return the policy with further modules in FP32, and others with FP32 results."""
-        modules = dict.fromkeys((*self._policy.fp32_modules, *filter(None, names)))
+        # ``Policy.fp32_modules`` names no whole model
+        inside = (name for name in names if self.find(name) not in self._models)
+        modules = dict.fromkeys((*self._policy.fp32_modules, *inside))
         # a module that needs FP32 has no use for FP32 results
         asked = (m for m in self._policy.fp32_results if m not in names)
         results = dict.fromkeys((*asked, *with_results))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.model_dtypes import Castable, castable_tensors, is_quantised
 from tritonamp.casts.norm_layers import is_norm
+from tritonamp.casts.selection import own_policies
 from tritonamp.kernels._shards import is_sharded, to_local
 from tritonamp.kernels.device import takes_bfloat16
 from tritonamp.policy import HALF_DTYPES, Policy
@@ -120,7 +121,9 @@ def bfloat16_in_float16(half: HalfParameters, policy: Policy) -> list[InFloat16]
 
     Reads the device once.
     """
-    used = [s for model, found in half.items() for s in _to_float16(model, found, policy)]
+    policies = own_policies([*half], policy)
+    each = zip(half.items(), policies, strict=True)
+    used = [s for (model, found), own in each for s in _to_float16(model, found, own)]
     if not used:
         return []
     device = used[0].tensor.device

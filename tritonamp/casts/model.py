@@ -2,23 +2,21 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tritonamp.casts.norm_layers import is_norm, kept_modules
+from tritonamp.casts.selection import selected, with_forward
 from tritonamp.kernels._shards import is_sharded, set_local
-from tritonamp.names import listed_modules, meant_module, short
+from tritonamp.names import short
 from tritonamp.policy import Policy
-
-WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
-"""Attributes in which torch's wrappers hold the wrapped module."""
 
 
 def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
-    """Return the modules inside ``model`` that stay FP32.
+    """Return the modules inside ``model`` that stay FP32 under its own policy.
 
     ``policy.fp32_modules`` names them, or the model asks for them. Without an op policy, norm
     layers that stay FP32 are in the result, too.
@@ -26,7 +24,7 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
     Raises:
         ValueError: a name or class matches nothing in ``model``.
     """
-    found = dict.fromkeys(_selected(model, policy.fp32_modules, "fp32_modules"))
+    found = selected(model, policy, "fp32_modules")
     found |= dict.fromkeys(m for kept in kept_modules(model, policy) for m in with_forward(kept))
     if policy.keep_norms_fp32 and not policy.op_policy:
         found |= dict.fromkeys(m for m in model.modules() if m is not model and is_norm(m))
@@ -39,49 +37,7 @@ def modules_with_fp32_results(model: nn.Module, policy: Policy) -> list[nn.Modul
     Raises:
         ValueError: a name or class matches nothing in ``model``.
     """
-    return list(_selected(model, policy.fp32_results, "fp32_results"))
-
-
-def _selected(
-    model: nn.Module, selection: Iterable[str | type], field: str
-) -> dict[nn.Module, None]:
-    """Return the modules inside ``model`` that a policy field selects, by name or class."""
-    found: dict[nn.Module, None] = {}
-    if not selection:  # the names of thousands of modules cost time
-        return found
-    named = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
-    unwrapped = {unwrapped_name(name): module for name, module in named.items()}
-    for wanted in selection:
-        if isinstance(wanted, str):
-            match = named.get(wanted, unwrapped.get(unwrapped_name(wanted)))
-            matches = [] if match is None else [match]
-        else:
-            matches = [m for m in named.values() if isinstance(m, wanted)]
-        if not matches:
-            meant = meant_module(wanted, named) if isinstance(wanted, str) else ""
-            names = listed_modules(sorted(named)) or "(it has no submodules)"
-            raise ValueError(
-                f"{field}: expected names or classes of modules of the model, got {wanted!r}, "
-                f"which matches no module{meant or f'; its modules are {names}'}"
-            )
-        found |= dict.fromkeys(m for match in matches for m in with_forward(match))
-    return found
-
-
-def unwrapped_name(name: str) -> str:
-    """Return a module's name without the parts that torch's wrappers add.
-
-    The wrappers are DDP, DataParallel, torch.compile and checkpointing. A name is then valid with
-    and without them.
-    """
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-def with_forward(module: nn.Module) -> list[nn.Module]:
-    """Return the module, or, for a container without a forward of its own, its modules."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return [m for child in module.children() for m in with_forward(child)]
-    return [module]
+    return list(selected(model, policy, "fp32_results"))
 
 
 def set_data(tensor: Tensor, data: Tensor, grad_dtype: torch.dtype | None = None) -> None:

@@ -87,7 +87,7 @@ def wanted_dtypes(
 
     Args:
         model: model before its tensors are cast.
-        policy: policy for the model.
+        policy: the model's own policy.
         gathered: whether FSDP2 makes half copies of FP32 parameters when it gathers them.
 
     Raises:
@@ -156,15 +156,16 @@ class ModelDtypes:
         """Return whether a tensor has another dtype than before ``enable``."""
         return tensor in self._came
 
-    def cast(self, model: nn.Module, stepped: Collection[Tensor]) -> None:
+    def cast(self, model: nn.Module, policy: Policy, stepped: Collection[Tensor]) -> None:
         """Cast the tensors of ``model``.
 
         Args:
             model: model on any device.
+            policy: the model's own, as ``own_policies`` returns it.
             stepped: parameters that get masters. Their FP32 values stay on their device. The FP32
                 values of all other tensors go to main memory, unless they are DTensors.
         """
-        for tensor, dtype in wanted_dtypes(model, self._policy, self._gathered).items():
+        for tensor, dtype in wanted_dtypes(model, policy, self._gathered).items():
             original = tensor.detach()
             self._came[tensor] = original.dtype
             set_data(tensor, TO[dtype](original))

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from tritonamp.casts.context import EnabledContext
 from tritonamp.casts.model_dtypes import ModelDtypes, castable_tensors, wanted_dtypes
+from tritonamp.casts.selection import own_policies
 from tritonamp.policy import Policy
 
 
@@ -60,10 +61,11 @@ def check_shared_tensors(
         ValueError: names a shared tensor, as both models call it, or a model inside an enabled one.
     """
     stepped = {p for o in optimizers for group in o.param_groups for p in group["params"]}
-    for model, (other, held) in itertools.product(models, _others()):
+    each = zip(models, own_policies(models, policy), strict=True)
+    for (model, own), (other, held) in itertools.product(each, _others()):
         _check_inside(model, other)
         shared = list(_shared(model, other))
-        cast = wanted_dtypes(model, policy) if shared else {}
+        cast = wanted_dtypes(model, own) if shared else {}
         for name, name_there, tensor in shared:
             is_scaled = stepped and held.stepped and (tensor in stepped or tensor in held.stepped)
             if is_scaled:

@@ -12,8 +12,7 @@ class Terms(NamedTuple):
     Attributes:
         handle: expression for the handle; not "amp" if that name is taken.
         takes_modules: whether ``fp32_modules`` and ``fp32_results`` can name modules as texts do.
-            With several models the number of a model comes first, and only ``amp.heal`` knows these
-            names.
+            ``tritonamp.apex`` has no such arguments, so that its texts name ``amp.heal``.
         arguments: arguments of ``enable``, as texts write them, to those of the user's own call.
     """
 

@@ -19,7 +19,7 @@ from tritonamp.casts.loaded import (
     half_parameters,
     loaded_dtype,
 )
-from tritonamp.casts.model import fp32_modules, modules_with_fp32_results
+from tritonamp.casts.selection import own_policies
 from tritonamp.casts.sharing import check_shared_tensors
 from tritonamp.checks import (
     check_cast_inputs,
@@ -108,9 +108,7 @@ def enable(
     chosen = choose_backend(backend, device)
     if resolved.batch_invariant:
         check_rows(device, chosen)
-    for m in models:
-        fp32_modules(m, resolved)  # raises for names that match nothing
-        modules_with_fp32_results(m, resolved)
+    own_policies(models, resolved)  # raises for names that match nothing
     check_shared_tensors(models, resolved, optimizers)
     check_cast_inputs(models, resolved)
     check_half_dtypes(half, resolved)

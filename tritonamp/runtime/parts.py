@@ -16,6 +16,7 @@ from tritonamp.casts.enabled_models import EnabledModels
 from tritonamp.casts.healing import Healing
 from tritonamp.casts.model import fp32_modules
 from tritonamp.casts.past_forward import FirstLoss
+from tritonamp.casts.selection import own_policies
 from tritonamp.class_swap import base_class, install
 from tritonamp.diagnosis.clipping import ClippedGradients
 from tritonamp.diagnosis.kept_buffers import KeptBuffers
@@ -27,7 +28,6 @@ from tritonamp.diagnosis.replays import Replays
 from tritonamp.diagnosis.response import Response
 from tritonamp.diagnosis.scaled_gradients import ScaledGradients
 from tritonamp.diagnosis.skips import Writer
-from tritonamp.diagnosis.terms import Terms
 from tritonamp.diagnosis.unseen_writes import UnseenWrites
 from tritonamp.distributed.fsdp import assumed_policies
 from tritonamp.distributed.ranks import Ranks, Resumable
@@ -173,8 +173,6 @@ class Parts:
         dtype = policy.dtype if computes_half else torch.float32
         self.log = StepLog(self.decisions, names, dtype, log_skips)
         self.mismatches = MismatchLog(lambda: self.decisions.device_record.counts)
-        if len(self.models) > 1:
-            self.log.terms = Terms(takes_modules=False)
         forwards, healing = self.forwards, self.healing
         self.replays = Replays(self.models, policy, self.log, forwards, healing, together)
         self.response = Response(
@@ -250,7 +248,9 @@ def _enable_models(
     came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
     for optimizer in optimizers:
         widen_masters(optimizer)
-    kept = [m for model in request.models for m in fp32_modules(model, policy)]
+    policies = own_policies(request.models, policy)
+    each = zip(request.models, policies, strict=True)
+    kept = [m for model, own in each for m in fp32_modules(model, own)]
     assumed = assumed_policies(request.models, kept, policy)
     enabled_models = EnabledModels(request.models, context, set(stepped), gathered=ranks.gathered)
     ranks.assume(assumed)
