@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -593,18 +594,28 @@ def test_a_copy_and_disable() -> None:
     del twin
 
 
-def test_rules_on_cuda_last_until_the_last_disable(cuda: Any) -> None:
+def test_rules_on_cuda_last_as_long_as_a_model_needs_them(cuda: Any) -> None:
     plain, wide = (Around(nn.Linear(4, 4)).cuda() for _ in range(2))
     first = tritonamp.enable(plain, level="O2")
-    assert not registration.has_products
+    assert registration.products is None
     second = tritonamp.enable(wide, level="O2", fp32_results=["m"], cast_outputs=None)
     x = torch.randn(2, 4, device="cuda")
     assert wide(x).dtype is FP32
     assert plain.m(x.half()).dtype is FP16
+    twin = copy.deepcopy(wide)
     second.disable()
+    assert twin(x).dtype is FP32
+    del twin
+    gc.collect()
+    with first._parts.healing.in_fp32([], ["m"]):
+        assert registration.products is not None
+    assert registration.products is None, "a trial leaves nothing"
+    first.heal("m", results=True)
+    assert registration.products is not None
+    first.unheal("m")
+    assert registration.products is None
     first.disable()
     assert not registration.libraries
-    assert not registration.has_products
     with torch.autocast("cuda", FP16):
         assert plain.m(x).dtype is FP16
 

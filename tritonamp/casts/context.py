@@ -104,6 +104,7 @@ class EnabledContext:
             yield
         finally:
             vars(self).update(before)
+            dispatch.need_products(self, self._has_fp32_results)
 
     def move(self, device_type: str) -> None:
         """Adapt to parameters that are on a device of this type now."""
@@ -119,10 +120,15 @@ class EnabledContext:
         self.output_cast = _output_cast(self.policy)
         self._number_with_fp32_results = active.NO_RULES
         if self.policy.fp32_results and self.autocast:
-            dispatch.have_products()
             self._number_with_fp32_results = active.number_of(
                 self.policy, self.backend, device_type, fp32_results=True
             )
+        dispatch.need_products(self, self._has_fp32_results)
+
+    @property
+    def _has_fp32_results(self) -> bool:
+        """Whether modules of ``Policy.fp32_results`` run by rules of their own."""
+        return self._number_with_fp32_results != active.NO_RULES
 
     @active.inlined_by_dynamo
     def run_with_fp32_results(
@@ -211,8 +217,6 @@ class EnabledContext:
         """Register the op table for a copy that outlived its original."""
         if not dispatch.is_registered():
             dispatch.borrow(self)
-            if self.policy.fp32_results:
-                dispatch.have_products()
 
 
 def _output_cast(policy: Policy) -> Cast | None:

@@ -33,7 +33,8 @@ class _Registration:
         self.stock: Any = None  # torch.utils.checkpoint's function that ``noted`` replaces
         self.noted: Any = None
         self.owners = 0  # number of enabled models, and of copies that borrow
-        self.has_products = False  # whether the rules of FP32_RESULTS are registered on CUDA, too
+        self.products: torch.library.Library | None = None  # the rules of FP32_RESULTS on CUDA
+        self.product_users = weakref.WeakSet[Any]()  # contexts that need them
 
 
 registration = _Registration()
@@ -78,29 +79,34 @@ def _register() -> None:
                     implementation = _implementation(library.ns, op, rule, key)
                     library.impl(op, implementation, key, with_keyset=True)
         batched_norms.register(aten)
-        if registration.has_products:
-            _register_products()
+    _update_products()
     # private (torch 2.11 to 2.15): nothing public tells a checkpointed segment whose forward it is
     # a part of
     registration.stock = checkpoint._get_autocast_kwargs
     registration.noted = checkpoint._get_autocast_kwargs = checkpointed(registration.stock)
 
 
-def have_products() -> None:
-    """Register the rules of FP32_RESULTS on CUDA until the last ``release``.
+def need_products(context: Any, needed: bool = True) -> None:
+    """Keep the rules of FP32_RESULTS registered on CUDA while a context needs them.
 
-    They are not registered from the start, because each product of the process would pass through
+    They are not registered all the time, because each product of the process would pass through
     Python. On a CPU each product does.
     """
-    if not registration.has_products:
-        registration.has_products = True
-        if registration.libraries:
-            _register_products()
+    users = registration.product_users
+    if needed != (context in users):
+        users.add(context) if needed else users.discard(context)
+        _update_products()
 
 
-def _register_products() -> None:
-    library = torch.library.Library("aten", "IMPL")
-    registration.libraries.append(library)
+def _update_products() -> None:
+    needed = len(registration.product_users) > 0 and is_registered()
+    if needed == (registration.products is not None):
+        return
+    if registration.products is not None:
+        registration.products._destroy()  # as in ``release``
+        registration.products = None
+        return
+    library = registration.products = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         for op in FP32_RESULTS.keys() - op_table("cuda").keys():
@@ -119,7 +125,7 @@ def release() -> None:
             # private (torch 2.11 to 2.15): else the kernels stay until the library is collected
             library._destroy()
         registration.libraries.clear()
-        registration.has_products = False
+        _update_products()
         if checkpoint._get_autocast_kwargs is registration.noted:  # else other code has wrapped it
             checkpoint._get_autocast_kwargs = registration.stock
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from tritonamp.casts import sharing
+from tritonamp.casts import dispatch, sharing
 from tritonamp.casts.context import EnabledContext
 from tritonamp.casts.enabled_module import (
     EnabledModule,
@@ -108,6 +108,7 @@ class EnabledModels:
             FP32 value, before this call, of each tensor that is half afterwards.
         """
         sharing.forget(self._context)
+        dispatch.need_products(self._context, False)
         for restore in self._restore_losses:
             restore()
         fp32_values = self.dtypes.restore()

@@ -25,7 +25,7 @@ class Selectable:
         self.named = {name: module for name, module in modules if name}
         self._unwrapped = {unwrapped_name(name): m for name, m in self.named.items()}
 
-    def matches(self, wanted: str | type) -> list[nn.Module]:
+    def matches(self, wanted: str | type[Any]) -> list[nn.Module]:
         """Return the modules of that name or class."""
         if not isinstance(wanted, str):
             return [m for m in self.named.values() if isinstance(m, wanted)]
