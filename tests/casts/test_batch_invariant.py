@@ -234,7 +234,8 @@ def test_a_wrong_dim_is_refused_as_without_it(dim: Any) -> None:
     for invariant in (False, True):
         model = Formula(lambda m, x, t: functional.softmax(x, dim))
         amp = tritonamp.enable(model, level="O1", batch_invariant=invariant)
-        with amp, pytest.raises((IndexError, TypeError)) as caught:
+        # RuntimeError: torch 2.11, to which "0" is a malformed name
+        with amp, pytest.raises((IndexError, TypeError, RuntimeError)) as caught:
             model(x, targets)
         errors.append((caught.type, str(caught.value)))
     assert errors[0] == errors[1]
