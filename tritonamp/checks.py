@@ -14,8 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tritonamp.casts.inputs import signature_of
-from tritonamp.casts.model import fp32_modules, refuse_scripted
-from tritonamp.casts.selection import own_policies
+from tritonamp.casts.model import all_fp32_modules, refuse_scripted
 from tritonamp.distributed.ddp import check_buckets, unwrapped
 from tritonamp.distributed.fsdp import fsdp2_modules, mp_policy
 from tritonamp.distributed.refused import check_gathered, check_spread
@@ -314,9 +313,7 @@ def check_sharding(
     params: list[Any] = [p for model in models for p in model.parameters()]
     if any(map(is_sharded, params)):
         check_spread(models, policy)
-        each = zip(models, own_policies(models, policy), strict=True)
-        kept = [m for model, own in each for m in fp32_modules(model, own)]
-        check_gathered(models, kept, policy)
+        check_gathered(models, all_fp32_modules(models, policy), policy)
 
 
 def check_rows(device: torch.device, backend: Backend) -> None:

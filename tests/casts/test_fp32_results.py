@@ -620,6 +620,18 @@ def test_rules_on_cuda_last_as_long_as_a_model_needs_them(cuda: Any) -> None:
         assert plain.m(x).dtype is FP16
 
 
+def test_rules_on_cuda_of_a_copy_that_outlives_its_original(cuda: Any) -> None:
+    model = Around(nn.Linear(4, 4)).cuda()
+    x = torch.randn(2, 4, device="cuda")
+    with tritonamp.enable(model, level="O2", fp32_results=["m"], cast_outputs=None):
+        twin = copy.deepcopy(model)
+    assert registration.products is None
+    assert twin(x).dtype is FP32
+    del twin
+    gc.collect()
+    assert registration.products is None
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_transforms_of_functions() -> None:
     model = Around(nn.Linear(6, 6))

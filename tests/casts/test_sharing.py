@@ -177,6 +177,17 @@ def test_a_frozen_base_that_is_cast_is_refused(level: dict[str, str]) -> None:
             assert models.looks() == before
 
 
+def test_a_frozen_base_that_one_of_two_models_keeps_in_fp32_is_shared() -> None:
+    """The number of a model in ``fp32_modules`` counts where the base is looked at, too."""
+    models, other = Pair(frozen=True), nn.Linear(2, 2)
+    of_a, of_b = models.optimizers()
+    with tritonamp.enable(models.a, of_a, level="O1"):
+        with pytest.raises(ValueError, match=r"'trunk\.0\..*, and enabling changes its dtype"):
+            tritonamp.enable([other, models.b], of_b, level="O2")
+        with tritonamp.enable([other, models.b], of_b, level="O2", fp32_modules=["1.trunk"]):
+            assert models.shared[0].weight.dtype is torch.float32
+
+
 def test_a_model_without_an_optimizer_shares_what_keeps_its_dtype() -> None:
     """As one that only evaluates: there is no second loss scale."""
     models = Pair()

@@ -631,10 +631,15 @@ def test_a_backward_that_draws(start: Any, flips: bool) -> None:
         assert runs[0].audits() == (3, 0, 1)
 
 
-def test_gradients_of_activations_that_are_retained(start: Any) -> None:
+class Labelled(Tensor):
+    """A class of a library's own."""
+
+
+@pytest.mark.parametrize("kind", [Tensor, Labelled])
+def test_gradients_of_activations_that_are_retained(start: Any, kind: type[Tensor]) -> None:
     run, without = start(), start(every=None)
     for each in (run, without):
-        y = each.model(each.x)
+        y = each.model(each.x).as_subclass(kind)
         y.retain_grad()
         for _ in range(2):
             each.amp.backward(y.square().mean(), retain_graph=True)

@@ -2,14 +2,14 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tritonamp.casts.norm_layers import is_norm, kept_modules
-from tritonamp.casts.selection import selected, with_forward
+from tritonamp.casts.selection import own_policies, selected, with_forward
 from tritonamp.kernels._shards import is_sharded, set_local
 from tritonamp.names import short
 from tritonamp.policy import Policy
@@ -29,6 +29,12 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
     if policy.keep_norms_fp32 and not policy.op_policy:
         found |= dict.fromkeys(m for m in model.modules() if m is not model and is_norm(m))
     return list(found)
+
+
+def all_fp32_modules(models: Sequence[nn.Module], policy: Policy) -> list[nn.Module]:
+    """Return the modules inside all ``models`` that stay FP32 under the policy of all."""
+    each = zip(models, own_policies(models, policy), strict=True)
+    return [m for model, own in each for m in fp32_modules(model, own)]
 
 
 def modules_with_fp32_results(model: nn.Module, policy: Policy) -> list[nn.Module]:

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from tritonamp.casts.context import EnabledContext
 from tritonamp.casts.enabled_models import EnabledModels
 from tritonamp.casts.healing import Healing
-from tritonamp.casts.model import fp32_modules
+from tritonamp.casts.model import all_fp32_modules
 from tritonamp.casts.past_forward import FirstLoss
-from tritonamp.casts.selection import own_policies
 from tritonamp.class_swap import base_class, install
 from tritonamp.diagnosis.clipping import ClippedGradients
 from tritonamp.diagnosis.kept_buffers import KeptBuffers
@@ -248,9 +247,7 @@ def _enable_models(
     came_half = [p for p in stepped if p.dtype in HALF_DTYPES]
     for optimizer in optimizers:
         widen_masters(optimizer)
-    policies = own_policies(request.models, policy)
-    each = zip(request.models, policies, strict=True)
-    kept = [m for model, own in each for m in fp32_modules(model, own)]
+    kept = all_fp32_modules(request.models, policy)
     assumed = assumed_policies(request.models, kept, policy)
     enabled_models = EnabledModels(request.models, context, set(stepped), gathered=ranks.gathered)
     ranks.assume(assumed)
