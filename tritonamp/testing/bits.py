@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import tritonamp
-from tritonamp.casts.selection import unwrapped_name
 from tritonamp.policy import packs_masters
 from tritonamp.testing.faults import Fault
 
@@ -15,6 +14,7 @@ IN_BACKWARD = "gradient", "backward"
 """Targets in which a bit flips in the backward."""
 OF_MODEL = *IN_BACKWARD, "weight", "master"
 """Targets that need no optimizer."""
+_WRAPPERS = "module", "_orig_mod"  # parts of names that DDP and torch.compile add
 
 
 def flip_bit(tensor: Tensor, element: int, bit: int) -> None:
@@ -71,7 +71,7 @@ def _master(model: nn.Module, name: str) -> Tensor:
     amp = tritonamp.handle(model)
     masters = {} if amp is None else dict(amp.named_master_params())
     param = model.get_parameter(name)
-    own = unwrapped_name(name)
+    own = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
     if name in masters or own in masters:
         return masters.get(name, masters.get(own, param))
     # of several models, whose numbers come first in the names of masters
