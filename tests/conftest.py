@@ -11,6 +11,9 @@ from gpuless import driver
 
 pytest_plugins = ["covering", "budget", "lines", "on_a_gpu"]
 
+# OpenMP's threads wait without spinning: those of a test with several took 80 times its CPU time
+# where others had the cores. OpenMP reads this once, where torch is imported.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 driver.load()  # here, because other conftest.py files import torch
 
 

@@ -3,11 +3,13 @@
 import argparse
 import itertools
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import budget
 import pytest
+import torch
 from covering import SLOW, SMOKE, TOOLS, covering, file_marks, more, one_in, turn_of
 from small_project import run_pytest
 
@@ -227,6 +229,22 @@ def test_a_minute_that_is_slow_gets_more_seconds(run: Callable[..., str], tmp_pa
     assert " 3 failed" in run("-n0", "--budget", "0.2", "test_busy.py")
     (tmp_path / "test_busy.py").write_text(slow + BUSY)
     assert " failed" not in run("-n0", "--budget", "0.2", "test_busy.py")
+
+
+def test_waiting_threads_take_no_cpu_time() -> None:
+    x = torch.ones(100_000)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        x.exp()
+        before = time.process_time()
+        for _ in range(20):
+            x.exp()  # in two threads, after which one waits for more
+            time.sleep(0.003)
+        taken = time.process_time() - before
+    finally:
+        torch.set_num_threads(threads)
+    assert taken < 0.02, "of 0.06 s a thread spins"
 
 
 def test_one_named_test_runs_in_this_process(run: Callable[..., str]) -> None:
