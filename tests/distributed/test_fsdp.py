@@ -298,6 +298,7 @@ def test_many_micro_batches_are_as_exact_as_one(pair: Pair) -> None:
 @on_ranks
 def enabling(what: str) -> str:
     model: Any = uneven_net()
+    before: list[nn.Module] = []
     options: dict[str, Any] = {"level": "O2"}
     if what == "FSDP1":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
@@ -319,9 +320,12 @@ def enabling(what: str) -> str:
         model, options = sharded_net("O2"), {"level": "O3"}
     elif what == "fp32_modules":
         model, options = sharded_net("O2"), {"level": "O2", "fp32_modules": ["3"]}
+    elif what == "fp32_modules of the second model":
+        model, options = sharded_net("O2"), {"level": "O2", "fp32_modules": ["1.3"]}
+        before = [nn.Identity()]
 
     def act() -> None:
-        enable(model, SMALL_STEPS["SGD"](model.parameters()), **options)
+        enable([*before, model], SMALL_STEPS["SGD"](model.parameters()), **options)
         if what.startswith("too late"):
             if what == "too late, a norm":
                 fully_shard(model[1])
@@ -347,6 +351,8 @@ REFUSED = {
     "O3": "ValueError: level: expected one with FP32 masters for sharded parameters",
     "fp32_modules": "ValueError: fp32_modules: FSDP2 gathers the parameters of Linear in "
     "torch.float16",
+    "fp32_modules of the second model": "ValueError: fp32_modules: FSDP2 gathers the parameters of "
+    "Linear in torch.float16",
     "too late, a norm": "RuntimeError: fully_shard was called on an enabled model",
     "too late": "RuntimeError: fully_shard was called on an enabled model",
 }

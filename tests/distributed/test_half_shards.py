@@ -14,6 +14,7 @@ import pytest
 import torch
 from collectives import Collectives
 from ranks import (
+    SMALL_STEPS,
     Shared,
     distance,
     joint,
@@ -24,7 +25,7 @@ from ranks import (
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from two_ranks import RANKS, Pair, of_ranks, on_ranks, refused, serve, whole
+from two_ranks import RANKS, Pair, enable, of_ranks, on_ranks, refused, serve, whole
 
 import tritonamp
 from tritonamp.distributed.fsdp import mp_policy as policy_of
@@ -226,22 +227,36 @@ def test_steps_of_kernels(pair: Pair) -> None:
 
 
 @on_ranks
-def dtypes_of_inputs(level: str, kept: bool = False, **policy: Any) -> list[str]:
-    """In which dtypes layers get their inputs; ``kept``: the weights of the last, which is FP32."""
+def dtypes_of_inputs(level: str, **policy: Any) -> list[str]:
+    """In which dtypes layers get their inputs."""
     model = loaded_net("float16")
-    if kept:
-        fully_shard(model[3])
     sharded(model, [model[0]], {k: HALVES[v] for k, v in policy.items()} or None)
     given = [policy_of(m) for m in (model, model[0])]
     seen: list[str] = []
-    for layer in (model[3],) if kept else (model[0], model[3]):
-        layer.register_forward_hook(
-            lambda used, args, _: seen.append(str((used.weight if kept else args[0]).dtype))
-        )
-    run = LoadedInHalf(model, level, **{"fp32_modules": ["3"]} if kept else {}).go_on()
-    run.end()
+    for layer in (model[0], model[3]):
+        layer.register_forward_hook(lambda _, args, __: seen.append(str(args[0].dtype)))
+    LoadedInHalf(model, level).go_on().end()
     assert [policy_of(m) for m in (model, model[0])] == given
     return sorted(set(seen))
+
+
+@on_ranks
+def gathered_dtypes(second: bool) -> list[str]:
+    """In which dtypes the first layer and the last, which is kept, have their weights; ``second``:
+    in the second of two models.
+    """
+    model = loaded_net("float16")
+    fully_shard(model[3])
+    sharded(model, [model[0]], None)
+    seen: list[str] = []
+    for layer in (model[0], model[3]):
+        # before the forward: after it a weight is a shard of the FP32 master again
+        layer.register_forward_pre_hook(lambda used, _: seen.append(str(used.weight.dtype)))
+    models, name = ([nn.Identity(), model], "1.3") if second else (model, "3")
+    optimizer = SMALL_STEPS["SGD"](model.parameters())
+    with enable(models, optimizer, level="O2", fp32_modules=[name]):
+        model(share(joint_batches(1)[0]))
+    return seen
 
 
 @pytest.mark.parametrize("given", [{}, {"param_dtype": "float16"}], ids=repr)
@@ -253,8 +268,9 @@ def test_the_level_says_what_is_cast_and_not_fsdp2(
     assert dtypes_of_inputs(pair, level=level, **given) == [["torch.float16", "torch.float32"]] * 2
 
 
-def test_a_layer_that_is_kept_is_read_in_fp32(pair: Pair) -> None:
-    assert dtypes_of_inputs(pair, level="O2", kept=True) == [["torch.float32"]] * 2
+@pytest.mark.parametrize("second", [False, True])
+def test_a_layer_that_is_kept_is_read_in_fp32(pair: Pair, second: bool) -> None:
+    assert gathered_dtypes(pair, second=second) == [["torch.float16", "torch.float32"]] * 2
 
 
 @on_ranks
