@@ -85,5 +85,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the names of the module, those that are not imported yet included."""
-    return sorted({*globals(), *_LATER, *__all__})
+    """Return the public names, those that are not imported yet included."""
+    return sorted(__all__)

@@ -36,3 +36,8 @@ __all__ = [
     "sum",
     "token_log_probs",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)
