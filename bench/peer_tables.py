@@ -68,22 +68,21 @@ def counts(found: Row) -> str:
     )
 
 
-def short(found: Row | None, before: str) -> str:
-    """Return the front page's table of counts after the sentence ``before``; it needs no GPU."""
+def short(found: Row | None) -> str:
+    """Return the table of the most important counts; "" without a snapshot."""
     cases = by_case(found["rows"]) if found else {}
     kept = {case: cases[case] for case in SHORT if OURS in cases.get(case, {})}
     if not kept:
-        return before
-    link = "bench/README.md#side-by-side-without-a-gpu"
+        return ""
     about = (
-        f"An [emulator]({link}) counted bytes that memory has to move / PTX instructions, per "
-        "element, of forward and backward in float16. **Bold**: fewer than ours."
+        "An [emulator](#side-by-side-without-a-gpu) counted bytes that memory has to move / PTX "
+        "instructions, per element, of forward and backward in float16. **Bold**: fewer than ours."
     )
     rows = (
         (peer, *(_cell(peers.get(peer), peers[OURS]) for peers in kept.values()))
         for peer in (OURS, *OTHERS)
     )
-    return paragraph(f"{before} {about}") + "\n\n" + table(("", *kept), rows)
+    return paragraph(about) + "\n\n" + table(("", *kept), rows)
 
 
 def ahead(found: Row) -> str:

@@ -135,10 +135,10 @@ def _pictures(stem: str, record: Record, link: str) -> list[str]:
 def summary(records: dict[str, Record], link: str) -> str:
     """Return the front page's Markdown: of one GPU, a row of each group and a picture.
 
-    Without results of a GPU it is the table of an emulator's counts.
+    Without results of a GPU it is the sentence that there are none.
     """
     if not records:
-        return peer_tables.short(peer_tables.load(), NO_GPU)
+        return NO_GPU
     stem, record = next(iter(records.items()))
     head = (
         f"On {record['device']}, with torch {record['torch']} (2.00x: a peer takes twice as long; "
@@ -300,6 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
             "speed": speed(records, LINK),
             "articles": articles.results(folder),
             "bytes": step_bytes.page(),
+            "short": peer_tables.short(peer_tables.load()),
             "counts": peer_tables.page(peer_tables.load()),
             "models": model_tables.page(model_tables.load()),
             **studies,

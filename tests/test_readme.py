@@ -3,7 +3,8 @@
 A block finds the names that its page takes for granted: those of ``_assumed``, and of ``ASSUMED``
 for its page. Programs of the page of errors raise, and run in ``test_errors.py``. Where there is no
 GPU, ``on_this_machine`` lets ``.cuda()`` stay on the CPU, and "nccl" be gloo with one process. A
-block that opens with "```python notest" is left out; how many there are is counted.
+block that opens with "```python notest" is left out; how many there are is counted. A block that
+opens with "```diff" is the program after the change.
 """
 
 import os
@@ -33,9 +34,10 @@ LEFT_OUT = 0  # blocks marked "notest", of all pages
 SMOKE = ROOT / "tritonamp" / "README.md"  # needs no other library
 INTEGRATIONS = "tritonamp/integrations/README.md"
 FORECAST = "tritonamp/forecast/README.md"
+CASTS = "tritonamp/casts/README.md"
 RL = "tritonamp/integrations/rl.md"
 
-BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(python|diff)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]*)#?([^):]*)\)")  # to a file or heading, not to another site
 
 
@@ -50,9 +52,20 @@ class Block(NamedTuple):
 def blocks(path: Path) -> list[Block]:
     text = path.read_text()
     return [
-        Block(text.count("\n", 0, found.start(2)) + 1, found[1].strip(), found[2])
+        Block(
+            text.count("\n", 0, found.start(3)) + 1, found[2].strip(), program(*found.group(1, 3))
+        )
         for found in BLOCK.finditer(text)
     ]
+
+
+def program(language: str, text: str) -> str:
+    """Return a block's program; the lines that a change removes are empty."""
+    if language == "python":
+        return text
+    lines = text.splitlines()
+    assert all(line[:1] in ("", " ", "+", "-") for line in lines)
+    return "\n".join("" if line.startswith("-") else line[1:] for line in lines)
 
 
 def shown(path: Path) -> str:
@@ -180,7 +193,7 @@ def _of_forecast() -> dict[str, Any]:
 ASSUMED: dict[str, Callable[[], dict[str, Any]]] = {
     INTEGRATIONS: _of_integrations,
     RL: _of_rl,
-    "README.md": _of_peft,
+    CASTS: _of_peft,
     FORECAST: _of_forecast,
 }
 
