@@ -1,6 +1,7 @@
 """The one place that answers questions about the hardware, Triton and other processes."""
 
 import contextlib
+import difflib
 import functools
 import importlib
 import logging
@@ -216,8 +217,10 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
             GPU.
     """
     if requested not in BACKENDS:
+        near = difflib.get_close_matches(str(requested).lower(), BACKENDS, 1)
         raise ValueError(
             f"unknown backend {requested!r}: allowed are {', '.join(map(repr, BACKENDS))}"
+            + (f". Did you mean {near[0]!r}?" if near else "")
         )
     # Refused for every backend: the record of a step is float64, so eager steps fail there, too.
     if device.type == "mps":

@@ -1,5 +1,6 @@
 """Bad input gets a clear error, and nothing is lost."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -56,14 +57,14 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
     "field": (
         adamw,
         {"keep_batchnorm_fp32": True},
-        "policy fields of batch_invariant.*got the unknown keep_batchnorm_fp32: did you mean "
-        r"keep_norms_fp32 for keep_batchnorm_fp32\?$",
+        "fields of Policy, got the unknown keep_batchnorm_fp32: did you mean keep_norms_fp32 for "
+        r"keep_batchnorm_fp32\? The fields are batch_invariant, .*, track_lost_updates$",
     ),
     "apex's keyword": (
         adamw,
         {"opt_level": "O2", "lossscale": 1.0},
         r"got the unknown lossscale, opt_level: did you mean loss_scale for lossscale, level for "
-        r"opt_level\?$",
+        r"opt_level\? The fields are ",
     ),
     "more words than the field": (
         adamw,
@@ -77,10 +78,44 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
         "did you mean grad_dtype for gradient_dtype, state_dict_dtype for state_dict_type, state "
         "for state_dtype",
     ),
-    "misspelt argument": (adamw, {"back_end": "eager"}, r"did you mean backend for back_end\?$"),
-    "unknown keyword": (adamw, {"zzz": 1}, "got the unknown zzz$"),
+    "misspelt argument": (adamw, {"back_end": "eager"}, r"did you mean backend for back_end\? The"),
+    "unknown keyword": (adamw, {"zzz": 1}, r"got the unknown zzz\. The fields are batch_"),
+    "keywords of others": (
+        adamw,
+        {"enabled": True, "growth_interval": 9, "num_losses": 2, "precision": "16-mixed"},
+        r"did you mean level='O0' for enabled, scaler=tritonamp.GradScaler\(\.\.\.\) for "
+        "growth_interval, loss_id of amp.backward for num_losses, level and dtype for precision",
+    ),
     "misspelt level": (adamw, {"level": "O-2"}, r"got 'O-2': did you mean 'O2'\?$"),
     "number of a level": (adamw, {"level": 2}, r"got 2: did you mean 'O2'\?$"),
+    "space after a level": (adamw, {"level": "O2 "}, r"got 'O2 ': did you mean 'O2'\?$"),
+    "float16 for a level": (adamw, {"level": "fp16"}, r": did you mean dtype=torch.float16\?$"),
+    "dtype for a level": (
+        adamw,
+        {"level": torch.bfloat16},
+        r"level: .*got torch.bfloat16: did you mean dtype=torch.bfloat16\?$",
+    ),
+    "bits for a level": (adamw, {"level": 16}, r"got 16: did you mean dtype=torch.float16\?$"),
+    "FP32 for a level": (adamw, {"level": "fp32"}, r"got 'fp32': did you mean 'O0'\?$"),
+    "misspelt backend": (adamw, {"backend": "tritn"}, r"'eager'\. Did you mean 'triton'\?$"),
+    "case of a backend": (adamw, {"backend": "Eager"}, r"'eager'\. Did you mean 'eager'\?$"),
+    "misspelt state": (adamw, {"state": "8bits"}, r"got '8bits': did you mean '8bit'\?$"),
+    "long name of a state": (adamw, {"state": "bfloat16"}, r"did you mean 'bf16'\?$"),
+    "misspelt masters": (adamw, {"masters": "pack"}, r"got 'pack': did you mean 'packed'\?$"),
+    "case of a response": (adamw, {"on_nonfinite": "Heal"}, r"did you mean 'heal'\?$"),
+    "misspelt response": (adamw, {"on_nonfinite": "explan"}, r"did you mean 'explain'\?$"),
+    "misspelt offload": (adamw, {"offload": "states"}, r"got 'states': did you mean 'state'\?$"),
+    "name for grad_dtype": (
+        adamw,
+        {"grad_dtype": "fp32"},
+        r"or torch.float32, got 'fp32': did you mean torch.float32\?$",
+    ),
+    "name of a dtype that is no half": (
+        adamw,
+        {"dtype": "fp32"},
+        r"got 'fp32' \(for FP32 training use level='O0'\)",
+    ),
+    "double": (adamw, {"dtype": torch.float64}, "expected torch.float16 or .*got torch.float64 "),
     "conflict": (
         adamw,
         {"level": "O1", "master_weights": True},
@@ -137,6 +172,42 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
         {},
         "optimizer: expected a torch.optim.Optimizer or a list of them, got str",
     ),
+    "scheduler": (
+        lambda m: torch.optim.lr_scheduler.StepLR(adamw(m), 1),
+        {},
+        "got StepLR: give its optimizer, and step the scheduler by amp.step_schedulers",
+    ),
+    "class of an optimizer": (
+        lambda m: torch.optim.AdamW,
+        {},
+        r"got the class AdamW: make an instance of it, AdamW\(model.parameters\(\), lr=\.\.\.\)$",
+    ),
+    "parameters": (
+        lambda m: m.parameters(),
+        {},
+        "got generator: give the optimizer that was built from model.parameters",
+    ),
+    "level for an optimizer": (
+        lambda m: "O2",
+        {},
+        r"got str 'O2': the order is tritonamp.enable\(model, optimizer, level='O2'\), or .* for "
+        "inference",
+    ),
+    "dtype for an optimizer": (
+        lambda m: torch.float16,
+        {},
+        "got dtype: write dtype=torch.float16$",
+    ),
+    "scaler for an optimizer": (
+        lambda m: tritonamp.GradScaler("cpu"),
+        {},
+        r"got GradScaler: the handle has a scaler, amp.scaler\. .*scaler=tritonamp.GradScaler",
+    ),
+    "model for an optimizer": (
+        lambda m: net(),
+        {},
+        r"got Sequential: the order is .*, tritonamp.enable\(\[model, criterion\], \.\.\.\)$",
+    ),
     "twice": (two, {}, "the same optimizer is in the list twice"),
     "replaced step": (replaced_step, {}, "step of this AdamW was replaced on the instance"),
 }
@@ -161,6 +232,45 @@ def test_refused_before_anything_changes(case: str) -> None:
 def test_models_that_are_none(model: Any) -> None:
     with pytest.raises(ValueError, match=r"model: expected a .*[mM]odule.*, got "):
         tritonamp.enable(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "hint"),
+    [
+        (adamw(net()), r"AdamW: the order is tritonamp.enable\(model, optimizer, level='O2'\)$"),
+        ([net(), adamw(net())], "AdamW: the order is"),
+        (net().parameters(), r"generator: give the model itself, not model.parameters\(\); "),
+        (list(net().parameters()), "Parameter: give the model itself, "),
+        ("resnet18", "str 'resnet18': build the model first, and give the object$"),
+        (nn.Linear, r"the class Linear: make an instance of it, model = Linear\(\.\.\.\)$"),
+        (net().state_dict(), r"OrderedDict: give the model itself, not its state_dict\(\)"),
+        (3, "int$"),
+    ],
+    ids=["swapped", "a list of both", "parameters", "list", "name", "class", "state", "number"],
+)
+def test_what_is_no_model_is_told_its_place(model: Any, hint: str) -> None:
+    text = f"^model: expected a torch.nn.Module or a list of them, got {hint}"
+    with pytest.raises(ValueError, match=text):
+        tritonamp.enable(model, adamw(net()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("prefix", ["", "torch.", "fp"])
+def test_names_of_dtypes(dtype: torch.dtype, prefix: str) -> None:
+    name = {"fp": "fp16" if dtype is torch.float16 else "bf16"}.get(
+        prefix, f"{prefix}{str(dtype).removeprefix('torch.')}"
+    )
+    with pytest.raises(ValueError, match=rf"dtype: .*got '{name}': did you mean {dtype}\?$"):
+        tritonamp.enable(net(), dtype=name)
+    with pytest.raises(ValueError, match=r"got 'half': did you mean torch.float16\?$"):
+        tritonamp.enable(net(), dtype="half")
+
+
+def test_level_by_position() -> None:
+    for level in ("O2", tritonamp.O2):
+        model = net()
+        with tritonamp.enable(model, adamw(model), level) as amp:
+            assert amp.policy == tritonamp.O2
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, float("nan"), "1.0", None, iter(())])
@@ -192,12 +302,19 @@ def test_script_module() -> None:
 def test_enabled_twice() -> None:
     model = net()
     optimizer = adamw(model)
-    amp = tritonamp.enable(model, optimizer)
-    with pytest.raises(ValueError, match=r"it is enabled already: call amp.disable\(\)"):
-        tritonamp.enable(model)
-    with pytest.raises(ValueError, match="its submodule '0' is enabled already"):
-        tritonamp.enable(nn.Sequential(model))
-    amp.disable()
+    amp = tritonamp.enable(model, optimizer, fp32_modules="1")
+    with pytest.raises(ValueError, match=r"submodule '0' is a part of a model that is enabled"):
+        tritonamp.enable(nn.Sequential(model[1]))
+    with pytest.raises(ValueError, match="AdamW is enabled already, with another model: build"):
+        tritonamp.enable(net(), optimizer)
+    for given in (nn.Sequential(model), model):
+        where = "it" if given is model else "its submodule '0'"
+        with pytest.raises(ValueError, match=f"{where} is enabled already: keep") as raised:
+            tritonamp.enable(given)
+        code = r"tritonamp\.handle\(.+?\)+(?:\.disable\(\))?"
+        keep, disable = re.findall(code, str(raised.value))
+        assert eval(keep, {"tritonamp": tritonamp, "model": given}) is amp
+    assert eval(disable, {"tritonamp": tritonamp, "model": given}) is None
     with pytest.raises(RuntimeError, match="this model was disabled"):
         amp.disable()
     with pytest.raises(RuntimeError, match=r"amp.backward\(\): this model was disabled"):

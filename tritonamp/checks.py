@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from tritonamp.casts.enabled_module import EnabledModule
 from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.model import all_fp32_modules, refuse_scripted
 from tritonamp.distributed.ddp import check_buckets, unwrapped
@@ -58,9 +59,14 @@ def _check_model(model: nn.Module) -> None:
         context = vars(module).get("_tritonamp_context")
         if context is not None and not context.is_copy:
             where = f"its submodule {name!r}" if name else "it"
+            enabled = f"model.get_submodule({name!r})" if name else "model"
             raise ValueError(
-                f"model: {kind} cannot be enabled, {where} is enabled already: call amp.disable() "
-                "on the first handle, or keep using it"
+                f"model: {kind} cannot be enabled, {where} is enabled already: keep using its "
+                f"handle, amp = tritonamp.handle({enabled}), or disable it first, "
+                f"tritonamp.handle({enabled}).disable()"
+                if isinstance(module, EnabledModule)
+                else f"model: {kind} cannot be enabled, {where} is a part of a model that is "
+                "enabled already: call disable() on the handle of that model, or keep using it"
             )
     for front, module in named:
         for name, param in module._parameters.items():
@@ -96,7 +102,9 @@ def _check_optimizer(optimizer: Any, params: set[nn.Parameter]) -> None:
     kind = type(optimizer).__name__
     if hasattr(optimizer, "_stepper"):
         raise ValueError(
-            f"optimizer: {kind} is enabled already: call amp.disable() on the first handle"
+            f"optimizer: {kind} is enabled already, with another model: build another optimizer "
+            "for this one, or call tritonamp.handle(that_model).disable() first. Models that one "
+            "optimizer trains go into one call, tritonamp.enable([model, that_model], optimizer)"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(

@@ -158,16 +158,12 @@ class Policy:
             ValueError: ``text`` is no such text, or its fields contradict one another.
         """
         plain, known = json.loads(text), {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(plain, dict) or not plain.keys() <= known:
-            got = (
-                ", ".join(sorted(plain.keys() - known))
-                if isinstance(plain, dict)
-                else type(plain).__name__
-            )
+        if not isinstance(plain, dict):
             raise ValueError(
                 f"Policy.from_json: expected an object with keys of {', '.join(sorted(known))}, "
-                f"got {got}"
+                f"got {type(plain).__name__}"
             )
+        check_field_names(plain)
         for name in ("dtype", "cast_outputs", "softmax_dtype", "state_dict_dtype", "grad_dtype"):
             if isinstance(plain.get(name), str):
                 plain[name] = getattr(torch, plain[name], plain[name])
@@ -283,8 +279,8 @@ def _is_number(value: object) -> bool:
 def _bad_values(policy: Policy) -> Iterable[str]:
     if policy.dtype not in HALF_DTYPES:
         yield (
-            f"dtype: expected torch.float16 or torch.bfloat16, got {policy.dtype!r} (for FP32 "
-            "training use level='O0')"
+            f"dtype: expected torch.float16 or torch.bfloat16, got {policy.dtype!r}"
+            + (_meant(policy.dtype, HALF_DTYPES) or " (for FP32 training use level='O0')")
         )
     for field in dataclasses.fields(policy):
         value = getattr(policy, field.name)
@@ -298,8 +294,9 @@ def _bad_values(policy: Policy) -> Iterable[str]:
     if not _is_number(policy.init_scale) or not 0 < policy.init_scale < math.inf:
         yield f"init_scale: expected a positive finite number, got {policy.init_scale!r}"
     for name, (allowed, expected) in _choices(policy).items():
-        if getattr(policy, name) not in allowed:
-            yield f"{name}: expected {expected}, got {getattr(policy, name)!r}"
+        value = getattr(policy, name)
+        if value not in allowed:
+            yield f"{name}: expected {expected}, got {value!r}{_meant(value, allowed)}"
     if (
         isinstance(policy.raise_after, bool)
         or not isinstance(policy.raise_after, int)
@@ -312,6 +309,33 @@ def _bad_values(policy: Policy) -> Iterable[str]:
             "skip_outliers: expected None or how many standard deviations, a number above 0 such "
             f"as 6.0, got {sigmas!r}"
         )
+
+
+def _meant(value: Any, allowed: Iterable[Any]) -> str:
+    """Return ": did you mean 'heal'?" for a misspelt value, or "".
+
+    Args:
+        value: the wrong value. Only strings are compared.
+        allowed: right values. A name such as "fp16" may stand for a dtype among these.
+    """
+    if not isinstance(value, str):
+        return ""
+    near: list[Any] = [dtype for dtype in allowed if dtype is not None and dtype is _named(value)]
+    if near:
+        return f": did you mean {near[0]}?"
+    names = {name.lower(): name for name in allowed if isinstance(name, str)}
+    near = difflib.get_close_matches(value.lower(), names, 1)
+    return f": did you mean {names[near[0]]!r}?" if near else ""
+
+
+def _named(dtype: str) -> torch.dtype | None:
+    """Return the dtype that a name such as "fp16", "half" or "bf16-mixed" stands for, or None."""
+    name = dtype.lower().removeprefix("torch.")
+    if name in ("fp32", "float32", "float"):
+        return torch.float32
+    if name.startswith(("bf16", "bfloat16")):
+        return torch.bfloat16
+    return torch.float16 if name.startswith(("fp16", "float16", "16", "half")) else None
 
 
 def _choices(policy: Policy) -> dict[str, tuple[tuple[Any, ...], str]]:
@@ -448,6 +472,14 @@ def resolve(level: str | Policy, dtype: torch.dtype | None = None, **fields: Any
     return dataclasses.replace(base, **fields) if fields else base
 
 
+_SCALER = "scaler=tritonamp.GradScaler(...)"
+_ELSEWHERE = {  # by name of an argument of torch.amp, apex, Lightning or Accelerate
+    **dict.fromkeys(("backoff_factor", "growth_factor", "growth_interval", "hysteresis"), _SCALER),
+    **dict.fromkeys(("max_loss_scale", "max_scale", "min_loss_scale", "min_scale"), _SCALER),
+    **dict.fromkeys(("mixed_precision", "precision"), "level and dtype"),
+    "enabled": "level='O0'",
+    "num_losses": "loss_id of amp.backward",
+}
 _SLIP = 0.82  # of 1: least similarity of a misspelt name to the right one
 
 
@@ -467,17 +499,21 @@ def check_field_names(fields: Iterable[str], others: Iterable[str] = ()) -> None
         return
     pairs = ((name, _nearest(name, known, others)) for name in unknown)
     meant = [f"{found[0]} for {name}" for name, found in pairs if found]
-    hint = f": did you mean {', '.join(meant)}?" if meant else ""
+    hint = f": did you mean {', '.join(meant)}?" if meant else "."
     raise ValueError(
-        f"expected policy fields of {', '.join(known)}, got the unknown {', '.join(unknown)}{hint}"
+        f"expected fields of Policy, got the unknown {', '.join(unknown)}{hint} The fields are "
+        f"{', '.join(known)}"
     )
 
 
 def _nearest(name: str, fields: Sequence[str], others: Iterable[str]) -> list[str]:
     """Return the most similar right name, if any.
 
-    Names with a slip win, then fields whose words are all in ``name``.
+    Arguments of other libraries that have a place here win. Then come names with a
+    slip, and fields whose words are all in ``name``.
     """
+    if name in _ELSEWHERE:
+        return [_ELSEWHERE[name]]
     slips = difflib.get_close_matches(name, [*fields, *others], 1, cutoff=_SLIP)
     if slips:
         return slips
@@ -505,5 +541,7 @@ def _level_hint(level: Any) -> str:
     """Return a hint at the level that a wrong name stands for; "" if none is near."""
     if isinstance(level, str) and level[:1] in ("0", "o") and f"O{level[1:]}" in _NAMES:
         return f" (it begins with the capital letter O, not the digit zero: 'O{level[1:]}')"
-    near = difflib.get_close_matches(str(level).upper(), _NAMES, 1)
-    return f": did you mean {near[0]!r}?" if near else ""
+    dtype = level if isinstance(level, torch.dtype) else _named(str(level))
+    if dtype in HALF_DTYPES:
+        return f": did you mean dtype={dtype}?"
+    return ": did you mean 'O0'?" if dtype is not None else _meant(str(level), _NAMES)

@@ -34,6 +34,7 @@ from tritonamp.checks import (
 from tritonamp.kernels.device import check_dtype, choose_backend, warn_of_known_fault
 from tritonamp.policy import LEVELS, Policy, check_field_names, resolve
 from tritonamp.runtime.amp import Amp, as_list
+from tritonamp.runtime.misplaced import check_places
 from tritonamp.runtime.parts import Request
 from tritonamp.scaler import GradScaler
 
@@ -43,8 +44,8 @@ logger = logging.getLogger("tritonamp")
 def enable(
     model: nn.Module | Iterable[nn.Module],
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
-    *,
     level: str | Policy | None = None,
+    *,
     dtype: torch.dtype | None = None,
     backend: str = "auto",
     scaler: GradScaler | None = None,
@@ -80,6 +81,8 @@ def enable(
             nothing was changed.
         UnsupportedDeviceError: the device does not support an explicit request.
     """
+    given, of_models = as_list(model), [] if optimizer is None else as_list(optimizer)
+    check_places(given, of_models)
     check_field_names(policy_fields, inspect.signature(enable).parameters)
     if policy is not None and level is not None:
         raise ValueError(
@@ -91,7 +94,6 @@ def enable(
         policy_fields["loss_scale"] = "dynamic"
     if level is None:
         level = "O1" if policy is None else policy
-    given = as_list(model)
     # from here to Amp(...) nothing is changed, so that a refusal leaves the model as it was
     models = check_models(given)
     device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
@@ -99,7 +101,7 @@ def enable(
     if dtype is None and isinstance(level, str) and level in LEVELS:
         dtype = loaded_dtype(half, device)
     resolved = resolve(level, dtype, **policy_fields)
-    optimizers = check_optimizers([] if optimizer is None else as_list(optimizer), models)
+    optimizers = check_optimizers(of_models, models)
     check_sharding(models, resolved, optimizers)
     check_gradients(given, resolved)
     check_dtype(resolved.dtype, device)
