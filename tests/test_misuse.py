@@ -1,5 +1,8 @@
 """Bad input gets a clear error, and nothing is lost."""
 
+import copy
+import io
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -315,12 +318,31 @@ def test_enabled_twice() -> None:
         keep, disable = re.findall(code, str(raised.value))
         assert eval(keep, {"tritonamp": tritonamp, "model": given}) is amp
     assert eval(disable, {"tritonamp": tritonamp, "model": given}) is None
-    with pytest.raises(RuntimeError, match="this model was disabled"):
-        amp.disable()
     with pytest.raises(RuntimeError, match=r"amp.backward\(\): this model was disabled"):
         amp.backward(model(torch.ones(1, 4)).sum() * 1e-2)
-    other = tritonamp.enable(model, optimizer, level="O2")  # and again, at another level
+    with tritonamp.enable(model, optimizer, level="O2") as other:  # and again, at another level
+        amp.disable()  # a second time, which does nothing
+        assert tritonamp.handle(model) is other
     other.disable()
+    assert type(model) is nn.Sequential
+
+
+def test_a_handle_is_no_pair(run: Any) -> None:
+    model, _, amp = run
+    with pytest.raises(TypeError, match=r"write amp = tritonamp.enable\(\.\.\.\)\.") as raised:
+        model, _optimizer = amp
+    assert "amp = tritonamp.handle(model)" in str(raised.value)
+    assert tritonamp.handle(model) is amp
+
+
+@pytest.mark.parametrize(
+    "function",
+    [pickle.dumps, copy.copy, copy.deepcopy, lambda amp: torch.save({"amp": amp}, io.BytesIO())],
+    ids=["pickle", "copy", "deepcopy", "torch.save"],
+)
+def test_what_is_saved_is_the_state(run: Any, function: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled.*save amp.state_dict\(\)"):
+        function(run[2])
 
 
 def test_triton_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +386,7 @@ def test_without_backward(run: Any) -> None:
     _, _, amp = run
     with pytest.raises(RuntimeError, match=r"unscale_\(\) before any backward"):
         amp.unscale_()
-    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) before any backward"):
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) before any backward.*A plain"):
         amp.clip_grad_norm_(1.0)
 
 
@@ -410,9 +432,65 @@ def test_backward_without_optimizer_and_with_a_foreign_one() -> None:
         amp.backward(model(torch.ones(1, 4)).sum(), adamw(model))
     with pytest.raises(ValueError, match="loss_id: expected an int, got 'gen'"):
         amp.backward(model(torch.ones(1, 4)).sum(), loss_id="gen")
-    with pytest.raises(ValueError, match="loss: expected a Tensor, got float"):
-        amp.backward(1.0)
+    with pytest.raises(ValueError, match="got Tensor, which was not: give an optimizer, a list"):
+        amp.backward(model(torch.ones(1, 4)).sum(), torch.ones(()))
     amp.disable()
+
+
+class Outputs(dict[str, Any]):
+    """As transformers returns them."""
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (lambda out: 1.0, "expected a Tensor, got float: give the loss itself$"),
+        (
+            lambda out: Outputs(loss=out),
+            r"got Outputs: give the loss itself, such as outputs\.loss",
+        ),
+        (lambda out: out, r"expected a scalar, got a Tensor of shape \(3, 2\): reduce it, loss\."),
+        (lambda out: out.sum().detach(), "got one that does not require grad and does not have a"),
+        (
+            lambda out: torch.tensor(out.sum().item()),
+            r"look for torch\.no_grad\(\), \.detach\(\), ",
+        ),
+    ],
+    ids=["float", "outputs", "rows", "detached", "made again"],
+)
+def test_losses_without_a_backward(run: Any, loss: Callable[[Any], Any], text: str) -> None:
+    model, optimizer, amp = run
+    with pytest.raises(ValueError, match=f"^loss: .*{text}"):
+        amp.backward(loss(model(torch.ones(3, 4))))
+    amp.backward(model(torch.ones(3, 4)).sum().reshape(1) * 1e-2)  # as torch has it
+    optimizer.step()
+    assert (amp.stats()["steps"], amp.stats()["skipped"]) == (1, 0)
+    with amp.scale_loss(model(torch.ones(3, 4))) as scaled:  # as the message says
+        scaled.backward(torch.full((3, 2), 1e-2))
+
+
+def test_torchs_arguments_of_clipping(run: Any) -> None:
+    model, _, amp = run
+    amp.backward(model(torch.ones(3, 4)).sum() * 1e-2)
+    text = r"max_norm: expected a number .*, got generator and 1 more: amp.clip_grad_norm_\(1\.0\)"
+    with pytest.raises(ValueError, match=text):
+        amp.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ValueError, match=r"got 1\.0 and 1 more: "):
+        amp.clip_grad_norm_(1.0, 2.0)
+    with pytest.raises(ValueError, match="got Parameter and 1 more: "):
+        amp.clip_grad_norm_(model[0].weight, 1.0)
+
+
+def test_the_numbers_of_a_run_while_it_sleeps(run: Any) -> None:
+    model, optimizer, amp = run
+    amp.backward(model(torch.ones(3, 4)).sum() * 1e-2)
+    optimizer.step()
+    before = amp.metrics()
+    amp.sleep()
+    assert amp.metrics() == before != {}
+    with pytest.raises(RuntimeError, match=r"Call amp\.wake\(\) first"):
+        amp.stats()
+    amp.wake()
 
 
 def test_raise_on_nonfinite() -> None:

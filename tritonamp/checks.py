@@ -188,17 +188,47 @@ def check_scaler(scaler: Any, policy_fields: Mapping[str, Any]) -> None:
         )
 
 
-def check_max_norm(max_norm: Any) -> None:
-    """Check the norm to which gradients are clipped; a tensor is accepted unread.
+def check_loss(loss: Any) -> None:
+    """Check a loss whose backward is to run.
 
     Raises:
-        ValueError: ``max_norm`` is no number, negative, or NaN.
+        ValueError: ``loss`` is no tensor, has several elements, or no graph.
     """
-    if isinstance(max_norm, torch.Tensor):
+    if not isinstance(loss, torch.Tensor):
+        which = ", such as outputs.loss or outputs['loss']" if hasattr(loss, "keys") else ""
+        raise ValueError(
+            f"loss: expected a Tensor, got {type(loss).__name__}: give the loss itself{which}"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss: expected a Tensor that was computed from the model's parameters, got one that "
+            "does not require grad and does not have a grad_fn: look for torch.no_grad(), "
+            ".detach(), .item() or torch.tensor(...) on its way, and for frozen parameters"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss: expected a scalar, got a Tensor of shape {tuple(loss.shape)}: reduce it, "
+            "loss.mean(), or give torch a gradient for it, "
+            "`with amp.scale_loss(loss) as scaled: scaled.backward(gradient)`"
+        )
+
+
+def check_max_norm(max_norm: Any, *others: Any) -> None:
+    """Check the norm to which gradients are clipped; a tensor is accepted unread.
+
+    Args:
+        max_norm: the norm.
+        *others: further arguments of the call, none of which is accepted.
+
+    Raises:
+        ValueError: ``max_norm`` is no number, negative, or NaN; or there are others.
+    """
+    if isinstance(max_norm, torch.Tensor) and not others:
         return
     is_number = isinstance(max_norm, (float, Real))  # an abstract class takes longer to ask
-    if not is_number or not float(max_norm) >= 0:
+    if others or not is_number or not float(max_norm) >= 0:
         got = type(max_norm).__name__ if not is_number else repr(max_norm)
+        got += f" and {len(others)} more" * bool(others)
         raise ValueError(
             f"max_norm: expected a number of 0 or more, got {got}: amp.clip_grad_norm_(1.0) clips "
             "the gradients of all that the optimizers hold, which are not to be given"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,7 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from tritonamp.amp_state import ResumeState, parse_state
 from tritonamp.casts import copies, dispatch
-from tritonamp.checks import check_changes, check_flag, check_max_norm, check_pipeline
+from tritonamp.checks import (
+    check_changes,
+    check_flag,
+    check_loss,
+    check_max_norm,
+    check_pipeline,
+)
 from tritonamp.class_swap import uninstall
 from tritonamp.diagnosis import scaled_gradients
 from tritonamp.diagnosis.fault_counts import FaultCounts
@@ -108,6 +114,18 @@ class Amp:
         self._check_enabled(caller)
         return self._parts
 
+    def __iter__(self) -> NoReturn:
+        """Refuse ``model, optimizer = tritonamp.enable(...)``.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "an Amp is one handle, got code that takes it for several values: write "
+            "amp = tritonamp.enable(...). Model and optimizer are enabled in place, and keep their "
+            "names; amp = tritonamp.handle(model) is the handle of a model that is enabled by now"
+        )
+
     def __enter__(self) -> "Amp":
         self._check_enabled("with")
         return self
@@ -144,7 +162,10 @@ class Amp:
         self._check_enabled("backward")
         if self._audit is not None:
             self._audit.keeps_graph = True
-        with self.scale_loss(loss, optimizer, loss_id) as scaled:
+        opened = self.scale_loss(loss, optimizer, loss_id)
+        if loss.ndim or not loss.requires_grad:
+            check_loss(loss)
+        with opened as scaled:
             if self._audit is not None:
                 retain_graph |= self._audit.is_running
             scaled.backward(retain_graph=retain_graph)
@@ -174,7 +195,7 @@ class Amp:
         parts = self._ready_parts("scale_loss")
         parts.stepper.check_training("amp.backward")
         if not isinstance(loss, Tensor):
-            raise ValueError(f"loss: expected a Tensor, got {type(loss).__name__}")
+            check_loss(loss)
         if not isinstance(loss_id, int):
             raise ValueError(f"loss_id: expected an int, got {loss_id!r}")
         feeds = parts.optimizers
@@ -242,9 +263,12 @@ class Amp:
             )
         for i, o in enumerate(feeds):
             if o not in parts.weights:
+                advice = "enable it with the model, tritonamp.enable(model, [optimizer, ...])"
+                if not isinstance(o, Optimizer):
+                    advice = "give an optimizer, a list of them, or None for all"
                 raise ValueError(
                     f"optimizer {i}: expected one given to tritonamp.enable, got "
-                    f"{type(o).__name__}, which was not: enable it with the model"
+                    f"{type(o).__name__}, which was not: {advice}"
                 )
         return feeds
 
@@ -305,7 +329,7 @@ class Amp:
         return [found_inf for found_inf in found if found_inf is not None]
 
     @between_graphs
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, *others: Any) -> Tensor:
         """Clip the true gradients to a total 2-norm.
 
         The step does the clipping, at no extra pass, unless ``unscale_`` was called before.
@@ -313,6 +337,7 @@ class Amp:
         Args:
             max_norm: largest 2-norm of all gradients that the pending losses feed, unscaled; 0 or
                 more.
+            *others: none. torch's arguments, parameters and a norm, get an error that says so.
 
         Returns:
             the norm before clipping, 0-d float32 on the device. It is inf if the gradients are
@@ -323,7 +348,7 @@ class Amp:
             RuntimeError: the call comes before any backward.
         """
         parts = self._ready_parts("clip_grad_norm_")
-        check_max_norm(max_norm)
+        check_max_norm(max_norm, *others)
         parts.scaled_gradients.has_clipped = True
         fed = self._fed_optimizers(parts, "clip_grad_norm_")
         return parts.stepper.early.clip_grad_norm_(fed, max_norm)
@@ -360,10 +385,14 @@ class Amp:
         pending = parts.pending.fed_optimizers()
         if not pending and self.policy.scales_loss:
             if parts.decisions.rule is None:  # no step yet
-                raise RuntimeError(f"{caller}() before any backward: call amp.backward(loss) first")
+                raise RuntimeError(
+                    f"{caller}() before any backward: call amp.backward(loss) first. A plain "
+                    "loss.backward() does not count, because this level scales the loss"
+                )
             raise RuntimeError(
                 f"amp.{caller}(): expected a call between amp.backward(loss) and optimizer.step(), "
-                "got one after the step, which has used these gradients"
+                "got one after the step, which has used these gradients, or after a plain "
+                "loss.backward(), which does not count, because this level scales the loss"
             )
         return pending or parts.optimizers
 
@@ -644,7 +673,7 @@ class Amp:
             - amp/mismatch_k1, amp/mismatch_k3, amp/mismatch_outside, amp/mismatch_worst_ratio: the
               last mismatch that ``log_mismatch`` got.
         """
-        parts = self._parts
+        parts = self._built
         ranges = () if self._ranges is None else self._ranges.arrived()
         return metrics(parts.log, ranges, parts.mismatches.arrived())
 
@@ -926,7 +955,8 @@ class Amp:
         These are FP32 masters, ``optimizer.state``, gradients and averages of ``ema``. The model
         stays on the device and runs forwards, while a sampler or another program uses the memory.
         The tensors stay the same objects, without memory, and must not be used until ``wake``. All
-        methods except ``wake`` and ``autocast``, and those of the optimizers, raise RuntimeError.
+        methods except ``wake``, ``autocast`` and ``metrics``, and those of the optimizers, raise
+        RuntimeError.
 
         Losses that no step has answered stay pending. Waits for the device. On the CPU nothing
         moves. Call it on every rank.
@@ -946,6 +976,7 @@ class Amp:
         self._check_enabled("sleep")
         if not isinstance(weights, bool):
             raise ValueError(f"weights: expected a bool, got {weights!r}")
+        self._parts.log.collect(wait=True)  # ``metrics`` is not to read weights that are away
         return self._parts.sleep.fall_asleep(weights)
 
     @between_graphs
@@ -965,11 +996,10 @@ class Amp:
         """Put model, optimizer and torch back as they were, with the trained values.
 
         Parameters get back the dtype that they had before ``enable``; half ones are rounded once.
-
-        Raises:
-            RuntimeError: the model was disabled already.
+        A second call does nothing.
         """
-        self._check_enabled("disable")
+        if not self._enabled:
+            return
         if self._ranges is not None:
             self._ranges.remove()
         self._audit = None
@@ -1012,14 +1042,15 @@ class Amp:
         """
         raise TypeError(
             "an Amp cannot be copied or pickled, since it works on the very models and optimizers "
-            "that were enabled: copy these, copy.deepcopy((model, optimizer)), and call "
-            "tritonamp.enable with the copies; amp.state_dict() is for files"
+            "that were enabled: save amp.state_dict() next to the states of these, and copy these, "
+            "copy.deepcopy((model, optimizer)), for tritonamp.enable(...) of the copies"
         )
 
     def _check_enabled(self, caller: str) -> None:
         if not self._enabled:
-            again = " already" if caller == "disable" else "; call tritonamp.enable again"
-            raise RuntimeError(f"amp.{caller}(): this model was disabled{again}")
+            raise RuntimeError(
+                f"amp.{caller}(): this model was disabled; call tritonamp.enable again"
+            )
 
 
 class _StepState:
