@@ -165,7 +165,12 @@ def test_errors_of_both(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("bad", [5, -1, -100])
 def test_targets_that_are_no_class_are_refused(bad: int) -> None:
-    with pytest.raises(IndexError, match=f"Target {bad} is out of bounds"):
+    text = (
+        rf"Target {bad} is out of bounds\..* also not -100: give targets\.clamp\(min=0\), and mul"
+    )
+    with pytest.raises(IndexError, match=text):
         token_log_probs(torch.zeros(2, 5).half(), torch.tensor([0, bad]))
+    with pytest.raises(IndexError, match=text):
+        linear_token_log_probs(torch.zeros(2, 3), torch.zeros(5, 3), torch.tensor([0, bad]))
     with pytest.raises(ValueError, match="logits: expected floating numbers"):
         token_log_probs(torch.zeros(2, 5).long(), torch.tensor([0, 1]))

@@ -22,7 +22,8 @@ def token_log_probs(
 
     Args:
         logits: [..., v], float16, bfloat16 or float32.
-        targets: int64 classes, [...].
+        targets: int64 classes, [...]. -100 is none: give ``targets.clamp(min=0)``, and mask the
+            results.
         temperature: temperature of the sampling, above 0.
         return_entropy: whether to return the entropy of each row, [...], with a gradient, too.
 
@@ -37,9 +38,12 @@ def token_log_probs(
         )
     check_targets("targets", targets, tuple(logits.shape[:-1]))
     losses = _losses(temperature, return_entropy)
-    if is_under_transforms() or logits.is_meta or not logits.numel():
-        return _log_probs(losses.by_torch(logits, targets))
-    return _log_probs(CrossEntropy.apply(logits, targets, losses))
+    try:
+        if is_under_transforms() or logits.is_meta or not logits.numel():
+            return _log_probs(losses.by_torch(logits, targets))
+        return _log_probs(CrossEntropy.apply(logits, targets, losses))
+    except IndexError as error:
+        raise _no_class(error) from error
 
 
 def linear_token_log_probs(
@@ -61,7 +65,8 @@ def linear_token_log_probs(
     Args:
         input: hidden states, [..., d].
         weight: weight of the model's last layer, [v, d].
-        targets: int64 classes, [...].
+        targets: int64 classes, [...]. -100 is none: give ``targets.clamp(min=0)``, and mask the
+            results.
         bias: bias of that layer, [v], or None.
         temperature: temperature of the sampling, above 0.
         return_entropy: whether to return the entropy of each row, [...], with a gradient, too.
@@ -76,7 +81,10 @@ def linear_token_log_probs(
     check_targets("targets", targets, tuple(input.shape[:-1]))
     losses = _losses(temperature, return_entropy)
     rows = RowsOfLayer(input, weight, bias, targets, losses, chunk_rows)
-    return _log_probs(rows.results())
+    try:
+        return _log_probs(rows.results())
+    except IndexError as error:
+        raise _no_class(error) from error
 
 
 def _losses(temperature: float, entropy: bool) -> LineLosses:
@@ -89,6 +97,14 @@ def _losses(temperature: float, entropy: bool) -> LineLosses:
         raise ValueError(f"temperature: expected a number above 0, got {temperature}")
     backend = backend_in_force()
     return LineLosses(temperature=float(temperature), entropy=entropy, backend=backend)
+
+
+def _no_class(error: IndexError) -> IndexError:
+    """Return the error of torch with advice. On CUDA it is no exception, and has none."""
+    return IndexError(
+        f"{error} A log-probability needs a class, and no index is ignored, also not -100: give "
+        "targets.clamp(min=0), and multiply the results by a mask of the tokens that count"
+    )
 
 
 def _log_probs(results: Results) -> Tensor | tuple[Tensor, Tensor]:
