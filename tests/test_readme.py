@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,6 +36,7 @@ INTEGRATIONS = "tritonamp/integrations/README.md"
 FORECAST = "tritonamp/forecast/README.md"
 CASTS = "tritonamp/casts/README.md"
 RL = "tritonamp/integrations/rl.md"
+QUESTIONS = "tritonamp/questions.md"
 
 BLOCK = re.compile(r"^```(python|diff)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]*)#?([^):]*)\)")  # to a file or heading, not to another site
@@ -190,11 +191,23 @@ def _of_forecast() -> dict[str, Any]:
     return {"pipe": diffusion.StandIn(), "prompt": "a lighthouse"}
 
 
+def _of_questions() -> dict[str, Any]:
+    """A writer of TensorBoard; safetensors, or a stand-in for its one function."""
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError:
+        stand_in = ModuleType("safetensors.torch")
+        vars(stand_in)["save_file"] = torch.save
+        sys.modules["safetensors"] = sys.modules["safetensors.torch"] = stand_in
+    return {"writer": SimpleNamespace(add_scalar=lambda name, value, step: None)}
+
+
 ASSUMED: dict[str, Callable[[], dict[str, Any]]] = {
     INTEGRATIONS: _of_integrations,
     RL: _of_rl,
     CASTS: _of_peft,
     FORECAST: _of_forecast,
+    QUESTIONS: _of_questions,
 }
 
 
@@ -219,11 +232,10 @@ def on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     if dist.is_initialized():
         dist.destroy_process_group()
     for name in set(sys.modules) - modules:
-        if name.partition(".")[0] in (
-            "apex",
-            "amp_C",
-            "apex_C",
-        ):  # what tritonamp.apex.install() put there
+        first = name.partition(".")[0]
+        stands_in = first == "safetensors" and sys.modules[name].__spec__ is None
+        # what tritonamp.apex.install() put there, and what a page did
+        if stands_in or first in ("apex", "amp_C", "apex_C"):
             del sys.modules[name]
     if "accelerate" in sys.modules:  # keeps one state for the process
         from accelerate.state import AcceleratorState, GradientState, PartialState

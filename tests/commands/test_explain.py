@@ -7,6 +7,7 @@ import pytest
 
 from tritonamp.__main__ import main
 from tritonamp.commands.error_pages import find, sections, words
+from tritonamp.commands.question_pages import questions
 
 TRACEBACK = """
 Epoch 3:  12%|#2        | 40/320 [00:07<00:49,  5.6it/s, loss=2.31]
@@ -62,6 +63,7 @@ def test_texts_are_found_as_they_are_pasted(text: str, title: str) -> None:
         "expected scalar type Long but found Int",  # labels: no matter of precision
         "nan",  # part of several texts
         "dtype",
+        "T4",  # a letter is part of a text, and no text is meant
         "",
     ],
 )
@@ -102,7 +104,7 @@ def test_prints_the_section(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_text_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     titles = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert titles == [page.title for page in sections()]
+    assert titles == [*(p.title for p in sections()), "", *(p.title for p in questions())]
 
 
 def test_reads_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,4 +142,4 @@ def test_nothing_to_look_for_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as exit_:
         main(["explain", "  42"])
     assert exit_.value.code == 2
-    assert "expected the text of an error, got '42'" in capsys.readouterr().err
+    assert "expected the text of an error, or a question, got '42'" in capsys.readouterr().err

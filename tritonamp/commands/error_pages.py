@@ -17,6 +17,7 @@ _DTYPE = re.compile(
     r"(?:half|float|bfloat16|float16|float32|fp16|bf16|fp32)(?:tensor)?\b"
 )
 _SHORT = len("skipped of")  # the start of each line about a skip, which counts if nothing else does
+_PART = len("nan")  # the shortest part of an error text that is looked for: not the "t" of T4
 _WORD = re.compile(r"[^\W\d_]+")
 
 
@@ -69,8 +70,10 @@ def find(text: str, pages: Sequence[Section]) -> list[Section]:
     found = [place for place in found if place[1] > _SHORT] or found
     if found:
         return [pages[index] for index in dict.fromkeys(index for _, _, index in found)]
+    if len(given) < _PART:
+        return []
     holders = [page for page in pages if any(_holds(known, given) for known in _known(page))]
-    return holders if given and len(holders) == 1 else []
+    return holders if len(holders) == 1 else []
 
 
 def _known(page: Section) -> list[str]:

@@ -1,4 +1,7 @@
-"""``python -m tritonamp explain``: the meaning of an error text, from ``diagnosis/errors.md``."""
+"""``python -m tritonamp explain``: an error text, from ``diagnosis/errors.md``, or a question.
+
+Texts that are no known error are looked for in ``questions.md``.
+"""
 
 import argparse
 import sys
@@ -6,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tritonamp.commands.error_pages import Section, find, sections, words
+from tritonamp.commands.question_pages import Question, answers, questions
 
 _ALL = "`python -m tritonamp explain` without a text lists all sections."
 
@@ -13,14 +17,15 @@ _ALL = "`python -m tritonamp explain` without a text lists all sections."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "What an error or a warning of mixed precision means, the smallest program that raises "
-        "it, and the cure, in plain torch and with tritonamp."
+        "it, and the cure, in plain torch and with tritonamp. Or the answer to a question, such as "
+        '"EMA" or "gradient penalty".'
     )
     parser.epilog = "Exit status: 0 found, 1 not found."
     parser.add_argument(
         "text",
         metavar="TEXT",
         nargs="*",
-        help="the error, or all of a traceback; - reads it from stdin (default: list all texts)",
+        help="the error or question, or all of a traceback; - reads stdin (default: list all)",
     )
 
 
@@ -29,24 +34,27 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
 
     ``fail`` ends the command with a message.
     """
-    pages = sections()
+    pages, asked = sections(), questions()
     if not args.text:
-        print(_listed(pages))
+        print(_listed(pages), _listed(asked), sep="\n\n")
         return 0
     from_stdin = args.text == ["-"]
     text = sys.stdin.buffer.read().decode(errors="replace") if from_stdin else " ".join(args.text)
     if not words(text):
-        fail(f"expected the text of an error, got {text.strip()!r}")
-    found = find(text, pages)
+        fail(f"expected the text of an error, or a question, got {text.strip()!r}")
+    found: Sequence[Section | Question] = find(text, pages)
+    more = "The text holds others, too:"
+    if not found:
+        found, more = answers(text, asked), "Other questions that it may mean:"
     if not found:
         print(f"No section is about this text. {_ALL}")
         return 1
     first, *others = found
     print(first.title, "=" * len(first.title), "", first.body, sep="\n")
     if others:
-        print(f"\nThe text holds others, too:\n\n{_listed(others)}")
+        print(f"\n{more}\n\n{_listed(others)}")
     return 0
 
 
-def _listed(pages: Sequence[Section]) -> str:
+def _listed(pages: Sequence[Section | Question]) -> str:
     return "\n".join(f"  {page.title}" for page in pages)
