@@ -7,6 +7,7 @@ block that opens with "```python notest" is left out; how many there are is coun
 opens with "```diff" is the program after the change.
 """
 
+import logging
 import os
 import re
 import sys
@@ -228,7 +229,10 @@ def on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
     monkeypatch.setattr(dist, "init_process_group", start_alone)
     modules = set(sys.modules)
+    logger = logging.getLogger("tritonamp")
+    level = logger.level
     yield
+    logger.setLevel(level)
     if dist.is_initialized():
         dist.destroy_process_group()
     for name in set(sys.modules) - modules:
