@@ -106,19 +106,14 @@ def test_every_block_has_a_test() -> None:
     assert {find(a or b).line for a, b in texts} == {block.line for block in BLOCKS}
 
 
-def test_dtype_follows_the_gpu(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    for has, capability, dtype in (
-        (False, None, torch.float16),
-        (True, (7, 5), torch.float16),
-        (True, (8, 0), torch.bfloat16),
-        (True, (9, 0), torch.bfloat16),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(torch.cuda, "is_available", lambda has=has: has)
-            patched.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
-            page.run("bf16 = torch.cuda")
-        assert page.handle.policy.dtype is dtype
-        assert page.handle.policy.scales_loss == (dtype is torch.float16)
+def test_a_dtype_has_its_digits_and_its_loss_scale(page: Page) -> None:
+    assert page.amp.policy.scales_loss == (page.dtype is torch.float16)
+    page.run("dtype=torch.bfloat16)")
+    assert page.amp.policy.dtype is torch.bfloat16 and not page.amp.policy.scales_loss
+    page.step()
+    assert page.taken() == [None]
+    assert torch.finfo(torch.float16).eps * 2**3 == torch.finfo(torch.bfloat16).eps
+    assert torch.finfo(torch.float16).max == 65504
 
 
 def test_a_timer_takes_steps(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,38 +123,58 @@ def test_a_timer_takes_steps(page: Page, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_o0_is_plain_fp32(page: Page) -> None:
-    torch.manual_seed(1)
     page.run('level = "O2" if torch.cuda.is_available() else "O0"')
-    torch.manual_seed(1)
     plain = page.Net()
+    plain.load_state_dict(page.values())
     adamw = torch.optim.AdamW(plain.parameters(), lr=3e-4)
     page.criterion(plain(page.x), page.y).backward()
     adamw.step()
+    page.step()
     if not torch.cuda.is_available():
-        assert all(map(torch.equal, page.other.parameters(), plain.parameters()))
+        assert all(map(torch.equal, page.model.parameters(), plain.parameters()))
 
 
 def test_small_state_is_small(page: Page) -> None:
     page.run('state="8bit"')
-    assert page.handle.policy.state == "8bit"
-    moments = [s["exp_avg"] for s in page.adamw.state.values()]
-    assert moments and page.taken(page.handle) == [None]
+    page.step()
+    assert page.taken() == [None]
+    moments = [s[name] for s in page.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert {m.dtype for m in moments} == {torch.uint8}
+
+
+def test_bytes_are_those_of_other_pages() -> None:
+    page, memory, bench = (
+        (PAGE.parent / name).read_text()
+        for name in ("questions.md", "step/memory.md", "../bench/README.md")
+    )
+    for state, size in ("fp32", "16"), ("bf16", "12"), ("8bit", "8.02"):
+        assert re.search(rf'^\| `state="{state}".*\| {size} \(', memory, re.MULTILINE)
+        assert f"{size} bytes" in page or f'`state="{state}"` {size}' in page
+    assert '| `offload="state"` | 4 |' in memory and '`offload="state"` leaves 4' in page
+    assert "| AdamW | **tritonamp** | default | 16 | **30** |" in bench
+    assert "| AdamW | torch.amp | fused, FP32 parameters | 18 | 54 (28) |" in bench
+    assert "30 per parameter, torch.amp\n54" in page
 
 
 def test_a_layer_stays_in_fp32(page: Page) -> None:
-    page.run('fp32_modules=["head"]')
     seen: list[torch.dtype] = []
     page.model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
     page.model(page.x)
     page.amp.heal("head")
     page.model(page.x)
-    assert seen[0] is page.dtype and seen[1] is torch.float32
-    assert page.model.norm.weight.dtype is torch.float32
+    page.run('fp32_modules=["head"]')
+    page.model(page.x)
+    assert seen == [page.dtype, torch.float32, torch.float32]
+    weights = page.model.head.weight, page.model.norm.weight, page.model.layers[0].weight
+    assert [w.dtype for w in weights] == [torch.float32, torch.float32, page.half()]
+    page.step()
+    assert page.taken() == [None]
 
 
 @pytest.mark.compiled
 def test_compiled_loops_are_the_same(page: Page) -> None:
     page.run("torch.compile(model)")
+    assert tritonamp.handle(page.compiled) is page.amp
     with torch.compiler.set_stance("force_eager"):
         assert torch.equal(page.compiled(page.x), page.model(page.x))
 
@@ -399,7 +414,6 @@ def test_seeds_repeat_a_run(level: str, dtype: torch.dtype) -> None:
     runs = []
     for _ in range(2):
         page = Page(level, dtype)
-        page.run("torch.manual_seed(0)")
         with page.amp:
             page.run("if i % 4 == 0")
             runs.append(page.values())
