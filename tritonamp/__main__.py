@@ -14,7 +14,7 @@ _COMMANDS = {
     "check": (check, "what half precision would do to a model, before it is trained"),
     "demo": (demo, "train two small models at every level: a table and a picture"),
     "doctor": (doctor, "what this machine has, which backend each device will use, and why"),
-    "explain": (explain, "what an error means, and its cure, by its text"),
+    "explain": (explain, "what an error means, and its cure; the answer to a question"),
     "migrate": (migrate, "what to write in scripts for torch.amp or apex"),
 }
 
