@@ -25,7 +25,7 @@ from tritonamp.class_swap import uninstall
 from tritonamp.diagnosis import scaled_gradients
 from tritonamp.diagnosis.fault_counts import FaultCounts
 from tritonamp.diagnosis.metrics import metrics
-from tritonamp.diagnosis.plot import save_picture
+from tritonamp.diagnosis.plot import save_picture, title
 from tritonamp.diagnosis.records import RangeRecord, StepRecord
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.functional import Mismatch
@@ -704,10 +704,11 @@ class Amp:
         self._parts.mismatches.add(mismatch)
 
     def plot(self, path: str | Path) -> Path:
-        """Draw loss scale, gradient norm and skips by cause of ``history``. Waits for the device.
+        """Draw loss, loss scale, gradient norm and skips by cause. Waits for the device.
 
-        If ``log_mismatch`` was called, another panel shows ``k3`` and the share outside of the
-        band. Needs matplotlib, which ``tritonamp[demo]`` installs.
+        The picture holds ``history``. Its losses are those that ``backward`` got. If
+        ``log_mismatch`` was called, another panel shows ``k3`` and the share outside of the band.
+        Needs matplotlib, which ``tritonamp[demo]`` installs.
 
         Args:
             path: path of the file; the suffix (.png, .svg, ...) chooses the format.
@@ -720,7 +721,12 @@ class Amp:
             ValueError: matplotlib cannot write files of that suffix.
             ImportError: matplotlib is not installed.
         """
-        return save_picture(self.history, path, self._parts.mismatches.arrived(wait=True))
+        parts, history = self._parts, self.history
+        in_turn = len(parts.optimizers) > 1 or len(self._scalers) > 1
+        words = title(parts.models, self.policy)
+        return save_picture(
+            history, path, parts.mismatches.arrived(wait=True), words, in_turn=in_turn
+        )
 
     @leaves_inference_mode
     def watch(self, every: int = 100) -> "LiveRanges":
