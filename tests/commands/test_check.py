@@ -1,5 +1,6 @@
 """``python -m tritonamp check``: what it prints, writes and returns."""
 
+import math
 import textwrap
 from collections import Counter
 
@@ -8,6 +9,9 @@ import torch
 
 import tritonamp
 from tritonamp.__main__ import main
+from tritonamp.forecast.differences import Comparison
+from tritonamp.forecast.ulps import Difference
+from tritonamp.watched.places import Place
 
 FACTORIES = textwrap.dedent(
     """
@@ -194,6 +198,35 @@ def test_diff_is_a_comparison_with_fp32(capsys, tmp_path):
     assert "float16 (O2) against FP32 (O0), the same batch: loss " in text
     assert "they part first in 1, op mul at check_factories.py:7: inf ulps" in text
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_a_diff_has_inf_and_nan_at_its_edge():
+    from tritonamp.commands import apart
+
+    place = Place("encoder.0", file="model.py", number=7)
+    ulps = {0: 0.5, 1: math.inf, 2: math.nan, 3: 0.0}
+    found = [Difference(place, "mul", (2,), n == 3, "", u, u, 0.1) for n, u in ulps.items()]
+    compared = Comparison("float16 (O2)", "FP32 (O0)", torch.float16, tuple(found), 0, (1.0, 1.0))
+    figure = apart.drawn("Net", compared)
+    axes, (names,) = figure.axes[0], figure.legends
+    points = {line.get_label(): line for line in axes.lines}
+    assert list(points["forward"].get_xdata()) == [0]
+    assert list(points["backward"].get_ydata()) == [apart.LEAST]  # the same: at the foot
+    for word, step in (("inf: inf or NaN at one level only", 1), ("NaN", 2)):
+        assert list(points[word].get_xdata()) == [step]
+        assert points[word].get_transform() == axes.get_xaxis_transform()  # 1 is the upper edge
+        assert list(points[word].get_ydata()) == [1]
+    assert [text.get_text().strip() for text in axes.texts] == ["inf", "NaN"]
+    assert [text.get_text() for text in names.get_texts()] == [
+        "they part: encoder.0: mul, model.py:7"
+    ]
+
+
+def test_the_picture_of_a_diff_without_results(tmp_path):
+    from tritonamp.commands import apart
+
+    compared = Comparison("float16 (O1)", "FP32 (O0)", torch.float16, (), 0, (1.0, 1.0))
+    apart.save_picture("Net", compared, tmp_path / "apart.png")
 
 
 def test_diff_with_another_level(capsys):
