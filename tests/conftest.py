@@ -14,6 +14,8 @@ pytest_plugins = ["covering", "budget", "lines", "on_a_gpu"]
 # OpenMP's threads wait without spinning: those of a test with several took 80 times its CPU time
 # where others had the cores. OpenMP reads this once, where torch is imported.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+# a width that the caller exports would break lines that tests look for
+os.environ.pop("COLUMNS", None)
 driver.load()  # here, because other conftest.py files import torch
 
 

@@ -56,7 +56,8 @@ SHARED = {
         "tritonamp.step.state_loading.load_state",
         "tritonamp.step.state_loading.widen_state",
     ],
-    "commands": ["tritonamp.casts.batch_invariance"],
+    "commands": ["tritonamp.casts.batch_invariance", "tritonamp.diagnosis.terminal"],
+    "demo": ["tritonamp.diagnosis.terminal"],
     "integrations": [
         "tritonamp.casts.model_losses.computes_logits",
         "tritonamp.class_swap",

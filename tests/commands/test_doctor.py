@@ -39,7 +39,16 @@ def test_versions(report, what, version):
 
 def test_every_device_has_a_backend_and_a_reason(report):
     for device in doctor._devices():
-        assert report.count(doctor._backend(device)) == len(doctor._devices())
+        assert " ".join(report).count(doctor._backend(device)) == 1
+
+
+def test_devices_that_are_alike_are_described_once(monkeypatch):
+    monkeypatch.setattr(doctor, "_devices", lambda: [torch.device("cpu")] * 2)
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = doctor.report().splitlines()
+    (line,) = [line for line in lines if line.startswith("cpu")]
+    assert line == f"cpu, cpu: {doctor._describe(torch.device('cpu'))}"
+    assert len(_rows(lines, "O0")) == 1
 
 
 def test_every_fused_optimizer_has_a_row(report):
@@ -49,12 +58,13 @@ def test_every_fused_optimizer_has_a_row(report):
 
 
 def test_cpp_for_steps(monkeypatch):
-    assert doctor._cpp_for_steps() == "not needed: no kernels run here"
+    monkeypatch.setattr(hardware, "runs_triton", lambda device: False)
+    assert "C++ for steps" not in dict(doctor._versions())
     monkeypatch.setattr(hardware, "runs_triton", lambda device: True)
     monkeypatch.setattr(_native, "build", lambda: _native.Attempt(None, "no compiler"))
     assert doctor._cpp_for_steps() == ("none, so that each step takes the host longer: no compiler")
     monkeypatch.setattr(_native, "build", lambda: _native.Attempt(object()))
-    assert doctor._cpp_for_steps() == "built"
+    assert doctor._cpp_for_steps() == dict(doctor._versions())["C++ for steps"] == "built"
 
 
 @pytest.mark.smoke

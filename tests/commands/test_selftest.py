@@ -23,6 +23,7 @@ needs_kernels = pytest.mark.skipif(not hardware.INTERPRETED, reason="for kernels
 
 @pytest.fixture(autouse=True)
 def _toy_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     for module, changes in {
         training: {"STEPS": 6, "LAST": 2},
         speed: {"COPY_BYTES": 1 << 16, "WARM_UP": 1, "SAMPLES": 1, "CALLS": 1},
@@ -76,6 +77,13 @@ def test_a_cpu_runs_the_eager_twins_and_says_so(capsys: pytest.CaptureFixture[st
         assert any(line.startswith(f"kernel    {name} ") for line in lines)
     for level in ("O0 ", "O1 float16", "O2 float16", "O3 float16", "O1 bfloat16"):
         assert any(line.startswith(f"training  {level}") and " ok " in line for line in lines)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_cpu_says_why_it_has_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--selftest", "speed"]) == 0
+    why = "No check can be tried here, because no kernels run: cpu is not an NVIDIA GPU. 0 s"
+    assert capsys.readouterr().out.splitlines()[1:] == ["", why]
 
 
 @needs_kernels

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tritonamp.__main__ import main
-from tritonamp.commands.table import table
 from tritonamp.demo import LEVELS, data
 from tritonamp.demo import train as example
 from tritonamp.demo.models import DigitNet
+from tritonamp.diagnosis.terminal import table
 
 pytestmark = pytest.mark.demo
 

@@ -17,7 +17,7 @@ from tritonamp.casts.batch_invariance import notes
 from tritonamp.commands import selftest
 from tritonamp.commands.selftest.training import LEVELS as TRIALS
 from tritonamp.commands.selftest.training import SmallTraining
-from tritonamp.commands.table import table
+from tritonamp.diagnosis.terminal import fitted, table
 from tritonamp.kernels import _native
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import operations
@@ -100,15 +100,15 @@ def _tell(args: argparse.Namespace, outcome: dict[str, Any]) -> None:
 
 
 def report() -> str:
-    parts = [table(("what", "found"), _versions()), *map(str, notes())]
+    parts = [table(("what", "found"), _versions()), *(fitted(str(note)) for note in notes())]
+    alike: dict[tuple[str, str], list[str]] = {}
     for device in _devices():
-        parts.append(f"{device}: {_describe(device)}\n{_backend(device)}")
-        parts.append(
-            table(
-                ("level", "dtype", "one training step"),
-                [_trial(*trial, device) for trial in TRIALS],
-            )
-        )
+        trials = [_trial(*trial, device) for trial in TRIALS]
+        about = f"{_describe(device)}\n{_backend(device)}"
+        drawn = table(("level", "dtype", "one training step"), trials)
+        alike.setdefault((about, drawn), []).append(str(device))
+    for (about, drawn), names in alike.items():
+        parts += [fitted(f"{', '.join(names)}: {about}"), drawn]
     parts.append(table(("optimizer with a fused step", "from", "state", "offload"), _fused()))
     return "\n\n".join(parts)
 
@@ -130,6 +130,7 @@ def _fused() -> list[tuple[str, str, str, str]]:
 def _versions() -> list[tuple[str, str]]:
     gpus = torch.cuda.device_count()
     implementation, system = platform.python_implementation(), platform.system()
+    has_kernels = any(map(hardware.runs_triton, _devices()))
     return [
         ("python", f"{platform.python_version()} ({implementation}, {system})"),
         ("tritonamp", tritonamp.__version__),
@@ -137,13 +138,11 @@ def _versions() -> list[tuple[str, str]]:
         ("triton", hardware.triton_version() or "cannot be imported"),
         ("CUDA", _cuda()),
         ("GPUs", str(gpus) if gpus else _without_gpus()),
-        ("C++ for steps", _cpp_for_steps()),
+        *([("C++ for steps", _cpp_for_steps())] if has_kernels else []),
     ]
 
 
 def _cpp_for_steps() -> str:
-    if not any(map(hardware.runs_triton, _devices())):
-        return "not needed: no kernels run here"
     problem = _native.build().problem
     return f"none, so that each step takes the host longer: {problem}" if problem else "built"
 
@@ -173,10 +172,10 @@ def _devices() -> list[torch.device]:
 
 def _describe(device: torch.device) -> str:
     if device.type == "cpu":
-        processor = platform.processor() or platform.machine()
+        processor, threads = platform.processor() or platform.machine(), torch.get_num_threads()
         return (
-            f"{processor}, {torch.get_num_threads()} threads; half matmuls are "
-            "computed in FP32 and rounded: for trying things out, not for speed"
+            f"{processor}, {threads} thread{'s' * (threads != 1)}; half matmuls are computed in "
+            "FP32 and rounded: for trying things out, not for speed"
         )
     properties = torch.cuda.get_device_properties(device)
     memory = f"{properties.total_memory / 2**30:.0f} GiB"

@@ -6,13 +6,13 @@ import time
 import torch
 
 import tritonamp
-from tritonamp.commands.table import table
 from tritonamp.demo import LEVELS, data
 from tritonamp.demo.device import chosen_device, describe
 from tritonamp.demo.measured import Run, Setting, Task, measured
 from tritonamp.demo.models import CharTransformer, DigitNet
 from tritonamp.demo.picture import save_picture
 from tritonamp.demo.train import criterion
+from tritonamp.diagnosis.terminal import table
 
 
 def compare(args: argparse.Namespace) -> None:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tritonamp.commands.table import table
 from tritonamp.demo import data
 from tritonamp.demo.device import chosen_device, describe
 from tritonamp.demo.measured import Batches, Run, Setting, Task, measured, measured_torch
 from tritonamp.demo.models import CausalAttention
+from tritonamp.diagnosis.terminal import table
 
 WIDTH = 110
 PIXEL_MAX = 255.0

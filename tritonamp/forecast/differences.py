@@ -4,11 +4,12 @@ import dataclasses
 import linecache
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from tritonamp.diagnosis.terminal import fitted, table
 from tritonamp.forecast.ulps import PARTS, Difference
 from tritonamp.names import short
 
@@ -58,25 +59,29 @@ class Comparison:
 
 
 def _report(compared: Comparison) -> Iterator[str]:
+    yield from map(fitted, _found(compared))
+    rows = _shown(compared)
+    if rows:
+        name, eps = short(compared.dtype), math.log2(torch.finfo(compared.dtype).eps)
+        yield fitted(
+            f"where it grows most, in the order they ran; ulps of {name}: 2^{eps:.0f} of a result; "
+            "before: of what it was made from; worst: of the element that is furthest off"
+        )
+        header = ("", "module", "operation", "line", "before", "ulps", "worst")
+        yield table(header, map(_row, rows))
+    yield from map(fitted, _gradients(compared))
+    if compared.unmatched > UNMATCHED * len(compared.differences):
+        yield fitted(
+            f"{compared.unmatched} results are of one level only, {len(compared.differences)} of "
+            "both: the two took different ways"
+        )
+
+
+def _found(compared: Comparison) -> Iterator[str]:
     title = f"{compared.level} against {compared.reference}, the same batch"
     got, expected = compared.losses
     yield f"{title}: {compared.failed or f'loss {got:.6g} instead of {expected:.6g}'}"
     yield from _parting(compared)
-    rows = _shown(compared)
-    if rows:
-        name, eps = short(compared.dtype), math.log2(torch.finfo(compared.dtype).eps)
-        yield (
-            f"where it grows most, in the order they ran; ulps of {name}: 2^{eps:.0f} of a result;"
-        )
-        yield "before: of what it was made from; worst: of the element that is furthest off"
-        header = ("", "module", "operation", "line", "before", "ulps", "worst")
-        yield from _aligned([header, *map(_row, rows)])
-    yield from _gradients(compared)
-    if compared.unmatched > UNMATCHED * len(compared.differences):
-        yield (
-            f"{compared.unmatched} results are of one level only, {len(compared.differences)} of "
-            "both: the two took different ways"
-        )
 
 
 def _parting(compared: Comparison) -> Iterator[str]:
@@ -158,12 +163,6 @@ def _row(each: Difference) -> tuple[str, ...]:
         each.place.line,
         *map(_number, (each.before, each.ulps, each.worst)),
     )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(map(str.ljust, row, widths)).rstrip()
 
 
 def _number(ulps: float) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from tritonamp.casts.inputs import signature_of
 from tritonamp.casts.loaded import half_parameters, loaded_dtype
 from tritonamp.checks import check_cast_inputs, check_models
+from tritonamp.diagnosis.terminal import fitted
 from tritonamp.forecast.advice import findings_without_data
 from tritonamp.forecast.comparing import compared
 from tritonamp.forecast.cure import changes, cost_of, cure
@@ -88,7 +88,7 @@ class Forecast:
 
     def __str__(self) -> str:
         compared = [] if self.comparison is None else [str(self.comparison)]
-        return "\n".join([*_report(self), *compared])
+        return "\n".join([*map(fitted, _report(self)), *compared])
 
 
 def check(
@@ -251,7 +251,8 @@ def _report(forecast: Forecast) -> Iterator[str]:
         parts = forecast.comparison is not None and forecast.comparison.first is not None
         found = "nothing foreseen, but the levels part, see below" if parts else "nothing found"
         yield f"{found}: {forecast.model} in {rest}"
-        yield from _wrapped(_ran(forecast), "    ")
+        if ran := _ran(forecast):
+            yield ran
         return
     origins = [finding for finding in forecast.findings if finding.kind != "follows"]
     problems = sum(finding.problem for finding in origins)
@@ -261,10 +262,8 @@ def _report(forecast: Forecast) -> Iterator[str]:
     )
     for number, finding in enumerate(origins[:SHOWN], 1):
         line = f" ({finding.line})" if finding.line else ""
-        yield from _wrapped(
-            f"{number}. {finding.where or OWN_FORWARD}{line}, {finding.kind}: {finding.why}", "   "
-        )
-        yield from _wrapped(f"   -> {finding.advice}", "      ")
+        yield f"{number}. {finding.where or OWN_FORWARD}{line}, {finding.kind}: {finding.why}"
+        yield f"   -> {finding.advice}"
     follow, hidden = len(forecast.findings) - len(origins), len(origins) - SHOWN
     if hidden > 0:
         yield f"... and {hidden} more: forecast.findings"
@@ -272,17 +271,12 @@ def _report(forecast: Forecast) -> Iterator[str]:
         yield f"{follow} more result{'s' * (follow != 1)} after these would overflow too"
     if all(finding.kind != "non-finite" for finding in forecast.findings):
         for name, seen in forecast.formats.items():
-            yield from _wrapped(f"{name}: {seen}", "    ")
-    yield from _wrapped(_policy_line(forecast), "    ")
+            yield f"{name}: {seen}"
+    yield _policy_line(forecast)
     if forecast.cost:
-        yield from _wrapped(f"cost of {forecast.cost}", "    ")
-    yield from _wrapped(_ran(forecast), "    ")
-
-
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+        yield f"cost of {forecast.cost}"
+    if ran := _ran(forecast):
+        yield ran
 
 
 def _format(policy: Policy) -> str:

@@ -10,7 +10,7 @@ import torch
 import tritonamp
 from tritonamp.commands.selftest import kernels, processes, speed, training
 from tritonamp.commands.selftest.check import CUT_OFF, FAILED, OK, Check, outcome_of
-from tritonamp.commands.table import table
+from tritonamp.diagnosis.terminal import fitted, table
 from tritonamp.kernels import device as hardware
 
 GROUPS: dict[str, Callable[[torch.device, str], Iterable[Check]]] = {
@@ -115,8 +115,8 @@ def text(found: dict[str, Any]) -> str:
         (c["group"], c["name"], c["status"], textwrap.shorten(c["detail"], LINE, placeholder="..."))
         for c in found["checks"]
     ]
-    drawn = table(("check", "of", "result", "found"), rows)
-    return "\n\n".join([title(found), drawn, verdict(found)])
+    drawn = [table(("check", "of", "result", "found"), rows)] if rows else []
+    return "\n\n".join([fitted(title(found)), *drawn, fitted(verdict(found))])
 
 
 def title(found: dict[str, Any]) -> str:
@@ -129,7 +129,7 @@ def verdict(found: dict[str, Any]) -> str:
     failed, tried = found["failed"], sum(c["status"] in (OK, FAILED) for c in found["checks"])
     said = f"{failed} of {tried} failed. {REPORT}" if failed else f"All {tried} hold."
     if not tried:
-        said = "No check can be tried here."
+        said = f"No check can be tried here, because no kernels run: {found['reason']}."
     if any(check["status"] == CUT_OFF for check in found["checks"]):
         said = f"It was stopped before all checks ran. {said}"
     return f"{said} {seconds:.0f} s"

@@ -55,7 +55,7 @@ def _compare(operation: Implementations, sample: Any, device: torch.device, back
     if failed:
         raise WrongError(f"{len(failed)} of {count} calls: {failed[0]}")
     if backend != "triton":
-        return Found(f"{count} calls of the eager twin alone", {"calls": count})
+        return Found(f"{count} calls", {"calls": count})
     return Found(f"{count} calls, at most {worst:.2g} ulps", {"calls": count, "max_ulps": worst})
 
 
