@@ -44,7 +44,6 @@ def test_every_device_has_a_backend_and_a_reason(report):
 
 def test_devices_that_are_alike_are_described_once(monkeypatch):
     monkeypatch.setattr(doctor, "_devices", lambda: [torch.device("cpu")] * 2)
-    monkeypatch.setenv("COLUMNS", "200")
     lines = doctor.report().splitlines()
     (line,) = [line for line in lines if line.startswith("cpu")]
     assert line == f"cpu, cpu: {doctor._describe(torch.device('cpu'))}"

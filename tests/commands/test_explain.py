@@ -1,12 +1,16 @@
 """``python -m tritonamp explain``: what it finds, prints and returns."""
 
 import io
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
+import tritonamp
 from tritonamp.__main__ import main
 from tritonamp.commands.error_pages import find, sections, words
+from tritonamp.commands.markdown import shown
 from tritonamp.commands.question_pages import questions
 
 TRACEBACK = """
@@ -97,8 +101,36 @@ def test_prints_the_section(capsys: pytest.CaptureFixture[str]) -> None:
     title, line, *body = capsys.readouterr().out.splitlines()
     assert title == "Attempting to unscale FP16 gradients" and line == "=" * len(title)
     (page,) = find(title, sections())
-    assert body == ["", *page.body.splitlines()]
+    assert body[0] == "" and " ".join(body).split() == page.body.split()
     assert 'amp = tritonamp.enable(model, optimizer, level="O2")' in body
+
+
+def test_code_is_kept_and_text_is_filled() -> None:
+    text = "One `x` and [a\nlink](../README.md#more) to\nread, or [that](#loss-is-nan-or-inf).\n\n"
+    code = "```python\nx = [1](2)\n\n\ny = 3\n```"
+    listed = "\n- one\n  more\n- two\n\n| a |\n| - |"
+    page, titles = Path("/pages/diagnosis/errors.md"), ["Loss is `nan` or inf"]
+    assert shown(text + code + listed, page, titles) == (
+        f"One `x` and a link to read, or that.\n\n{code}\n- one more\n- two\n\n| a |\n| - |\n\n"
+        "More:\n- a link: /pages/README.md #more\n"
+        '- that: python -m tritonamp explain "Loss is nan or inf"'
+    )
+
+
+def test_links_lead_to_files_and_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    pages, page = sections(), Path(tritonamp.__file__).parent / "diagnosis" / "errors.md"
+    seen = []
+    for section in pages:
+        text = shown(section.body, page, [each.title for each in pages])
+        assert "](" not in re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        for link in text.partition("\nMore:\n")[2].splitlines():
+            to = link.partition(": ")[2]
+            seen.append(to)
+            if to.startswith("python -m tritonamp explain "):
+                assert find(to.partition(" explain ")[2], pages)
+            else:
+                assert Path(to.split(" #")[0]).is_file()
+    assert len(seen) > 20
 
 
 def test_without_a_text_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

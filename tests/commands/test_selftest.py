@@ -23,7 +23,6 @@ needs_kernels = pytest.mark.skipif(not hardware.INTERPRETED, reason="for kernels
 
 @pytest.fixture(autouse=True)
 def _toy_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
     for module, changes in {
         training: {"STEPS": 6, "LAST": 2},
         speed: {"COPY_BYTES": 1 << 16, "WARM_UP": 1, "SAMPLES": 1, "CALLS": 1},

@@ -6,10 +6,14 @@ Texts that are no known error are looked for in ``questions.md``.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from tritonamp.commands.error_pages import Section, find, sections, words
+from tritonamp.commands.markdown import shown
 from tritonamp.commands.question_pages import Question, answers, questions
+from tritonamp.diagnosis.terminal import fitted, paragraph
 
 _ALL = "`python -m tritonamp explain` without a text lists all sections."
 
@@ -47,14 +51,19 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     if not found:
         found, more = answers(text, asked), "Other questions that it may mean:"
     if not found:
-        print(f"No section is about this text. {_ALL}")
+        print(paragraph(f"No section is about this text. {_ALL}"))
         return 1
     first, *others = found
-    print(first.title, "=" * len(first.title), "", first.body, sep="\n")
+    title = paragraph(first.title)
+    print(title, "=" * max(map(len, title.splitlines())), "", sep="\n")
+    is_question = isinstance(first, Question)
+    file = "questions.md" if is_question else "diagnosis/errors.md"
+    titles = [page.title for page in (asked if is_question else pages)]
+    print(shown(first.body, Path(str(resources.files("tritonamp") / file)), titles))
     if others:
         print(f"\n{more}\n\n{_listed(others)}")
     return 0
 
 
 def _listed(pages: Sequence[Section | Question]) -> str:
-    return "\n".join(f"  {page.title}" for page in pages)
+    return fitted("\n".join(f"  {page.title}" for page in pages))

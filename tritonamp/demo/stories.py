@@ -4,7 +4,6 @@ import argparse
 import functools
 import logging
 import math
-import textwrap
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,9 +15,8 @@ from tritonamp.demo import data
 from tritonamp.demo.device import chosen_device, describe
 from tritonamp.demo.measured import Batches, Run, Setting, Task, measured, measured_torch
 from tritonamp.demo.models import CausalAttention
-from tritonamp.diagnosis.terminal import table
+from tritonamp.diagnosis.terminal import fitted, paragraph, table
 
-WIDTH = 110
 PIXEL_MAX = 255.0
 BAD_BATCHES = 40  # every second batch, until there were so many
 
@@ -141,9 +139,8 @@ def shown(story: Story) -> str:
         [name, f"{run.score:.1f} %", str(run.stats["skipped"]), power(run.stats["scale"])]
         for name, run in story.runs.items()
     ]
-    paragraphs = ["\n".join(map(_wrapped, text.splitlines())) for text in story.words]
     printed = table(["", "accuracy", "skipped", "loss scale"], rows)
-    return "\n\n".join([printed, *paragraphs]) + "\n"
+    return "\n\n".join([printed, *map(_fitted, story.words)]) + "\n"
 
 
 def power(scale: float) -> str:
@@ -151,6 +148,6 @@ def power(scale: float) -> str:
     return f"{scale:g}" if scale in (0.0, 1.0) else f"2^{math.log2(scale):g}"
 
 
-def _wrapped(line: str) -> str:
-    # an indented line belongs to a report
-    return line if line.startswith(" ") else textwrap.fill(line, WIDTH)
+def _fitted(text: str) -> str:
+    words, *report = text.splitlines()  # of amp.explain()
+    return "\n".join([paragraph(words), *map(fitted, report)])

@@ -36,19 +36,20 @@ def fitted(text: str, columns: int | None = None) -> str:
     if not columns:
         return text
     return "\n".join(
-        line if _CODE.match(line) else _wrapped(line, columns, _indent(line)) for line in lines
+        line if _CODE.match(line) else _wrapped(line, columns, _indent(line, 4)) for line in lines
     )
 
 
-def _indent(line: str) -> int:
-    """Return the indent of the lines that follow the first part of ``line``."""
-    start = _START.match(line)
-    return start.end() if start else len(line) - len(line.lstrip()) + 4
-
-
 def paragraph(text: str, columns: int | None = None) -> str:
-    """Break a text at blanks, without an indent. See ``fitted``."""
-    return _wrapped(" ".join(text.split()), columns or width())
+    """Fill lines with a text. Only an item of a list ("- ") is indented. See ``fitted``."""
+    text = " ".join(text.split())
+    return _wrapped(text, columns or width(), _indent(text, 0))
+
+
+def _indent(line: str, more: int) -> int:
+    """Return the indent of lines after ``line``: behind its start, or ``more`` than its own."""
+    start = _START.match(line)
+    return start.end() if start else len(line) - len(line.lstrip()) + more
 
 
 def _wrapped(text: str, columns: int, indent: int = 0) -> str:

@@ -95,6 +95,7 @@ def test_the_readmes_list_is_what_it_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS")
     readme = (Path(command.__file__).parents[1] / "README.md").read_text()
     script, listed = (
         readme.split("## Migrating scripts")[1].split("```python\n")[1].split("```\n")[:3:2]

@@ -12,6 +12,7 @@ from typing import Any
 
 from tritonamp.commands.migrate import apex_loop, imports, torch_loop
 from tritonamp.commands.migrate.script import Change, Script
+from tritonamp.diagnosis.terminal import fitted
 
 CONVERTED, BY_HAND, NOTHING = 0, 1, 3
 _SKIPPED = {"build", "dist", "node_modules", "site-packages", "venv", "__pycache__"}
@@ -43,11 +44,12 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     done, left = statuses.count(CONVERTED), statuses.count(BY_HAND)
     counted = f"{len(files)} file{'s' * (len(files) != 1)}"
     if not done and not left:
-        print(f"{counted}: nothing to do, no loop with apex or a GradScaler, no old name")
+        print(fitted(f"{counted}: nothing to do, no loop with apex or a GradScaler, no old name"))
         return NOTHING
     verb = "converted" if args.write else "can be converted (--write does it)"
     kept = "as it is" if left == 1 else "as they are"
-    print(f"{counted}: {done} {verb}, {left} left {kept}{' and in need of a hand' * bool(left)}")
+    rest = f"{left} left {kept}{' and in need of a hand' * bool(left)}"
+    print(fitted(f"{counted}: {done} {verb}, {rest}"))
     return BY_HAND if left else CONVERTED
 
 
@@ -132,12 +134,12 @@ def _show(
     path: Path, title: str, notes: Iterable[tuple[int, str]], changes: Iterable[Change] = ()
 ) -> int:
     """Print the notes and changes of a file."""
-    print(f"\n{path}: {title}")
+    print(fitted(f"\n{path}: {title}"))
     for line, text in notes:
-        print(f"  {path}:{line}: {text}")
+        print(fitted(f"  {path}:{line}: {text}"))
     for line, old, new, reason in changes:
         what = ("write" if new else "take out") if old else "insert after this line"
-        print(f"  {path}:{line}: {what} ({reason})")
+        print(fitted(f"  {path}:{line}: {what} ({reason})"))
         print(*(f"    - {text}" for text in old), *(f"    + {text}" for text in new), sep="\n")
     print()
     return BY_HAND
