@@ -2,10 +2,8 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
-import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -13,11 +11,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import tritonamp
+from tritonamp.integrations.precision import EnabledPrecision
 from tritonamp.policy import HALF_DTYPES
 
 
-class MixedPrecision(Precision):
+class MixedPrecision(EnabledPrecision, Precision):
     """A precision plugin that enables the model and its optimizers while the Trainer runs.
 
     ``training_step`` and the other steps run under the op policy. O3 has no op policy, so steps
@@ -39,12 +37,10 @@ class MixedPrecision(Precision):
         ValueError: ``tritonamp.enable`` refuses the settings, when the Trainer starts.
     """
 
+    _unused = "MixedPrecision is not in use: give it to Trainer(plugins=[...]), and fit or validate"
+
     def __init__(self, **settings: Any) -> None:
-        self.amp: tritonamp.Amp | None = None
-        self._settings = settings
-        self._module: nn.Module | None = None  # the enabled model
-        self._has_one_optimizer = False
-        self._unscaled: set[Optimizer] = set()  # since the last backward
+        super().__init__(**settings)
         self._came_in_half = False
         self._logged = -1  # the last batch whose metrics loggers have
 
@@ -54,59 +50,36 @@ class MixedPrecision(Precision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Enable the model and the optimizers after the strategy has placed and wrapped them."""
-        self._has_one_optimizer = len(optimizers) == 1
         self._came_in_half = any(p.dtype in HALF_DTYPES for p in model.parameters())
-        self.amp = tritonamp.enable(model, optimizers or None, **self._settings)
-        self._module, self._logged = model, -1
-        self.precision = "bf16-mixed" if self.amp.policy.dtype is torch.bfloat16 else "16-mixed"
+        self._enable([model], optimizers)
+        self._logged = -1
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
         """Disable model and optimizers. The strategy has already moved the model to the CPU."""
-        if self._module is None:
+        if not self._models:
             return
-        for module in self._module.modules():
+        (model,), self._models = self._models, []
+        for module in model.modules():
             if isinstance(module, LightningModule):
                 # a distributed strategy may have left the enabled one there
                 vars(module).pop("forward", None)
         amp = self._current_amp()
         device = next((p.device for p in amp.master_params()), None)
         if device is not None:
-            self._module.to(device)  # where the masters are
+            model.to(device)  # where the masters are
         amp.disable()
-        self._module.cpu()
-        self._module = None
-
-    def forward_context(self) -> AbstractContextManager[None]:
-        """Return the context for a step: the op policy."""
-        return contextlib.nullcontext() if self._module is None else self._current_amp().autocast()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return loss scales and counts."""
-        return {} if self.amp is None else self.amp.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a run with this plugin, or with Lightning's own MixedPrecision."""
-        if state_dict:
-            self._current_amp().load_state_dict(state_dict)
+        model.cpu()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the model's FP32 values again, if the model was half.
 
         Lightning loads before ``connect``, so it has rounded the values to half.
         """
-        if self._module is None or not self._came_in_half or "state_dict" not in checkpoint:
+        if not self._models or not self._came_in_half or "state_dict" not in checkpoint:
             return  # ModelParallelStrategy has loaded an enabled model
-        module = next(m for m in self._module.modules() if isinstance(m, LightningModule))
+        module = next(m for m in self._models[0].modules() if isinstance(m, LightningModule))
         module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
-
-    def _current_amp(self) -> tritonamp.Amp:
-        if self.amp is None:
-            raise RuntimeError(
-                "MixedPrecision is not in use: give it to Trainer(plugins=[...]), and fit or "
-                "validate"
-            )
-        return self.amp
 
     # a step
 
@@ -114,14 +87,8 @@ class MixedPrecision(Precision):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Run ``model.backward`` on the scaled loss, for optimizers with trainable parameters."""
-        feeds = [
-            o
-            for o in self._current_amp().fed_by(tensor)
-            if any(p.requires_grad for group in o.param_groups for p in group["params"])
-        ]
-        self._unscaled.difference_update(feeds)
-        with self._toggled_off(), self._current_amp().scale_loss(tensor, feeds) as scaled:
-            super().backward(scaled, model, optimizer, *args, **kwargs)
+        with self._toggled_off():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @contextlib.contextmanager
     def _toggled_off(self) -> Iterator[None]:
@@ -130,9 +97,8 @@ class MixedPrecision(Precision):
         ``toggle_optimizer`` changes ``requires_grad`` of the masters only, so the backward adds to
         the gradients of the model's parameters.
         """
-        assert self._module is not None
         masters = (master for _, master in self._current_amp().named_master_params())
-        pairs = zip(self._module.parameters(), masters, strict=True)
+        pairs = zip(self._models[0].parameters(), masters, strict=True)
         grads = {p: p.grad for p, master in pairs if p.requires_grad and not master.requires_grad}
         for p in grads:
             p.grad = None
@@ -150,7 +116,7 @@ class MixedPrecision(Precision):
         if closure_result is None and model.automatic_optimization:
             return None  # training_step returned None
         if _has_gradient_hook(model):
-            self._unscale(optimizer)
+            self.unscale_gradients(optimizer)
         self._after_closure(model, optimizer)
         optimizer.step(**kwargs)
         self._log_metrics(model.trainer)
@@ -177,16 +143,11 @@ class MixedPrecision(Precision):
         by_norm = gradient_clip_algorithm == GradClipAlgorithmType.NORM
         if clip_val <= 0:
             return
-        if by_norm and self._has_one_optimizer:
+        if by_norm and len(self._optimizers) == 1:
             self._current_amp().clip_grad_norm_(clip_val)
         else:
-            self._unscale(optimizer)
+            self.unscale_gradients(optimizer)
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
-
-    def _unscale(self, optimizer: Optimizer) -> None:
-        if optimizer not in self._unscaled:
-            self._current_amp().unscale_(optimizer)
-            self._unscaled.add(optimizer)
 
 
 def _has_gradient_hook(model: LightningModule) -> bool:
