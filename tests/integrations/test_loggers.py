@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from clients import LOSS, client_batches
+from clients import LOSS, client_batches, client_net
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger as FabricLogger
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_models import IGNORED, Regression, fitted
 from torch import Tensor, nn
 
 import tritonamp
 from tritonamp.integrations import accelerate
+from tritonamp.integrations.fabric import MixedPrecision as FabricPrecision
 from tritonamp.integrations.lightning import MixedPrecision
 from tritonamp.readback import Readback
 
@@ -124,6 +127,25 @@ def test_tensorboard_under_lightning(tmp_path: Path) -> None:
     assert shown["amp/skipped"] == [(step, float(step >= 1)) for step in range(BATCHES)]
     assert shown["amp/skipped_data"] == [(step, 1.0) for step in range(1, BATCHES)]
     assert len(shown["amp/grad_norm"]) == BATCHES
+
+
+def test_the_loggers_of_fabric(tmp_path: Path, waits: list[bool]) -> None:
+    plugin, net = FabricPrecision(level="O2"), client_net()
+    fabric: Any = Fabric(
+        accelerator="cpu", devices=1, plugins=plugin, loggers=FabricLogger(tmp_path, "run", "0")
+    )
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    for step, (x, y) in enumerate(client_batches(BATCHES, 1)):
+        fabric.backward(LOSS(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert plugin.amp is not None
+        fabric.log_dict(plugin.amp.metrics(), step)
+    fabric.logger.save()
+    assert waits and not any(waits)
+    last = rows_of(tmp_path)[-1]
+    assert int(last["step"]) == BATCHES - 1
+    assert float(last["amp/skipped_data"]) == float(last["amp/skipped"]) == 1
 
 
 # Accelerate
