@@ -4,6 +4,7 @@ A twin is the specification, and creates a tensor for each result. The updates h
 in blocks that stay in the cache, and reuse memory for intermediate results.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from tritonamp.kernels._blocks import Scratch, block_size, cut, may_overflow, overflows, reused
 from tritonamp.kernels._transfer import all_in_main_memory, in_main_memory
 from tritonamp.kernels._update_lists import UpdateLists
+from tritonamp.kernels._wide import wide_dtype
 
 _MOST_WAITING = 1 << 20  # bytes of results that wait in memory of their own
 
@@ -177,10 +179,23 @@ def _counted(lists: UpdateLists) -> list[tuple[Any, ...]]:
 
 
 def corrected_rates(rule: Any, step: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the corrected -lr and the root of the second correction, computed in FP64."""
-    bias_correction1 = 1 - rule.beta1 ** step.double()
-    bias_correction2 = 1 - rule.beta2 ** step.double()
+    """Return the corrected -lr and the root of the second correction, rounded once from FP64.
+
+    On a device without float64 they are a few roundings of FP32 away.
+    """
+    bias_correction1 = _bias_correction(rule.beta1, step)
+    bias_correction2 = _bias_correction(rule.beta2, step)
     return (-(rule.lr / bias_correction1)).to(dtype), bias_correction2.sqrt().to(dtype)
+
+
+def _bias_correction(beta: float | Tensor, step: Tensor) -> Tensor:
+    """Return ``1 - beta ** step``."""
+    if wide_dtype(step.device) is torch.float64:
+        return 1 - beta ** step.double()
+    # in FP32 the difference would lose ten bits of the first corrections for beta2 = 0.999
+    if isinstance(beta, Tensor):
+        return -torch.expm1(step * beta.log())
+    return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
 
 
 def _add_quotient(to: Tensor, a: Tensor, b: Tensor, factor: float | Tensor) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._loss_scale import ScaleState
+from tritonamp.kernels._wide import wide_dtype, widened
 from tritonamp.kernels.device import is_capturing, tl, triton
 
 CLEAN, OVERFLOW, FAULT, OUTLIER, VETO, HUGE = range(6)
@@ -70,8 +71,8 @@ class Record(NamedTuple):
     """The memory of decisions.
 
     Attributes:
-        numbers: float64 of shape (20 + names,): numbers by place, then the scaled magnitudes of
-            the last skipped decision by name.
+        numbers: float64 of shape (20 + names,), float32 on a device without float64: numbers by
+            place, then the scaled magnitudes of the last skipped decision by name.
         places: int64 of shape (names,): index of each name's gradient in the decision, or -1 for
             none.
         spare: memory of earlier ``Undo``.
@@ -93,7 +94,7 @@ class Undo:
         others: tensors that other operations move. They are copied at once.
 
     Attributes:
-        memory: float64, the record's numbers, then the scale's.
+        memory: the record's numbers, then the scale's, in the record's dtype.
         is_filled: whether ``memory`` holds the old values.
     """
 
@@ -228,9 +229,9 @@ def note(
     numbers[SCALE].copy_(used_scale)
     numbers[LOSS] = torch.nan if loss is None else loss
     found = torch.cat([amax, amax.new_zeros(1)])[places]  # place -1: the zero
-    last = torch.stack([outcome.float(), used_scale]).double()
-    for part, values in ((numbers[SKIPPED:LOSS], last), (numbers[RECORD:], found.double())):
-        part.copy_(torch.where(outcome != CLEAN, values, part))
+    last = torch.stack([outcome.float(), used_scale])
+    for part, values in ((numbers[SKIPPED:LOSS], last), (numbers[RECORD:], found)):
+        part.copy_(torch.where(outcome != CLEAN, values.to(part.dtype), part))
 
 
 @triton.jit
@@ -256,3 +257,14 @@ def total_norm(square_ptr, parts, inv_scale, BLOCK: tl.constexpr):
     for at in range(0, parts, BLOCK):
         squares += tl.load(square_ptr + at + j, mask=at + j < parts, other=0.0).to(tl.float64)
     return tl.sqrt(tl.sum(squares, 0)).to(tl.float32) * inv_scale
+
+
+def unscaling(square_sum: Tensor, used_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 1/scale and the norm of all unscaled gradients, 0-d FP32, as the kernels do."""
+    inv_scale = widened(used_scale).reciprocal().float()
+    if wide_dtype(square_sum.device) is torch.float64:
+        return inv_scale, square_sum.double().sum().sqrt().float() * inv_scale
+    # FP32 holds the sum in units of the largest square; 0 and inf are no units
+    largest = torch.cat([square_sum, square_sum.new_zeros(1)]).max()
+    unit = torch.where((largest > 0) & (largest < torch.inf), largest, 1.0)
+    return inv_scale, (square_sum / unit).sum().sqrt() * unit.sqrt() * inv_scale

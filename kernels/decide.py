@@ -23,6 +23,7 @@ from tritonamp.kernels._decision import (
     note,
     total_norm,
     unscaled_amax,
+    unscaling,
 )
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
@@ -37,6 +38,7 @@ from tritonamp.kernels._loss_scale import (
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._squares import LARGEST_SQUARE, NO_SQUARES, Squares
+from tritonamp.kernels._wide import widened
 from tritonamp.kernels.device import tl, triton
 
 _BLOCK = 1024
@@ -200,8 +202,7 @@ def decide_torch(
     if loss_nonfinite is None or found_earlier is None:
         known = torch.zeros_like(used_scale) if loss is None else loss
         loss_nonfinite = found_earlier = nonfinite_flag(known)
-    inv_scale = used_scale.double().reciprocal().float()
-    norm = square_sum.double().sum().sqrt().float() * inv_scale
+    inv_scale, norm = unscaling(square_sum, used_scale)
     # a decision may have no gradients, and max refuses an empty tensor
     largest = clipped = torch.cat([amax, amax.new_zeros(1)]).max() * inv_scale
     factor = inv_scale
@@ -211,7 +212,8 @@ def decide_torch(
     # 1/scale can leave FP32, as can a finite scaled gradient times it: look at the unscaled value
     nonfinite = ~torch.isfinite(amax * inv_scale).all() | ~torch.isfinite(factor)
     # a square that leaves FP32 would stay inf in the optimizer's state for ever
-    bound = squares.gain * clipped.double().square()
+    # without a gain it is 0, also where the square is beyond FP32
+    bound = widened(clipped).square() * squares.gain if squares.gain else widened(clipped * 0.0)
     if record is not None:
         bound = squares.keep * record.numbers[SQUARES] + bound
     no_other = ~nonfinite & (loss_nonfinite == 0) & (found_earlier == 0)

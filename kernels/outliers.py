@@ -21,6 +21,7 @@ from tritonamp.kernels._decision import (
     Evidence,
     total_norm,
     unscaled_amax,
+    unscaling,
 )
 from tritonamp.kernels._implementations import Implementations
 from tritonamp.kernels._launch import Launch
@@ -180,8 +181,7 @@ def outliers_torch(
     amax, square_sum, nonfinite, found_earlier, _ = evidence
     assert nonfinite is not None and found_earlier is not None
     window, power = limit.window, _TO_SIGMA * limit.sigmas
-    inv_scale = used_scale.double().reciprocal().float()
-    norm = square_sum.double().sum().sqrt().float() * inv_scale
+    inv_scale, norm = unscaling(square_sum, used_scale)
     # a step that is skipped for another reason says nothing about outliers, and is not kept
     finite = torch.isfinite(amax * inv_scale).all()
     counts = (nonfinite == 0) & (found_earlier == 0) & finite
@@ -198,9 +198,9 @@ def outliers_torch(
     after = torch.where(seen + 1 < 2 * SIZE, seen + 1, SIZE)
     window[-1] = torch.where(counts, after, seen).float()
     sigmas = torch.full_like(norm, limit.sigmas)
-    told = torch.stack([loss, middles[0], limits[0], norm, middles[1], limits[1], sigmas]).double()
+    told = torch.stack([loss, middles[0], limits[0], norm, middles[1], limits[1], sigmas])
     places = slice(LIMITS, RECORD)
-    numbers[places] = torch.where(found, told, numbers[places])
+    numbers[places] = torch.where(found, told.to(numbers.dtype), numbers[places])
     flag.copy_(torch.where(found, OUTLYING, nonfinite))
 
 

@@ -14,6 +14,7 @@ from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._memory_order import memory_strides
 from tritonamp.kernels._multi_tensor import Memory
+from tritonamp.kernels._wide import widened
 from tritonamp.policy import HALF_DTYPES, MASTERS, STATES, packs_masters
 from tritonamp.step.fused import FusedStep
 from tritonamp.step.fused_rule import FusedRule, scalar
@@ -181,7 +182,7 @@ class _Fused:
         found_inf = scalar(getattr(self, "found_inf", None))
         if scale is None:
             return None, found_inf
-        grad_scale = scale.double().reciprocal().float()
+        grad_scale = widened(scale).reciprocal().float()
         # torch's scaler may let a scale sink so far that this is inf
         overflow = (~torch.isfinite(grad_scale)).float()
         return grad_scale, overflow if found_inf is None else torch.maximum(found_inf, overflow)

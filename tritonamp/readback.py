@@ -8,12 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+_IN_C: dict[torch.dtype, Any] = {
+    torch.float64: ctypes.c_double,
+    torch.float32: ctypes.c_float,
+    torch.int64: ctypes.c_int64,
+}
+
 
 class Reading(NamedTuple):
     """Numbers with the values that they had when the copy ran.
 
     Attributes:
-        values: float64 numbers, valid until the next ``Readback.start``.
+        values: the numbers, valid until the next ``Readback.start``.
         attached: object that was given to ``start`` with the numbers.
     """
 
@@ -29,8 +35,8 @@ class _HostBuffer(NamedTuple):
     Attributes:
         numbers: the memory as a tensor.
         values: the memory as a sequence; reading it bypasses torch, so it costs no operation.
-        filled: event after the last copy; None: the numbers are not on a GPU, and copies are done
-            at once.
+        filled: event after the last copy; None: the numbers are not on a GPU of CUDA or ROCm, and
+            the host waits for copies.
     """
 
     numbers: Tensor
@@ -42,7 +48,7 @@ class Readback:
     """Copies of one tensor on their way to the host, in order.
 
     Args:
-        numbers: the tensor, or one like it: float64 of shape (n,), on any device.
+        numbers: the tensor, or one like it: float64, float32 or int64 of shape (n,), on any device.
         most: largest number of copies under way; further ones are not started.
     """
 
@@ -55,14 +61,14 @@ class Readback:
         """Start to copy the numbers that the tensor holds when the device comes to the copy.
 
         Args:
-            numbers: float64 of the shape that the constructor was given.
+            numbers: tensor of the shape and dtype that the constructor was given.
             attached: any object; the ``Reading`` has it.
         """
         self._last = None
         if self._free:
             self._last = buffer = self._free.pop()
-            # the host does not wait for numbers on a GPU
-            buffer.numbers.copy_(numbers, non_blocking=True)
+            # the host does not wait for numbers on a GPU; elsewhere nothing tells when they arrived
+            buffer.numbers.copy_(numbers, non_blocking=buffer.filled is not None)
             if buffer.filled is not None:
                 buffer.filled.record(torch.cuda.current_stream(numbers.device))
             self._started.append((buffer, attached))
@@ -107,6 +113,6 @@ class Readback:
 def _buffer_for(numbers: Tensor) -> _HostBuffer:
     """Return main memory for a copy of ``numbers``."""
     pinned = numbers.is_cuda
-    copies = torch.zeros(numbers.shape, dtype=torch.float64, pin_memory=pinned)
-    memory: Any = (ctypes.c_double * len(numbers)).from_address(copies.data_ptr())
+    copies = torch.zeros(numbers.shape, dtype=numbers.dtype, pin_memory=pinned)
+    memory: Any = (_IN_C[numbers.dtype] * len(numbers)).from_address(copies.data_ptr())
     return _HostBuffer(copies, memory, torch.cuda.Event() if pinned else None)

@@ -10,12 +10,12 @@ import torch
 from gpuless import torch_cuda
 from gpuless.gpu import Gpu, Record
 from gpuless.interpreter import prepared_once
-from gpuless.tensors import CudaTensor, unwrap
+from gpuless.tensors import CUDA, CudaTensor, unwrap
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tritonamp.checkpoint import content
-from tritonamp.kernels import _launch, _multi_tensor, device
+from tritonamp.kernels import _launch, _multi_tensor, _wide, device
 from tritonamp.watched import ops
 
 
@@ -115,3 +115,15 @@ def in_software(kernels: Kernels = interpreted) -> Iterator[FakeCuda]:
         stack.enter_context(kernels(gpu))
         yield gpu
         gpu.arrive(gpu.position)
+
+
+@contextlib.contextmanager
+def without_float64(gpu: FakeCuda) -> Iterator[None]:
+    """Inside, the GPU has no float64 and no kernels, as Apple's."""
+    with (
+        mock.patch.object(gpu, "has_float64", False),
+        mock.patch.object(device, "capability", return_value=None),
+        mock.patch.dict(device._answers, clear=True),
+        mock.patch.dict(_wide._known, {CUDA: torch.float32}),
+    ):
+        yield

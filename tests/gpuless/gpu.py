@@ -88,6 +88,7 @@ class Gpu:
         generator: generator of random numbers on the GPU.
         streams: the order between work of different streams.
         observer: an object that is shown all work.
+        has_float64: whether tensors of float64 can be on it.
     """
 
     def __init__(self) -> None:
@@ -99,6 +100,7 @@ class Gpu:
         self.graph: list[Callable[[], object]] | None = None
         self.generator = torch.Generator()
         self.observer = Observer()
+        self.has_float64 = True
         self._one_at_a_time = threading.RLock()  # threads share the stream
         self._pinned: dict[int, Tensor] = {}  # alive, so that no other tensor gets the address
         self._under_way: list[_Copy] = []

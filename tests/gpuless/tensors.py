@@ -43,6 +43,8 @@ class CudaTensor(Tensor):
     def __new__(cls, inner: Tensor) -> "CudaTensor":
         if inner.layout is not torch.strided:
             pytest.skip("the GPU in software has no sparse tensors")
+        if inner.dtype is torch.float64 and not cls.gpu.has_float64:
+            raise TypeError("this device has no float64")
         wrapper = Tensor._make_wrapper_subclass(
             cls,
             inner.size(),

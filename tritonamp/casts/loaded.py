@@ -14,6 +14,7 @@ from tritonamp.casts.model_dtypes import Castable, castable_tensors, is_quantise
 from tritonamp.casts.norm_layers import is_norm
 from tritonamp.casts.selection import own_policies
 from tritonamp.kernels._shards import is_sharded, to_local
+from tritonamp.kernels._wide import widened
 from tritonamp.kernels.device import takes_bfloat16
 from tritonamp.policy import HALF_DTYPES, Policy
 
@@ -149,7 +150,7 @@ def _to_float16(model: nn.Module, half: Sequence[Castable], policy: Policy) -> l
 
 
 def _extremes_in_float16(x: Tensor) -> Tensor:
-    """Return largest finite magnitude, number of subnormals and number of zeros, float64 (3,).
+    """Return largest finite magnitude, number of subnormals and number of zeros, (3,).
 
     Only values that become subnormal, or 0, by the cast to float16 are counted.
     """
@@ -159,7 +160,7 @@ def _extremes_in_float16(x: Tensor) -> Tensor:
     zero = (sizes > 0) & (rounded == 0)
     subnormal = (rounded > 0) & (sizes < torch.finfo(torch.float16).tiny)
     largest = sizes.amax() if sizes.numel() else sizes.new_zeros(())
-    return torch.stack([largest.double(), subnormal.sum().double(), zero.sum().double()])
+    return torch.stack([widened(x) for x in (largest, subnormal.sum(), zero.sum())])
 
 
 def check_range(found: Sequence[InFloat16]) -> None:

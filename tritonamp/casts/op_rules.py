@@ -11,6 +11,7 @@ from torch._C import DispatchKey, DispatchKeySet
 
 from tritonamp.casts.active import ActivePolicy, thread
 from tritonamp.functional.inputs import is_under_transforms
+from tritonamp.kernels._wide import widened
 from tritonamp.policy import HALF_DTYPES, Policy
 
 
@@ -285,7 +286,7 @@ def fitted_number(value: Any, dtype: torch.dtype) -> Any:
 def _fit_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``value`` in ``dtype``, with finite values clamped to its range."""
     limit = torch.finfo(dtype).max
-    wide = value if value.dtype is torch.float32 else value.double()  # the limits are exact in both
+    wide = value if value.dtype is torch.float32 else widened(value)  # where limits are exact
     return torch.where(value.isinf(), value, wide.clamp(-limit, limit)).to(dtype)
 
 

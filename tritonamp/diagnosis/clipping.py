@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tritonamp.diagnosis.looks import Looks
 from tritonamp.diagnosis.scaled_gradients import ScaledGradients
+from tritonamp.kernels._wide import widened
 from tritonamp.watched.frames import Role, role_of
 
 logger = logging.getLogger("tritonamp")
@@ -126,7 +127,7 @@ class ClippedGradients:
         ]
         numbers = [_numbers(p.detach(), g.detach()).to(scale.device) for p, g in pairs]
         self.looks.start(
-            torch.cat([scale.double().reshape(1), *numbers]), (key, [p for p, _ in pairs])
+            torch.cat([widened(scale.reshape(1)), *numbers]), (key, [p for p, _ in pairs])
         )
 
     def _read(self, values: Sequence[float], attached: Any) -> None:
@@ -171,7 +172,7 @@ class ClippedGradients:
 
 
 def _numbers(param: Tensor, grad: Tensor) -> Tensor:
-    """Return the numbers of a ``_Gradient``, float64."""
+    """Return the numbers of a ``_Gradient``."""
     part, weights = (
         (x[:_ROWS].flatten(1) if x.dim() > 1 else x.reshape(1, -1)[:, :_COLUMNS]).float()
         for x in (grad, param)
@@ -191,7 +192,7 @@ def _numbers(param: Tensor, grad: Tensor) -> Tensor:
     )
     rows = ratios if grad.dim() > 1 else ratios[:0]
     filled = torch.nn.functional.pad(rows, (0, _ROWS - len(rows)), value=math.nan)
-    return torch.cat([torch.stack([x.double() for x in numbers]), filled.double()])
+    return torch.cat([torch.stack([widened(x) for x in numbers]), widened(filled)])
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -11,6 +11,7 @@ from tritonamp.diagnosis.attention_calls import calls
 from tritonamp.diagnosis.range_hooks import RangeHook, Running, readable
 from tritonamp.diagnosis.records import ATTENTION, RangeRecord
 from tritonamp.kernels._dynamo import never_alone
+from tritonamp.kernels._wide import widened
 from tritonamp.kernels.device import is_capturing
 
 HEADS = 128  # of one module; the heads of a module with more count as one
@@ -138,8 +139,8 @@ class LiveAttention:
         ]
 
     def numbers(self, rows: Sequence[Row]) -> Tensor:
-        """Return the kept numbers of some rows, one after another, float64 on the device."""
-        return torch.cat([self._kept[r.module, r.kind, : r.heads] for r in rows]).double()
+        """Return the kept numbers of some rows, one after another, on the device."""
+        return widened(torch.cat([self._kept[r.module, r.kind, : r.heads] for r in rows]))
 
     def logits(self) -> dict[str, Tensor]:
         """Return module to largest logits of its heads, as ``LiveRanges.logits`` does."""

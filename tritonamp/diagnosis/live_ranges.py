@@ -16,6 +16,7 @@ from tritonamp.diagnosis.range_hooks import EnterHook, RangeHook
 from tritonamp.diagnosis.records import ATTENTION, DIRECTIONS, RangeRecord
 from tritonamp.diagnosis.replay.model_names import ModelNames
 from tritonamp.diagnosis.trends import POINTS, steps_left
+from tritonamp.kernels._wide import wide_dtype, widened
 from tritonamp.kernels.device import is_capturing
 from tritonamp.kernels.ranges import AMAX, ELEMENTS, FORMAT, FORMATS, ROW, SUBNORMALS, ZEROS
 from tritonamp.names import short
@@ -51,7 +52,7 @@ class LiveRanges:
         )
         self._on = torch.ones((), dtype=torch.int32, device=device)
         self._since = torch.zeros((), dtype=torch.int64, device=device)  # decisions since the start
-        self._kept = torch.zeros(1 + self._table.numel(), dtype=torch.float64, device=device)
+        self._kept = torch.zeros(1 + self._table.numel(), dtype=wide_dtype(device), device=device)
         self._attention = LiveAttention(self._names, self._on)
         # for programs that never call ``remove``
         weakref.finalize(models[0], self._attention.remove).atexit = False
@@ -90,7 +91,7 @@ class LiveRanges:
         """Keep the table of a watched step, and warn of modules that grow. Never waits."""
         if not self._handles:
             return
-        now = torch.cat([counts.sum().double().view(1), self._table.flatten()])
+        now = torch.cat([widened(counts.sum().view(1)), widened(self._table.flatten())])
         self._kept.copy_(torch.where(self._on > 0, now, self._kept))
         self._table.mul_(1 - self._on)
         self._attention.after_decision()

@@ -33,7 +33,7 @@ class Looks:
         """Start copying the numbers of a look to the host.
 
         Args:
-            numbers: float64 of shape (n,).
+            numbers: tensor of shape (n,), in the ``wide_dtype`` of its device.
             attached: object to hand to ``read`` with the numbers.
         """
         kind = len(numbers), numbers.device

@@ -11,6 +11,7 @@ from tritonamp.diagnosis.history import MOST
 from tritonamp.diagnosis.records import MismatchRecord
 from tritonamp.functional import Mismatch
 from tritonamp.kernels._shards import is_sharded
+from tritonamp.kernels._wide import widened
 from tritonamp.kernels.device import is_capturing
 from tritonamp.readback import Readback
 
@@ -47,7 +48,7 @@ class MismatchLog:
                 "inside of the capture: replays run no Python. functional.mismatch can be captured"
             )
         earlier = mismatch.k1.new_zeros(()) if counts is None else counts.sum()
-        numbers = torch.stack([(earlier + 1).double(), *(v.detach().double() for v in mismatch)])
+        numbers = torch.stack([widened(v.detach()) for v in (earlier + 1, *mismatch)])
         if device not in self._readbacks:
             self._readbacks[device] = Readback(numbers, MOST_UNDER_WAY)
         self._collect()

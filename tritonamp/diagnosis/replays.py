@@ -21,6 +21,7 @@ from tritonamp.diagnosis.replay import FaultReport, Remedy
 from tritonamp.diagnosis.replay.faults import BY_FUNCTION, NOT_REPRODUCED
 from tritonamp.diagnosis.skips import Cause
 from tritonamp.distributed.replay_ranks import ReplayRanks
+from tritonamp.kernels._wide import widened
 from tritonamp.kernels.device import rank
 from tritonamp.names import prefixes
 from tritonamp.policy import Policy
@@ -202,7 +203,7 @@ class Replays:
         try:
             half = self._result_of(run, contextlib.nullcontext())
             full = self._result_of(run, self._healing.in_fp32())
-            pairs = [(a.double(), b.double()) for a, b in zip(half, full, strict=True)]
+            pairs = [(widened(a), widened(b)) for a, b in zip(half, full, strict=True)]
             by = max(amax(torch.where(a == b, 0, a - b)) for a, b in pairs)
             return dataclasses.replace(fault, difference=(by, max(amax(b) for _, b in pairs)))
         except Exception:  # the user's code raised, or there is no memory: nothing is said of it

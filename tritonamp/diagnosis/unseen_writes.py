@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.diagnosis.looks import Looks
+from tritonamp.kernels._wide import wide_dtype
 
 logger = logging.getLogger("tritonamp")
 
@@ -39,7 +40,8 @@ class UnseenWrites:
                 on the device.
         """
         if unlike and not self.looks.has_ended:
-            counts = [count.to(unlike[0].device, torch.float64) for count in unlike]
+            device = unlike[0].device
+            counts = [count.to(device, wide_dtype(device)) for count in unlike]
             self.looks.start(torch.stack(counts), params)
 
     def _read(self, values: Sequence[float], params: Any) -> None:

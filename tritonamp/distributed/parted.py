@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tritonamp.kernels._wide import widened
 from tritonamp.readback import Readback
 
 logger = logging.getLogger("tritonamp")
@@ -51,7 +52,7 @@ class PartedCheck:
         if table.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         if self._readback is None:
-            self._readback = Readback(table.double())
+            self._readback = Readback(widened(table))
         width = len(Row._fields)
         for values, _ in self._readback.ready():
             rows = [Row(*values[i : i + width]) for i in range(0, len(values), width)]
@@ -59,7 +60,7 @@ class PartedCheck:
             if one_norm:
                 self._check_norms(rows)
         if self._decisions % CHECK_EVERY == 0:
-            self._readback.start(table.double(), None)
+            self._readback.start(widened(table), None)
         self._decisions += 1
 
     def _check_norms(self, rows: Sequence[Row]) -> None:

@@ -19,6 +19,7 @@ from tritonamp.forecast.predictions import predictions
 from tritonamp.forecast.recording import MARKED, TensorRecord
 from tritonamp.forecast.running import Batch, LossFn
 from tritonamp.forecast.unrounded import values_of
+from tritonamp.kernels._wide import widened
 from tritonamp.policy import Policy
 
 ADDS = ("add", "add_")
@@ -124,8 +125,8 @@ class _GradientsKept(DryRun):
 def _moved(before: list[Tensor], after: list[Tensor]) -> float:
     """Return the norm of all differences relative to the norm of ``before``."""
     pairs = zip(before, after, strict=True)
-    difference = sum(float((a - b).double().square().sum()) for a, b in pairs)
-    total = sum(float(value.double().square().sum()) for value in before)
+    difference = sum(float(widened(a - b).square().sum()) for a, b in pairs)
+    total = sum(float(widened(value).square().sum()) for value in before)
     return (difference / total) ** 0.5 if total else 0.0
 
 

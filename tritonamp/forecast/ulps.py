@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._wide import widened
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.watched.places import Place
 
@@ -65,7 +66,7 @@ def ulps_between(result: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple
     known = reference.isfinite()
     if bool((known != result.isfinite()).any()):
         return math.inf, math.inf
-    got, expected = result[known].double(), reference[known].double()
+    got, expected = widened(result[known]), widened(reference[known])
     if result.dtype in HALF_DTYPES:
         expected = expected.clamp(torch.finfo(result.dtype).min, torch.finfo(result.dtype).max)
     if not expected.numel():

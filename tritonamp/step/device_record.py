@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tritonamp.kernels._decision import AMAX, COUNTS, LOSS, RECORD, Record
 from tritonamp.kernels._transfer import upload
+from tritonamp.kernels._wide import wide_dtype
 from tritonamp.kernels.device import is_capturing, refuse_capture
 from tritonamp.readback import Readback, Reading
 from tritonamp.step.outcome import Outcome
@@ -87,7 +88,7 @@ class DeviceRecord:
         kept = before[:RECORD] + by_rank + before[first:]
         values = kept + [0.0] * (size - len(kept))
         values[LOSS] = math.nan
-        numbers = _uploaded(torch.tensor(values, dtype=torch.float64), device)
+        numbers = _uploaded(torch.tensor(values, dtype=wide_dtype(device)), device)
         readback = Readback(numbers)  # may run out of memory, so before any attribute changes
         self._outgrown += [record for record, _ in self._places.values()]
         self._readback = readback
@@ -130,7 +131,7 @@ class DeviceRecord:
         """Begin with these numbers: counts, norm and largest magnitude of the last good step."""
         self._kept = [float(number) for number in kept]
         if self._numbers is not None:
-            self._numbers[:_KEPT] = torch.tensor(self._kept, dtype=torch.float64)
+            self._numbers[:_KEPT] = torch.tensor(self._kept, dtype=self._numbers.dtype)
 
     def by_name(self, values: Sequence[float]) -> dict[str, float]:
         """Return the magnitudes in a record's values by name of the parameter."""

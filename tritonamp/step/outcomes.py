@@ -32,8 +32,7 @@ class StepOutcomes:
         self.tried_before = 0
         self.is_counting = False
         self._uncounted_graph = False  # whether the captured step counts nothing in its replays
-        # On the device of the gradients. float64, because a ``Readback`` copies that.
-        self._taken: Tensor | None = None
+        self._taken: Tensor | None = None  # int64 of shape (1,), on the device of the gradients
 
     def note_outcome(self, found_inf: Tensor) -> None:
         """Note the outcome of a step.
@@ -50,7 +49,7 @@ class StepOutcomes:
             if self._taken is None:
                 # a replay would set the count back to its value at the capture
                 refuse_capture(found_inf.device, "the count of steps that were taken")
-                self._taken = found_inf.new_full((1,), self.known_taken, dtype=torch.float64)
+                self._taken = found_inf.new_full((1,), self.known_taken, dtype=torch.int64)
             self._taken.add_(found_inf == 0)
         if is_capturing(found_inf.device):
             self.captured = True
@@ -65,7 +64,7 @@ class StepOutcomes:
         return self.tried == self.tried_before and not self.captured
 
     def count_taken(self, any_taken: Tensor | None) -> Tensor | None:
-        """Return the number of taken steps, float64 of shape (1,), kept up to date on the device.
+        """Return the number of taken steps, int64 of shape (1,), kept up to date on the device.
 
         Steps before the first call count as one at most.
 
@@ -86,7 +85,7 @@ class StepOutcomes:
                 "optimizer.step(), got the first one after: run a step, and capture again"
             )
         if not was_counting and not self.is_known and self.found_inf is not None:
-            self._taken = self.found_inf.new_zeros((1,), dtype=torch.float64)
+            self._taken = self.found_inf.new_zeros((1,), dtype=torch.int64)
             # Schedulers are called after a step, so a first call finds that step uncounted.
             self._taken.add_(
                 self.found_inf == 0

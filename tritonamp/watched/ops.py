@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tritonamp.kernels._wide import wide_dtype
+
 TORCH_CLASSES = {Tensor, nn.Parameter, nn.Buffer}
 READ_NO_VALUES = frozenset(
     """zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full
@@ -179,9 +181,12 @@ class OpCall(NamedTuple):
     def in_float64(self, widened: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
         """Return the floating results in float64, or none if the op cannot run again.
 
-        ``widened`` returns the float64 counterpart of a floating input; None converts the input.
+        On a device without float64 no op can. ``widened`` returns the float64 counterpart of a
+        floating input; None converts the input.
         """
-        if self.schema.random:
+        given = [t for t in tree_leaves([self.args, self.kwargs]) if isinstance(t, Tensor)]
+        has_float64 = all(wide_dtype(t.device) is torch.float64 for t in given)
+        if self.schema.random or not has_float64:
             return []
 
         def changed(value: Any) -> Any:

@@ -194,7 +194,7 @@ class Skips:
         device = found_inf.device
         if _amp_state.verbosity <= 0 or is_capturing(device):
             return
-        flag = found_inf.double().reshape(1)
+        flag = found_inf.float().reshape(1)
         if device not in self._readbacks:
             self._readbacks[device] = Readback(flag, most=_AHEAD)
         self._readbacks[device].start(flag, (loss_id, scaler))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonamp.kernels._wide import widened
 from tritonamp.watched.ops import OpCall
 
 ON_PURPOSE = {"nan_to_num", "where", "masked_fill", "isfinite"}
@@ -85,5 +86,5 @@ def differ(result: Tensor, other: Tensor) -> bool:
 
     Differences below FP32's smallest normal number do not count.
     """
-    other = other.double()
-    return bool(((result.double() - other).abs() > 0.01 * other.abs() + 2.0**-126).any())
+    other = widened(other)
+    return bool(((widened(result) - other).abs() > 0.01 * other.abs() + 2.0**-126).any())

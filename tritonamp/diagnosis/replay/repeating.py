@@ -14,6 +14,7 @@ from tritonamp.diagnosis.replay.backward import Backward
 from tritonamp.diagnosis.replay.model_names import ModelNames
 from tritonamp.diagnosis.replay.python_state import python_state
 from tritonamp.diagnosis.replay.untouched import same_bits, untouched
+from tritonamp.kernels._wide import wide_dtype
 from tritonamp.nested import leaves
 from tritonamp.step.snapshots import Snapshot
 from tritonamp.watched.bits import bit_sum
@@ -128,7 +129,7 @@ def run_again(models: list[nn.Module], batches: Sequence[Snapshot], writes: Writ
                 total[name] = total[name] + grad if name in total else grad
     largest = {name: float(grad.abs().max()) for name, grad in total.items() if grad.numel()}
     norms = {
-        name: float(torch.linalg.vector_norm(grad, dtype=torch.float64))
+        name: float(torch.linalg.vector_norm(grad, dtype=wide_dtype(grad.device)))
         for name, grad in total.items()
     }
     limit = min((torch.finfo(grad.dtype).max for grad in total.values()), default=0.0)
