@@ -1,5 +1,5 @@
-"""What runs (covering.py), for how long (budget.py), on what (gpuless/, on_a_gpu.py), where results
-go (lines.py), and what every test gets (every_test.py).
+"""What runs (covering.py, client_libraries.py), for how long (budget.py), on what (gpuless/,
+on_a_gpu.py), where results go (lines.py), and what every test gets (every_test.py).
 """
 
 import gc
@@ -9,7 +9,7 @@ import os
 import pytest
 from gpuless import driver
 
-pytest_plugins = ["covering", "budget", "lines", "on_a_gpu"]
+pytest_plugins = ["client_libraries", "covering", "budget", "lines", "on_a_gpu"]
 
 # OpenMP's threads wait without spinning: those of a test with several took 80 times its CPU time
 # where others had the cores. OpenMP reads this once, where torch is imported.

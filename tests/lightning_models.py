@@ -5,13 +5,17 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from clients import LOSS, client_net, optimizer_and_scheduler
-from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
+
+pytest.importorskip("lightning")
+
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch import LightningModule, Trainer
 
 IGNORED = [
     # Lightning's advice: more workers in the loader, a validation loop

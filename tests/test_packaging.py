@@ -1,7 +1,6 @@
 """What an installation must hold, and what importing it must not do."""
 
 import importlib.resources
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -114,13 +113,11 @@ assert tritonamp.kernels is not kernels
 
 
 @pytest.mark.clients
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
 @pytest.mark.parametrize("installed", [False, True])
 def test_transformers_from_the_repository_root(
     kernels_elsewhere: Path, installed: bool, fresh_python: FreshPython
 ) -> None:
+    pytest.importorskip("transformers")
     code = f"""
 import sys
 sys.path += [{str(kernels_elsewhere)!r}] * {installed}

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before they are imported
 
-transformers = pytest.importorskip("transformers", reason="there is none for Python 3.10")
-peft = pytest.importorskip("peft", reason="peft is not installed")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 
 VOCABULARY = 17
 LINES = ["the cat sat on the mat", "a dog ran in the park", "the dog sat on a mat", "a cat ran"]
@@ -41,7 +41,7 @@ def loaded_gpt2(folder: Path, dtype: torch.dtype, width: int = 32) -> Any:
 
 def make_tokenizer() -> Any:
     """Return one that knows the words of ``LINES``."""
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    tokenizers = pytest.importorskip("tokenizers")
     words = ["<pad>", "<eos>", "<unk>", *sorted({word for line in LINES for word in line.split()})]
     numbers = {word: i for i, word in enumerate(words)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<unk>"))
@@ -115,8 +115,8 @@ def sft_trainer_of(
     folder: Path | str, model: nn.Module, tokenizer: Any, lora: bool, **arguments: Any
 ) -> Any:
     """Return TRL's SFTTrainer on ``LINES``, with ``lora`` for adapters alone."""
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets")
+    trl = pytest.importorskip("trl")
     targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
     torch.manual_seed(1)
     return trl.SFTTrainer(

@@ -33,7 +33,7 @@ def test_the_recipe_makes_images_in_float16(
 ) -> None:
     module = "blocks.0.down"
     if make is tiny_flux:
-        pytest.importorskip("diffusers", reason="diffusers is not installed")
+        pytest.importorskip("diffusers")
         module = "transformer_blocks.0.ff.net.2"
     monkeypatch.chdir(tmp_path)
     pipe = make()

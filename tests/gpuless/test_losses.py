@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import sys
 from typing import Any
 
 import pytest
@@ -48,7 +47,6 @@ def test_linear_cross_entropy_waits_for_nobody(gpu: AnyCuda) -> None:
 
 
 @pytest.mark.clients
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="transformers 5.23 needs Python 3.11")
 @pytest.mark.parametrize("unread", [False, True])
 def test_fused_losses_of_transformers(
     fake_cuda: FakeCuda, unread: bool, monkeypatch: pytest.MonkeyPatch

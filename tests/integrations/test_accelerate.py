@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 import tritonamp
 
-# a plain run takes a smoke test of this file, Accelerate or not
-pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -202,7 +201,6 @@ def test_two_optimizers_are_told_apart() -> None:
     accelerator.free_memory()
 
 
-@pytest.mark.smoke
 def test_autocast_is_the_op_policy() -> None:
     run = Accelerated(level="O1")
     x = torch.randn(3, 70000)

@@ -5,15 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from helpers import assert_same
 from tiny_models import param_dtypes, peft, stored
 from torch import nn
 
 import tritonamp
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+
 from tritonamp.integrations.accelerate import enable
 
-diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+diffusers = pytest.importorskip("diffusers")
 load_file = pytest.importorskip("safetensors.torch").load_file
 
 pytestmark = pytest.mark.clients

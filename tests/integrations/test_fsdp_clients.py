@@ -15,9 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
 from clients import client_net
 from ranks import SMALL_STEPS, Shared, joint, joint_batches, scaler, share
 from tiny_models import losses_of, make_llama, make_tokenizer, rows_of, sft_trainer_of, trainer_of
@@ -25,11 +22,17 @@ from torch import Tensor, nn
 from two_ranks import RANKS, Pair, on_ranks, refused, serve, whole
 
 import tritonamp
+
+pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
+pytest.importorskip("trl")
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+
 from tritonamp.integrations.accelerate import enable
 from tritonamp.integrations.transformers import enable as enable_trainer
-
-pytest.importorskip("datasets", reason="datasets is not installed")
-pytest.importorskip("trl", reason="trl is not installed")
 
 OF_TRL = "`(is_)?gradient_checkpointing.*` is deprecated"  # and of PEFT, to transformers
 

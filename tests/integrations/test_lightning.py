@@ -20,14 +20,18 @@ from clients import (
     state_of,
 )
 from helpers import assert_same
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import MixedPrecision as StockMixedPrecision
-from lightning.pytorch.utilities import grad_norm
 from lightning_models import IGNORED, QUIET, Regression, fitted, loader, on_this_rank
 from torch import Tensor, nn
 from two_ranks import Pair, enable, on_ranks, serve
 
 import tritonamp
+
+pytest.importorskip("lightning")
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision as StockMixedPrecision
+from lightning.pytorch.utilities import grad_norm
+
 from tritonamp.integrations.lightning import MixedPrecision
 
 pytestmark = [pytest.mark.clients, *map(pytest.mark.filterwarnings, IGNORED)]

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import MixedPrecision as StockMixedPrecision
 from lightning_models import IGNORED, Regression, fitted, on_this_rank
 from ranks import SMALL_STEPS, scaler, sharded, share
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from two_ranks import RANKS, Pair, on_ranks, serve, whole
+
+pytest.importorskip("lightning")
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision as StockMixedPrecision
 
 from tritonamp.integrations.lightning import MixedPrecision
 

@@ -7,19 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from clients import LOSS, client_batches, client_net
-from lightning.fabric import Fabric
-from lightning.fabric.loggers import CSVLogger as FabricLogger
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_models import IGNORED, Regression, fitted
 from torch import Tensor, nn
 
 import tritonamp
+from tritonamp.readback import Readback
+
+pytest.importorskip("accelerate")
+pytest.importorskip("lightning")
+pytest.importorskip("tensorboard")
+
+from accelerate import Accelerator
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger as FabricLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
 from tritonamp.integrations import accelerate
 from tritonamp.integrations.fabric import MixedPrecision as FabricPrecision
 from tritonamp.integrations.lightning import MixedPrecision
-from tritonamp.readback import Readback
 
 pytestmark = [pytest.mark.clients, *map(pytest.mark.filterwarnings, IGNORED)]
 

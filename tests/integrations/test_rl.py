@@ -11,7 +11,6 @@ from torch import nn
 
 import tritonamp
 
-pytest.importorskip("accelerate", reason="accelerate is not installed")  # of all tests here
 pytestmark = pytest.mark.tools
 
 
@@ -89,6 +88,7 @@ def test_ppo(model: dict[str, Any]) -> None:
     assert stats["steps"] + stats["skipped"] == 4 * len(scores) and stats["skipped"] <= 2
 
 
+@pytest.mark.smoke
 def test_advantages(model: dict[str, Any]) -> None:
     """GAE by its definition: sums of discounted surprises."""
     run(PPO, model, before="torch.manual_seed")

@@ -11,8 +11,8 @@ from tiny_models import LINES, loaded_llama, make_tokenizer, quiet
 from tritonamp import functional
 from tritonamp.integrations.transformers import enable
 
-datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-trl = pytest.importorskip("trl", reason="trl is not installed")
+datasets = pytest.importorskip("datasets")
+trl = pytest.importorskip("trl")
 
 pytestmark = [
     pytest.mark.clients,

@@ -19,8 +19,8 @@ from tiny_models import (
 
 from tritonamp.integrations.transformers import enable
 
-datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-trl = pytest.importorskip("trl", reason="trl is not installed")
+datasets = pytest.importorskip("datasets")
+trl = pytest.importorskip("trl")
 load_file = pytest.importorskip("safetensors.torch").load_file
 
 pytestmark = [
