@@ -1,3 +1,4 @@
+import json
 import platform
 
 import pytest
@@ -10,6 +11,19 @@ from tritonamp.kernels import _native
 from tritonamp.kernels import device as hardware
 from tritonamp.kernels._implementations import operations
 from tritonamp.kernels._optimizers import FUSED, OPTIMIZERS
+
+
+def test_json_holds_what_the_report_shows(report, capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["tritonamp"] == tritonamp.__version__
+    shown = "\n".join(report)
+    assert all(text in shown for text in [*found["versions"], *found["notes"]])
+    for device, entry in zip(doctor._devices(), found["devices"], strict=True):
+        assert entry["device"] == str(device)
+        assert entry["backend"] == doctor._backend(device)
+        assert {level["step"].partition(",")[0] for level in entry["levels"]} == {"works"}
+        assert [level["level"] for level in entry["levels"]] == [t[0] for t in doctor.TRIALS]
 
 
 @pytest.fixture

@@ -239,7 +239,7 @@ def test_fewer_than_no_processes_are_refused(capsys: pytest.CaptureFixture[str])
     assert "expected --jobs of at least 0, got -1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--json"], ["--jobs", "2"], ["--jobs", "0"], ["--lines", "x"]])
+@pytest.mark.parametrize("option", [["--jobs", "2"], ["--jobs", "0"], ["--lines", "x"]])
 def test_options_of_the_selftest_need_it(
     option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print the selftest as JSON, and on stderr how far it is",
+        help="print JSON; of the selftest, with how far it is on stderr",
     )
     parser.add_argument(
         "--jobs",
@@ -63,11 +63,11 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     ``fail`` ends the command with a message.
     """
     if args.selftest is None:
-        given = {"json": args.json, "jobs": args.jobs is not None, "lines": args.lines is not None}
+        given = {"jobs": args.jobs is not None, "lines": args.lines is not None}
         for option, is_given in given.items():
             if is_given:
                 fail(f"expected --selftest with --{option}, which is an option of the selftest")
-        print(report())
+        print(json.dumps(facts(), indent=1) if args.json else report())
         return 0
     device = selftest.first_device()
     jobs = args.jobs
@@ -125,6 +125,24 @@ def _fused() -> list[tuple[str, str, str, str]]:
         for name, known in OPTIMIZERS.items()
         if name in FUSED
     ]
+
+
+def facts() -> dict[str, Any]:
+    """Return what ``report`` shows of this machine: strings, lists and dicts, for JSON."""
+    columns = "level", "dtype", "step"
+    return {
+        "versions": dict(_versions()),
+        "notes": [str(note) for note in notes()],
+        "devices": [
+            {
+                "device": str(device),
+                "description": _describe(device),
+                "backend": _backend(device),
+                "levels": [dict(zip(columns, _trial(*t, device), strict=True)) for t in TRIALS],
+            }
+            for device in _devices()
+        ],
+    }
 
 
 def _versions() -> list[tuple[str, str]]:
