@@ -66,7 +66,7 @@ def test_a_missing_client_fails_where_it_is_needed(monkeypatch: pytest.MonkeyPat
     for name in client_libraries():  # not there, on whatever machine
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError, match="lightning"):
-        import_or_fail("lightning.pytorch")
+        import_or_fail("lightning")
     with pytest.raises(pytest.skip.Exception, match="no_such_library"):
         import_or_fail("no_such_library", reason="no_such_library is not installed")
 

@@ -1,15 +1,20 @@
 """What an installation must hold, and what importing it must not do."""
 
+import ast
 import importlib.resources
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from fresh_python import FreshPython
 
 import tritonamp
 import tritonamp.kernels
+from tritonamp.__main__ import _parser
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -61,16 +66,33 @@ def test_core_dependencies_are_torch_and_triton() -> None:
     ]
 
 
-def test_version_is_the_same_in_both_places() -> None:
-    assert tritonamp.__version__ == PYPROJECT["project"]["version"]
+def test_the_version_stands_in_one_place() -> None:
+    """As a literal, which setuptools reads without importing torch."""
+    assert "version" not in PYPROJECT["project"]
+    attribute = PYPROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"]
+    assert attribute == "tritonamp.__version__"
+    body = ast.parse((ROOT / "tritonamp" / "__init__.py").read_text()).body
+    values = {ast.unparse(n.targets[0]): n.value for n in body if isinstance(n, ast.Assign)}
+    assert ast.literal_eval(values["__version__"]) == tritonamp.__version__
 
 
 def test_metadata_says_what_it_is_and_names_nobody() -> None:
     project = PYPROJECT["project"]
     assert not project.keys() & {"authors", "maintainers", "urls"}
     assert project["keywords"]
-    found = project["classifiers"]
-    assert all(f"Programming Language :: Python :: 3.{minor}" in found for minor in (10, 11))
+
+
+def test_classifiers_name_the_tested_versions_of_python() -> None:
+    prefix = "Programming Language :: Python :: 3."
+    found = [c.removeprefix(prefix) for c in PYPROJECT["project"]["classifiers"] if prefix in c]
+    script = (ROOT / "bench" / "versions.sh").read_text()
+    assert [f"3.{minor}" for minor in found] == re.search(r"pythons=\((.*)\)", script)[1].split()
+    assert PYPROJECT["project"]["requires-python"] == f">=3.{found[0]}"
+
+
+def test_the_tests_install_no_clients() -> None:
+    test = PYPROJECT["project"]["optional-dependencies"]["test"]
+    assert [r for r in test if "tritonamp" in r] == ["tritonamp[demo]"]
 
 
 def test_typed_marker_is_installed() -> None:
@@ -293,3 +315,53 @@ for level in "O0", "O1", "O2", "O3":
 def test_kernels_are_the_folder_of_this_package() -> None:
     editable, wheel = ROOT / "kernels", Path(tritonamp.__file__).resolve().parent / "kernels"
     assert Path(tritonamp.kernels.__file__).resolve().parent in (editable, wheel)
+
+
+# .github
+
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+KEYS = {"textarea": {"label"}, "markdown": {"value"}}
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_forms_are_as_github_wants_them(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    assert form.keys() == {"name", "description", "body"}
+    for field in form["body"]:
+        assert field.keys() <= {"type", "id", "attributes", "validations"}
+        assert KEYS[field["type"]] <= field["attributes"].keys()
+    ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
+    assert len(set(ids)) == len(ids) > 0
+    assert any(field.get("validations", {}).get("required") for field in form["body"])
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_forms_ask_for_what_there_is(path: Path) -> None:
+    text = path.read_text()
+    for command in re.findall(r"python -m tritonamp ([\w -]*\w)", text):
+        _parser().parse_args(command.split())
+    for method, arguments in re.findall(r"amp\.(\w+)\(([^)]*)\)", text):
+        inspect.signature(getattr(tritonamp.Amp, method)).bind(None, *filter(None, [arguments]))
+    for script in re.findall(r"`(bench/\S+)`", text):
+        assert (ROOT / script).is_file()
+    assert "http" not in text
+
+
+def test_forms_ask_for_doctor_and_bundle_and_selftest() -> None:
+    bug, gpu = (path.read_text() for path in FORMS)
+    assert "`python -m tritonamp doctor --json`" in bug and "`amp.write_bundle(" in bug
+    assert "python -m tritonamp doctor --selftest --json > selftest.json" in gpu
+
+
+def test_the_workflow_runs_every_part_of_ci() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    parts = re.search(r"^parts=\((.*)\)", script, re.MULTILINE)[1].split()
+    assert all(f"\n{part}() {{" in script for part in parts)
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    workflow = yaml.safe_load(text)
+    job = workflow["jobs"]["part"]
+    assert job["strategy"]["matrix"]["part"] == parts
+    assert job["steps"][-1]["run"] == ".ci/run ${{ matrix.part }}"
+    actions = [step["uses"] for step in job["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in actions)
+    assert workflow["permissions"] == {"contents": "read"} and "secrets" not in text
