@@ -39,6 +39,7 @@ def client_libraries(here: bool = False) -> frozenset[str]:
 
 def import_or_fail(modname: str, *args: str | None, **kwargs: object) -> ModuleType:
     """Stand in for ``pytest.importorskip``: import a client's library, or raise ImportError."""
+    __tracebackhide__ = True  # so that a skip names the line of the test
     if modname.partition(".")[0] in client_libraries(here=True):
         return importlib.import_module(modname)
     return import_or_skip(modname, *args, **kwargs)  # type: ignore[arg-type, no-any-return]
