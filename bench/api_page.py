@@ -24,7 +24,8 @@ HEAD = """\
 
 This page is written from signatures and docstrings, by `python bench/api_page.py --write`, and has
 one line for each name. `help(tritonamp.Amp.backward)` shows the arguments, shapes and errors.
-[Using tritonamp](README.md) explains how the names belong together.
+[Using tritonamp](README.md) explains how the names belong together, and
+[questions by task](questions.md) has programs.
 """
 
 SECTIONS = {

@@ -40,9 +40,10 @@ def test_every_method_and_field_is_on_the_page(owner) -> None:
 
 
 def test_a_line_has_types_and_one_sentence() -> None:
-    lines = [line for line in api_page.lines_of("Amp") if line.startswith("- `clip_grad_norm_")]
+    lines = [line for line in api_page.lines_of("Amp") if line.startswith("- `veto")]
     assert lines == [
-        "- `clip_grad_norm_(max_norm: float) -> Tensor`: Clip the true gradients to a total 2-norm."
+        "- `veto(flag: bool | Tensor) -> None`: Skip the step that the pending losses lead to, if "
+        "`flag` is True."
     ]
     assert any("state: str = 'fp32'" in line for line in api_page.lines_of("optim.AdamW"))
     assert "Iterator" not in "".join(api_page.lines_of("disable_casts"))  # but its context manager
