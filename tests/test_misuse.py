@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import pickle
 import re
 from collections.abc import Callable
@@ -335,6 +336,24 @@ def test_a_handle_is_no_pair(run: Any) -> None:
     assert tritonamp.handle(model) is amp
 
 
+def test_methods_of_torchs_scaler(run: Any) -> None:
+    model, optimizer, amp = run
+    loss = model(torch.ones(1, 4)).sum() * 1e-2
+    with pytest.raises(AttributeError, match=r"no 'scale': write amp.backward\(loss\), or amp\.sc"):
+        amp.scale(loss).backward()
+    amp.scaler.scale(loss).backward()
+    for name, code in (
+        ("step", r"optimizer\.step\(\)"),
+        ("update", r"optimizer\.step\(\), which "),
+    ):
+        with pytest.raises(AttributeError, match=f"an Amp has no '{name}': write {code}"):
+            getattr(amp, name)
+    optimizer.step()
+    assert not hasattr(amp, "get_scale") and amp.stats()["scale"] == 2.0**16
+    with pytest.raises(AttributeError, match="'Amp' object has no attribute 'nothing'"):
+        amp.nothing()
+
+
 @pytest.mark.parametrize(
     "function",
     [pickle.dumps, copy.copy, copy.deepcopy, lambda amp: torch.save({"amp": amp}, io.BytesIO())],
@@ -424,6 +443,9 @@ def test_backward_without_optimizer_and_with_a_foreign_one() -> None:
     amp = tritonamp.enable(model)
     with pytest.raises(RuntimeError, match="enabled without an optimizer"):
         amp.backward(model(torch.ones(1, 4)).sum() * 1e-2)
+    for call in (amp.unscale_, lambda: amp.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match="enabled without an optimizer"):
+            call()
     amp.disable()
     amp = tritonamp.enable(model, adamw(model))
     with pytest.raises(
@@ -593,3 +615,25 @@ def test_a_loop_of_torchs_goes_on_after_it_caught_the_error(device: torch.device
     stats = amp.stats()
     amp.disable()
     assert (errors, stats["steps"], stats["skipped"]) == (1, 3, 1)
+
+
+@pytest.mark.parametrize("response", ["skip", "explain"])
+def test_users_without_logging_see_the_first_skips(
+    response: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's
+    model = net()
+    optimizer = adamw(model)
+    with tritonamp.enable(model, optimizer, "O2", on_nonfinite=response) as amp:
+        for i in range(9):
+            amp.backward(model(torch.full((1, 4), 100.0)).sum())
+            if i > 6:
+                amp.veto(True)
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = amp.stats()
+    assert stats["scale_overflows"] > 1 and stats["vetoes"] == 2
+    overflow, veto = capsys.readouterr().err.splitlines()
+    assert overflow.startswith("step 1 skipped (1 of 1): scale overflow: the loss was finite, ")
+    assert "That is normal in the first steps. Later skips of this kind are INFO" in overflow
+    assert "veto: amp.veto was called with True" in veto and "setLevel('ERROR') hides" in veto

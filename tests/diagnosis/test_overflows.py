@@ -181,7 +181,8 @@ def test_a_root_of_zero_is_told_at_the_third_skip(
     with caplog.at_level(logging.WARNING, "tritonamp"), train(make(), loss, level, 4) as amp:
         causes = [record.cause for record in amp.history]
     assert causes == ["scale overflow"] * 2 + ["backward fault"] * 2
-    (text, short) = caplog.messages
+    first, text, short = caplog.messages
+    assert first.startswith("step 1 skipped (1 of 1): scale overflow: ")
     assert text.startswith("step 3 skipped (3 of 3): backward fault: ")
     assert "At loss scales 65536, 32768 and 16384 the same gradients were NaN" in text
     assert short == "step 4 skipped (4 of 4): backward fault, as in step 3 (loss scale 8192)"

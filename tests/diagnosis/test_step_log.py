@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tritonamp.diagnosis import log
 from tritonamp.diagnosis.clipping import ClippedGradients
 from tritonamp.diagnosis.log import StepLog
 from tritonamp.diagnosis.metrics import metrics
@@ -29,6 +30,7 @@ from tritonamp.kernels._decision import (
     SCALE,
     SKIPPED,
     SKIPPED_SCALE,
+    VETO,
 )
 from tritonamp.kernels._loss_scale import ScaleRule
 from tritonamp.step.decision_log import DecisionLog
@@ -125,6 +127,7 @@ def test_overflows_are_said_where_eight_come_in_a_row(caplog: pytest.LogCaptureF
             for outcome in outcomes:
                 noted.decide(outcome)
     assert warned(caplog) == [
+        "step 1 skipped (1 of 1)",  # and no other that the scale needs
         "step 16 skipped (15 of 16, the last 8 in a row)",
         "step 26 skipped (24 of 26, the last 8 in a row)",
     ]
@@ -167,7 +170,33 @@ def test_a_new_cause_is_a_warning_whatever_came_before(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING, "tritonamp"):
         for outcome in (OVERFLOW, OVERFLOW, FAULT):
             noted.decide(outcome)
-    assert len(caplog.messages) == 1 and "forward fault: the loss itself" in caplog.messages[0]
+    first, second = caplog.messages
+    assert first.startswith("step 1 skipped (1 of 1): scale overflow: ")
+    assert "forward fault: the loss itself" in second
+
+
+@pytest.mark.parametrize(("tells_first", "of_rank"), [(True, 0), (True, 1), (False, 0)])
+def test_the_first_skip_of_a_kind_is_shown(
+    tells_first: bool,
+    of_rank: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(log, "rank", lambda: of_rank)
+    noted = Noted(log_skips=True)
+    noted.log.tells_first = tells_first
+    with caplog.at_level(logging.INFO, "tritonamp"):
+        for outcome in (OVERFLOW, CLEAN, VETO, CLEAN, OVERFLOW, CLEAN, VETO):
+            noted.decide(outcome)
+    ending = (
+        " Later skips of this kind are INFO lines: logging.basicConfig(level='INFO') shows them, "
+        "logging.getLogger('tritonamp').setLevel('ERROR') hides this one."
+    )
+    shown = tells_first and of_rank == 0
+    assert [text.endswith(ending) for text in caplog.messages] == [shown, shown, False, False]
+    assert warned(caplog) == ["step 1 skipped (1 of 1)", "step 3 skipped (2 of 3)"] * shown
+    normal = ["That is normal in the first steps." in text for text in caplog.messages]
+    assert normal == [shown, False, False, False]
 
 
 @pytest.mark.parametrize("gap", [(CLEAN, OVERFLOW), (OVERFLOW, OVERFLOW)], ids=str)
@@ -176,9 +205,9 @@ def test_a_run_with_a_gap_is_no_run(gap: tuple[int, ...], caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, "tritonamp"):
         for outcomes in (*[(OVERFLOW,)] * 7, gap, *[(OVERFLOW,)] * 6):
             noted.decide(*outcomes)
-        assert warned(caplog) == []
+        assert warned(caplog) == ["step 1 skipped (1 of 1)"]
         noted.decide(OVERFLOW)
-    assert len(warned(caplog)) == 1
+    assert len(warned(caplog)) == 2
 
 
 def test_a_state_that_is_loaded_ends_a_run(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,7 +219,7 @@ def test_a_state_that_is_loaded_ends_a_run(caplog: pytest.LogCaptureFixture) -> 
         noted.log.load_counts(counts, (5.0, 6.0))
         assert noted.decisions.counts() == counts and noted.decisions.last_good() == (5.0, 6.0)
         noted.decide(OVERFLOW)
-    assert warned(caplog) == []
+    assert warned(caplog) == ["step 1 skipped (1 of 1)"]
     assert caplog.messages[-1].startswith("step 8 skipped (4 of 8): scale overflow: ")
     assert noted.log.history.records[-1].step == 8
 

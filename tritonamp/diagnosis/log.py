@@ -39,6 +39,11 @@ from tritonamp.step.snapshots import Snapshot
 logger = logging.getLogger("tritonamp")
 
 _LONG_RUN = 8  # skips in a row that are worth a warning
+_NORMAL = " That is normal in the first steps."
+_ONCE = (
+    " Later skips of this kind are INFO lines: logging.basicConfig(level='INFO') shows them, "
+    "logging.getLogger('tritonamp').setLevel('ERROR') hides this one."
+)
 
 
 class RunNames(Protocol):
@@ -67,6 +72,8 @@ class StepLog:
         sizes: sizes of the weights in some steps.
         history: outcomes of the last steps.
         clips: function that returns whether the loop clips gradients.
+        tells_first: whether the first skip of a kind that needs no help is a WARNING, so that
+            users who have set up no logging see it, too.
         terms: how texts name the handle and its settings.
         last: explanation of the last skip; None: no step was skipped.
         batches: forwards of the last skip.
@@ -82,6 +89,7 @@ class StepLog:
         self.sizes = WeightSizes(names.tensors)
         self.history = History()
         self.clips: Callable[[], bool] = bool
+        self.tells_first = True
         self.terms: Terms = IN_A_LOOP
         self.last: Explanation | None = None
         self.batches: Sequence[Snapshot] = ()
@@ -126,8 +134,9 @@ class StepLog:
         # skips 1, 2, 4, 8... of a cause: a run that skips all the time must not fill the log
         is_news = is_power_of_two(self.history.causes[found.cause.value])
         long_run = self.history.in_a_row == _LONG_RUN
-        is_loud = (found.needs_help and is_news) or long_run
-        level = logging.WARNING if is_loud else logging.INFO
+        level, end = self._expected(found)
+        if long_run or (found.needs_help and is_news):
+            level = logging.WARNING
         facts = [f"the last {_LONG_RUN} in a row"] if long_run else []
         facts += [f"rank {rank()}"] if is_distributed() else []
         earlier, its_level = self._said.get(found.cause, (found, level))
@@ -136,7 +145,22 @@ class StepLog:
             logger.log(level, found.short_line(earlier, *facts))
             return
         self._said[found.cause] = found, level
-        logger.log(level, found.line(*facts) + found.hint)
+        logger.log(level, found.line(*facts) + found.hint + end)
+
+    def say_expected(self, found: Explanation, text: str) -> None:
+        """Log the text of the last skip, which needs no help."""
+        level, end = self._expected(found)
+        logger.log(level, text + end)
+
+    def _expected(self, found: Explanation) -> tuple[int, str]:
+        """Return the level of a skip's line if it needs no help, and the end of the line.
+
+        The first of a kind is a WARNING of rank 0, because no INFO is shown by default.
+        """
+        is_first = self.tells_first and self.history.causes[found.cause.value] == 1
+        if found.needs_help or not is_first or rank() != 0:
+            return logging.INFO, ""
+        return logging.WARNING, _NORMAL * (found.cause is Cause.SCALE) + _ONCE
 
     def _explain(
         self,

@@ -183,7 +183,7 @@ class Response:
         if is_scale:
             self._overflow_ran = step
         if self._ranks.may_be_missing or not (is_scale or explanation.cause is Cause.OUTLIER):
-            logger.info(explanation.text)
+            self._log.say_expected(explanation, explanation.text)
             return
         found = self._replays.repeat(at_skip=True)
         if found.clears_code:
@@ -194,7 +194,8 @@ class Response:
         if reproduced:
             found = found._replace(report=_SAME_AGAIN)
             self._reported = explanation, found
-        logger.info(explanation.with_report(found.report) if reproduced else explanation.text)
+        text = explanation.with_report(found.report) if reproduced else explanation.text
+        self._log.say_expected(explanation, text)
 
     def _text_of(self, explanation: Explanation) -> str:
         """Return the text of a skip; if skips in a row are alike, a reference to the first."""

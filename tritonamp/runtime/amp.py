@@ -48,6 +48,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_ELSEWHERE = {  # by name of a method of torch's GradScaler, or of an optimizer
+    "get_scale": 'amp.stats()["scale"]',
+    "scale": "amp.backward(loss), or amp.scaler.scale(loss).backward()",
+    "step": "optimizer.step()",
+    "update": "optimizer.step(), which moves the loss scale, too",
+    "zero_grad": "optimizer.zero_grad()",
+}
+
 
 def as_list(value: T | Iterable[T]) -> list[T]:
     """Return one value, or several, as a list."""
@@ -113,6 +121,18 @@ class Amp:
             return self._built
         self._check_enabled(caller)
         return self._parts
+
+    if not TYPE_CHECKING:  # type checkers know all names
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse methods of torch's GradScaler and of optimizers.
+
+            Raises:
+                AttributeError: always.
+            """
+            if name in _ELSEWHERE:
+                raise AttributeError(f"an Amp has no {name!r}: write {_ELSEWHERE[name]}")
+            return object.__getattribute__(self, name)  # raises, also what a property raised
 
     def __iter__(self) -> NoReturn:
         """Refuse ``model, optimizer = tritonamp.enable(...)``.
@@ -383,6 +403,8 @@ class Amp:
 
     def _fed_optimizers(self, parts: Parts, caller: str) -> list[Optimizer]:
         pending = parts.pending.fed_optimizers()
+        if not (pending or parts.optimizers):
+            self._check_fed(None)
         if not pending and self.policy.scales_loss:
             if parts.decisions.rule is None:  # no step yet
                 raise RuntimeError(

@@ -48,6 +48,7 @@ class AmpRun:
             around_step=self._around_step,
         )
         log = self._amp._parts.log
+        log.tells_first = False  # ``Skips`` prints it
         log.terms = log.terms._replace(
             handle="tritonamp.handle(model)",  # ``amp`` is apex's module
             takes_modules=False,  # ``amp.initialize`` has no fp32_modules
