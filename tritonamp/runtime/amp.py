@@ -150,8 +150,10 @@ class Amp:
         self._check_enabled("with")
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if self._enabled:  # unless it was disabled inside
+            if error is not None:
+                self._built.past_errors.look(error)
             if self._built.asleep.training:
                 self.wake()
             self.disable()
@@ -1042,6 +1044,7 @@ class Amp:
             if self._parts.stepper.offload is not None:
                 self._parts.stepper.offload.return_state(optimizer)
         self._parts.stepper.plain_backwards.remove()
+        self._parts.past_errors.remove()
         self._parts.ranks.detach()
         changed = self._parts.enabled_models.dtypes.has_changed
         fp32_values = self._parts.enabled_models.disable()

@@ -15,6 +15,7 @@ from tritonamp.casts.context import EnabledContext
 from tritonamp.casts.enabled_models import EnabledModels
 from tritonamp.casts.healing import Healing
 from tritonamp.casts.model import all_fp32_modules
+from tritonamp.casts.past_errors import PastErrors
 from tritonamp.casts.past_forward import FirstLoss
 from tritonamp.class_swap import base_class, install
 from tritonamp.diagnosis.clipping import ClippedGradients
@@ -121,6 +122,7 @@ class Parts:
         schedulers: learning-rate schedulers, stepped only for steps that were taken.
         sleep: mover of the training tensors to host memory.
         first_loss: check that a forward of the models has computed the first loss.
+        past_errors: hint for the error of a half layer that is called by itself.
         scaled_gradients: detector of torch functions that get gradients with a loss scale.
     """
 
@@ -156,6 +158,7 @@ class Parts:
         dtypes = self.enabled_models.dtypes
         self.healing = Healing(self.models, policy, self.context, dtypes, self.ranks.rebuild)
         self.first_loss = FirstLoss(self.models, watches=self.context.autocast)
+        self.past_errors = PastErrors(self.models, policy)
         self._add_diagnosis(policy)
         self._add_step(request, offload)
 
