@@ -580,6 +580,21 @@ def test_states_of_another_kind(run: Any) -> None:
     fixed.disable()
 
 
+def test_arguments_by_habit(run: Any) -> None:
+    model, _, amp = run
+    with pytest.raises(ValueError, match=r"module: expected a name, got Linear: write '1'$"):
+        amp.heal(model[1])
+    with pytest.raises(ValueError, match=r"module: expected a name, got Linear$"):
+        amp.heal(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"decay: .*, got Sequential: amp\.ema\(0\.999\) averages"):
+        amp.ema(model)
+    with pytest.raises(ValueError, match=r"replay: .*, got Tensor: amp\.explain\(replay=lambda: "):
+        amp.explain(model(torch.ones(1, 4)).sum())
+    # as torch.cuda.amp.GradScaler takes it
+    with pytest.raises(ValueError, match=r"device: .*, got 65536\.0: write init_scale=65536\.0$"):
+        tritonamp.GradScaler(65536.0)
+
+
 def test_assign_would_cut_the_optimizer_off(run: Any) -> None:
     model, _, _ = run
     with pytest.raises(RuntimeError, match="load without assign"):

@@ -255,6 +255,19 @@ def check_flag(flag: Any) -> None:
     )
 
 
+def check_replay(replay: Any) -> None:
+    """Check the argument of ``amp.explain``.
+
+    Raises:
+        ValueError: ``replay`` is neither a bool nor a function.
+    """
+    if not isinstance(replay, bool) and not callable(replay):
+        raise ValueError(
+            "replay: expected True, False or a function that computes the loss, got "
+            f"{type(replay).__name__}: amp.explain(replay=lambda: criterion(model(x), y))"
+        )
+
+
 def check_changes(
     policy: Policy,
     models: Sequence[nn.Module],

@@ -84,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
             scale losses unseen by the host.
 
     Raises:
-        ValueError: bounds contradict one another.
+        ValueError: bounds contradict one another, or a number is given as device.
     """
 
     on_loss: Callable[[Tensor, "GradScaler"], None] | None = None  # gets each unscaled loss
@@ -108,6 +108,11 @@ class GradScaler(torch.amp.GradScaler):
         backoff_on_fault: bool = False,
         process_group: Any = None,
     ) -> None:
+        if isinstance(device, (int, float)):
+            raise ValueError(
+                f"device: expected the name of a device, such as 'cuda', got {device!r}: write "
+                f"init_scale={device!r}"
+            )
         if not (0 < min_scale <= init_scale <= max_scale and math.isfinite(max_scale)):
             raise ValueError(
                 "expected 0 < min_scale <= init_scale <= max_scale < inf, got "

@@ -189,6 +189,11 @@ class Healing:
                 (prefix + inner).rstrip("."): m
                 for inner, m in model.named_modules(remove_duplicate=False)
             }
+        if not isinstance(name, str):
+            of_it = [f": write {each!r}" for each, module in found.items() if module is name]
+            raise ValueError(
+                f"module: expected a name, got {type(name).__name__}{''.join(of_it[:1])}"
+            )
         if name not in found:
             known, meant = listed_modules([*map(repr, found)]), meant_module(name, found)
             raise ValueError(f"module: expected one of the model's, {known}, got {name!r}{meant}")

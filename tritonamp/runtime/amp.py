@@ -20,6 +20,7 @@ from tritonamp.checks import (
     check_loss,
     check_max_norm,
     check_pipeline,
+    check_replay,
 )
 from tritonamp.class_swap import uninstall
 from tritonamp.diagnosis import scaled_gradients
@@ -865,8 +866,12 @@ class Amp:
                 and under ``on_nonfinite`` other than "skip" its backward. A function that computes
                 the loss: run it and its backward. A run names the operation where inf or NaN began,
                 and tries cures. Without a skip, the last batch runs, if it still exists.
+
+        Raises:
+            ValueError: ``replay`` is something else.
         """
         if replay is not False:
+            check_replay(replay)
             self._check_replay("explain(replay=True)")
         with self._parts.stepper.replaying():
             return self._parts.response.explain(replay)

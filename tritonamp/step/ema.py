@@ -77,7 +77,11 @@ class EMA:
     @decay.setter
     def decay(self, decay: float) -> None:
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
-            raise ValueError(f"decay: expected a number in [0, 1), got {decay!r}")
+            got = repr(decay) if isinstance(decay, (int, float, str)) else type(decay).__name__
+            raise ValueError(
+                f"decay: expected a number in [0, 1), got {got}: amp.ema(0.999) averages all that "
+                "the optimizers step on"
+            )
         self._decay = float(decay)
 
     @between_graphs
