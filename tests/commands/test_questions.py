@@ -122,8 +122,11 @@ def test_prints_the_answer_without_its_phrases(capsys: pytest.CaptureFixture[str
     title, line, *body = capsys.readouterr().out.splitlines()
     (page,) = answers("EMA", questions())
     assert (title, line) == (page.title, "=" * len(title))
-    assert body == ["", *page.body.splitlines()]
-    assert "ema = amp.ema(0.999)" in body and "polyak" not in "\n".join(body)
+    code = page.body[page.body.index("```") :].splitlines()
+    first = body.index(code[0])
+    assert body[first : first + len(code)] == code and "ema = amp.ema(0.999)" in code
+    assert "averages the FP32 masters" in " ".join(body[:first]) and "polyak" not in body
+    assert "README.md #a-moving-average-of-the-weights" in " ".join(body)
 
 
 def test_names_the_questions_that_are_near(capsys: pytest.CaptureFixture[str]) -> None:
