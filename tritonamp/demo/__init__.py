@@ -1,7 +1,7 @@
-"""``python -m tritonamp demo``: two small models on real data at every level, or a story.
+"""``python -m tritonamp demo``: two small models on real data at every level, and a story.
 
-A story shows one thing that goes wrong in half precision. ``train.py`` is the file to read: it is a
-complete training script, and all runs use its loop.
+A story shows one thing that goes wrong in half precision, with torch.amp and here. ``train.py`` is
+the file to read: it is a complete training script, and all runs use its loop.
 """
 
 import argparse
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--story",
         choices=STORIES,
-        help="tell a story of float16 instead, in torch.amp and here: attention scores that "
-        "overflow, or batches with inf in them",
+        help="tell only this story of float16, in torch.amp and here: attention scores that "
+        f"overflow, or batches with inf in them (default: the levels, then {STORIES[0]})",
     )
     parser.add_argument(
         "--steps",
@@ -43,23 +43,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda if there is a GPU)")
     parser.add_argument(
-        "--output", type=_picture, default=OUTPUT, help="the picture (default: %(default)s)"
+        "--output",
+        type=_picture,
+        default=OUTPUT,
+        help="the picture of the story (default: %(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train, print the table and save the picture, or tell a story; exit with a message if not."""
+    """Train, print the table, tell a story and save its picture; exit with a message if not."""
     _require_extras()
     from tritonamp.demo import (  # here, because they import the extra packages
         compare,
         stories,
     )
+    from tritonamp.demo.device import chosen_device
+    from tritonamp.demo.measured import Setting
 
+    setting = Setting(chosen_device(args.device), args.seed, args.steps)
     if args.story is None:
-        compare.compare(args)
+        compare.compare(setting, args.level or LEVELS, args.dtype)
     else:
         _refuse_what_stories_ignore(args)
-        stories.tell(args)
+    stories.tell(args.story or STORIES[0], setting, args.output)
 
 
 def _require_extras() -> None:
@@ -69,12 +75,10 @@ def _require_extras() -> None:
 
 
 def _refuse_what_stories_ignore(args: argparse.Namespace) -> None:
-    ignored = {"level": None, "dtype": DTYPE, "output": OUTPUT}
+    ignored = {"level": None, "dtype": DTYPE}
     given = [f"--{name}" for name, default in ignored.items() if getattr(args, name) != default]
     if given:
-        raise SystemExit(
-            f"--story has levels of its own, float16 and no picture: drop {', '.join(given)}"
-        )
+        raise SystemExit(f"--story has levels of its own, and float16: drop {', '.join(given)}")
 
 
 def _positive(text: str) -> int:

@@ -1,29 +1,27 @@
-"""Training of every model at every level: one table, one picture."""
+"""Training of every model at every level: one table."""
 
-import argparse
 import time
+from collections.abc import Sequence
 
 import torch
 
 import tritonamp
-from tritonamp.demo import LEVELS, data
-from tritonamp.demo.device import chosen_device, describe
+from tritonamp.demo import data
+from tritonamp.demo.device import describe
 from tritonamp.demo.measured import Run, Setting, Task, measured
 from tritonamp.demo.models import CharTransformer, DigitNet
-from tritonamp.demo.picture import save_picture
 from tritonamp.demo.train import criterion
 from tritonamp.diagnosis.terminal import table
 
 
-def compare(args: argparse.Namespace) -> None:
+def compare(setting: Setting, levels: Sequence[str], dtype: str) -> None:
+    """Train, and print the table."""
     start = time.perf_counter()
-    setting = Setting(chosen_device(args.device), args.seed, args.steps)
-    print(f"training in {args.dtype} on {describe(setting.device)}, seed {args.seed}")
-    dtype = getattr(torch, args.dtype)
+    print(f"training in {dtype} on {describe(setting.device)}, seed {setting.seed}")
     runs = [
-        measured(task, setting, level=level, dtype=dtype)
+        measured(task, setting, level=level, dtype=getattr(torch, dtype))
         for task in tasks()
-        for level in args.level or LEVELS
+        for level in levels
     ]
 
     rows = [_row(run) for run in runs]
@@ -32,8 +30,7 @@ def compare(args: argparse.Namespace) -> None:
     for run in runs:
         if run.stats["skipped"]:
             print(f"{run.task.name} {run.name}: {run.explanation}")
-    save_picture(runs, args.output)
-    print(f"picture: {args.output}   total: {time.perf_counter() - start:.0f} s")
+    print(f"levels: {time.perf_counter() - start:.0f} s\n")
 
 
 def tasks() -> list[Task]:

@@ -60,10 +60,11 @@ class Task:
         scale: Callable[[], float],
         scales: list[tuple[int, float]],
     ) -> Batches:
-        """Yield the batches. After some of the steps, append (step, loss scale) to ``scales``."""
+        """Yield the batches. At first and after some steps append (step, scale) to ``scales``."""
         steps = setting.steps or self.steps
         drawn = data.batches(self.split, self.batch_size, steps, setting.seed, setting.device)
         shown = tqdm(self.change(drawn), title, steps, leave=False, disable=None)
+        scales.append((0, scale()))
         for step, batch in enumerate(shown, 1):
             yield batch
             if step % max(1, steps // SCALE_READS) == 0:  # the step has been taken
@@ -75,7 +76,8 @@ class Run:
     """The results of one training run.
 
     Attributes:
-        scales: (step, loss scale) for some of the steps.
+        scales: (step, loss scale) before the first step, and after some of the steps.
+        skips: numbers of the skipped steps, from 1; for tritonamp among the last 1000 steps.
         stats: ``amp.stats()`` after the last step; for torch.amp only "skipped" and "scale".
         explanation: text of ``amp.explain()``; empty for torch.amp.
     """
@@ -85,6 +87,7 @@ class Run:
     score: float
     losses: list[float]
     scales: list[tuple[int, float]]
+    skips: list[int]
     stats: dict[str, Any]
     explanation: str = ""
 
@@ -113,8 +116,9 @@ def measured(
         )
         losses = train(model, optimizer, amp, batches).tolist()
         stats, explanation = amp.stats(), explain(amp)
+        skips = [record.step for record in amp.history if record.cause]
         score = evaluate(model, task, setting.device)
-    return Run(task, level, score, losses, scales, stats, explanation)
+    return Run(task, level, score, losses, scales, skips, stats, explanation)
 
 
 def measured_torch(task: Task, setting: Setting) -> Run:
@@ -125,7 +129,7 @@ def measured_torch(task: Task, setting: Setting) -> Run:
     losses: list[float] = []
     scales: list[tuple[int, float]] = []
     taken: list[int] = []
-    optimizer.register_step_post_hook(lambda *_: taken.append(1))
+    optimizer.register_step_post_hook(lambda *_: taken.append(len(losses) + 1))
 
     for x, y in task.batches(setting, f"{task.name} torch.amp", scaler.get_scale, scales):
         with torch.autocast(device, torch.float16):
@@ -140,8 +144,9 @@ def measured_torch(task: Task, setting: Setting) -> Run:
 
     with torch.autocast(device, torch.float16):
         score = evaluate(model, task, setting.device)
-    stats = {"skipped": len(losses) - len(taken), "scale": scaler.get_scale()}
-    return Run(task, "torch.amp", score, losses, scales, stats)
+    skips = sorted({*range(1, len(losses) + 1)} - {*taken})
+    stats = {"skipped": len(skips), "scale": scaler.get_scale()}
+    return Run(task, "torch.amp", score, losses, scales, skips, stats)
 
 
 def evaluate(model: nn.Module, task: Task, device: torch.device) -> float:

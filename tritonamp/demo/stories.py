@@ -1,31 +1,42 @@
-"""``python -m tritonamp demo --story NAME``: one thing that goes wrong, in torch.amp and here."""
+"""Stories of the demo: one thing that goes wrong, in torch.amp and here, and its picture."""
 
-import argparse
 import functools
 import logging
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tritonamp.demo import data
-from tritonamp.demo.device import chosen_device, describe
+from tritonamp.demo.device import describe
 from tritonamp.demo.measured import Batches, Run, Setting, Task, measured, measured_torch
 from tritonamp.demo.models import CausalAttention
+from tritonamp.demo.picture import save_picture
 from tritonamp.diagnosis.terminal import fitted, paragraph, table
 
 PIXEL_MAX = 255.0
+RAW = 0.02  # share of the images that were not divided by PIXEL_MAX
 BAD_BATCHES = 40  # every second batch, until there were so many
 
 
 class Story(NamedTuple):
-    """The runs by their names in the table, and paragraphs about them."""
+    """The runs of a story, and its texts.
 
+    Attributes:
+        fault: what goes wrong.
+        runs: runs by their names in the table.
+        words: paragraphs about the runs.
+        cause: the cause of skips in the words of tritonamp.
+    """
+
+    fault: str
     runs: dict[str, Run]
     words: list[str]
+    cause: str
 
 
 class RowReader(nn.Module):
@@ -45,33 +56,38 @@ class RowReader(nn.Module):
 
 
 def attention(setting: Setting) -> Story:
-    """Attention scores overflow on pixels that are not normalised."""
+    """Attention scores overflow in batches with an image that is not normalised."""
     split = data.digits()
+    raw = torch.rand(len(split.x), 1, 1, 1, generator=torch.Generator().manual_seed(0)) < RAW
     task = Task(
         name="digits",
         title="digits: attention over rows",
         build=RowReader,
-        split=split._replace(x=split.x * PIXEL_MAX, test_x=split.test_x * PIXEL_MAX),
+        split=split._replace(x=torch.where(raw, split.x * PIXEL_MAX, split.x)),
         batch_size=32,
         lr=1e-3,
-        steps=180,
+        steps=200,
     )
     fp32 = measured(task, setting, level="O0")
     stock = measured_torch(task, setting)
-    ours = functools.partial(measured, task, setting)
+    ours = functools.partial(measured, task, setting, level="O1")  # casts as autocast does
     explained = ours(on_nonfinite="explain", explain=lambda amp: amp.explain(replay=True))
     healed = ours(on_nonfinite="heal", explain=lambda amp: str(amp.policy.fp32_results))
     runs = {
         "FP32": fp32,
         "torch.amp": stock,
-        'tritonamp, "explain"': explained,
-        'tritonamp, "heal"': healed,
+        "tritonamp": explained,
+        "tritonamp, heal": healed,
     }
+    fault = (
+        f"{int(raw.sum())} of {len(raw)} images have pixels from 0 to {PIXEL_MAX:g} instead of 0 "
+        "to 1: their attention scores leave float16"
+    )
     words = [
-        f"Pixels are 0 to {PIXEL_MAX:g}, so that queries times keys leave the range of float16. "
-        "They become inf, of which softmax makes NaN. GradScaler takes that for a scale that is "
-        f"too high. It skips {stock.stats['skipped']} of {len(stock.losses)} steps, its scale ends "
-        f"at {power(stock.stats['scale'])}, and nothing more is learned.",
+        f"{fault}. They become inf, of which softmax makes NaN. GradScaler takes that for a scale "
+        f"that is too high. It halves its scale {stock.stats['skipped']} times in "
+        f"{len(stock.losses)} steps, to {power(stock.stats['scale'])}. At a low scale gradients of "
+        "good batches round to zero, and the loss no longer falls.",
         "tritonamp leaves the scale alone, because a lower one cannot help. With "
         "on_nonfinite='explain' it runs the batch again and names the operation:\n"
         f"{explained.explanation}",
@@ -79,7 +95,7 @@ def attention(setting: Setting) -> Story:
         f"results from then on. Afterwards amp.policy.fp32_results is {healed.explanation}, and "
         f"the accuracy is {healed.score:.1f} %; in FP32 it is {fp32.score:.1f} %.",
     ]
-    return Story(runs, words)
+    return Story(fault, runs, words, _operation(explained.explanation))
 
 
 def bad_batches(setting: Setting) -> Story:
@@ -97,8 +113,9 @@ def bad_batches(setting: Setting) -> Story:
         change=_with_bad_ones,
     )
     stock, ours = measured_torch(task, setting), measured(task, setting)
+    fault = f"{stock.stats['skipped']} of {len(stock.losses)} batches hold one inf pixel"
     words = [
-        f"{stock.stats['skipped']} of {len(stock.losses)} batches hold one inf pixel. Both sides "
+        f"{fault}. Both sides "
         "skip them, and no weight is harmed. But GradScaler takes every bad batch for a scale that "
         f"is too high. It halves the scale each time, to {power(stock.stats['scale'])} in the end. "
         "At a low scale gradients of good batches round to zero, and the scale doubles only after "
@@ -106,7 +123,14 @@ def bad_batches(setting: Setting) -> Story:
         "tritonamp sees that the loss itself was not finite, which no scale can change. Its scale "
         f"stays at {power(ours.stats['scale'])}. amp.explain() says:\n{ours.explanation}",
     ]
-    return Story({"torch.amp": stock, "tritonamp": ours}, words)
+    return Story(fault, {"torch.amp": stock, "tritonamp": ours}, words, ours.explanation)
+
+
+def _operation(explanation: str) -> str:
+    """Return the operation that a replay has named, without the folder of its file."""
+    named = next((line for line in explanation.splitlines() if " op " in line), explanation)
+    before, at, place = named.rpartition(" at ")
+    return f"{before}{at}{Path(place).name}"
 
 
 def _with_bad_ones(batches: Batches) -> Batches:
@@ -122,15 +146,15 @@ STORIES: dict[str, Callable[[Setting], Story]] = {
 }
 
 
-def tell(args: argparse.Namespace) -> None:
-    """Print the story ``args.story``."""
-    start = time.perf_counter()
-    story = STORIES[args.story]
-    setting = Setting(chosen_device(args.device), args.seed, args.steps)
-    print(f"{story.__doc__}\nfloat16 on {describe(setting.device)}, seed {setting.seed}\n")
+def tell(name: str, setting: Setting, path: Path) -> None:
+    """Print the story ``name``, and save its picture to ``path``."""
+    start, tell_of = time.perf_counter(), STORIES[name]
+    print(f"{tell_of.__doc__}\nfloat16 on {describe(setting.device)}, seed {setting.seed}\n")
     logging.getLogger("tritonamp").setLevel(logging.ERROR)  # the story itself tells of skips
-    print(shown(story(setting)))
-    print(f"total: {time.perf_counter() - start:.0f} s")
+    story = tell_of(setting)
+    print(shown(story))
+    save_picture(story.fault, story.runs, story.cause, path)
+    print(f"picture: {path}   story: {time.perf_counter() - start:.0f} s")
 
 
 def shown(story: Story) -> str:
