@@ -315,6 +315,17 @@ def test_a_scheduler_and_an_average_of_the_wrappers() -> None:
     assert_same(copy.deepcopy(run.model).state_dict(), run.model.state_dict())
 
 
+def test_a_pickle_of_the_whole_model(tmp_path: Path) -> None:
+    """It holds FP32 values and an unused plugin."""
+    run = Fabricated(level="O2")
+    run.walk(client_batches(2))
+    torch.save(run.model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert_same(loaded.state_dict(), run.model.state_dict())
+    assert loaded._strategy.precision.amp is None
+    assert loaded(client_batches(1)[0][0]).dtype is torch.float32
+
+
 @pytest.mark.parametrize("mode", ["heal", "raise"])
 def test_faults(mode: str) -> None:
     run = Fabricated(level="O2", on_nonfinite=mode)

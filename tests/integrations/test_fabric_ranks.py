@@ -94,9 +94,14 @@ def test_ddp(pair: Pair, tmp_path: Path, level: str, accumulate: int) -> None:
 
 
 class Fabricated:
-    """A training under ModelParallelStrategy on the share of this rank."""
+    """A training under ModelParallelStrategy on the share of this rank, with ``micro`` batches in
+    a step.
+    """
 
-    def __init__(self, level: str, policy: bool, half: bool, saves_shards: bool) -> None:
+    def __init__(
+        self, level: str, policy: bool, half: bool, saves_shards: bool, micro: int
+    ) -> None:
+        self.micro = micro
         given = MixedPrecisionPolicy(param_dtype=torch.float16 if policy else None)
         strategy = ModelParallelStrategy(
             lambda net, mesh: sharded(net, [net[0]], mesh=mesh["data_parallel"], mp_policy=given),
@@ -118,15 +123,18 @@ class Fabricated:
 
     def go_on(self, start: int, end: int) -> list[list[float]]:
         for i, x in list(enumerate(joint_batches(STEPS)))[start:end]:
-            output = self.model(share(x))
-            if i == BAD and dist.get_rank() == 1:
-                output.register_hook(lambda grad: grad * math.inf)
-            loss = (output - 1).square().mean()
-            self.fabric.backward(loss)
-            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            last = (i + 1) % self.micro == 0
+            with self.fabric.no_backward_sync(self.model, enabled=not last):
+                output = self.model(share(x))
+                if i == BAD and dist.get_rank() == 1:
+                    output.register_hook(lambda grad: grad * math.inf)
+                loss = (output - 1).square().mean()
+                self.fabric.backward(loss / self.micro)
             self.losses.append(loss.item())
+            if last:
+                self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
         return [whole(value) for value in self.model.state_dict().values()]
 
 
@@ -152,28 +160,28 @@ def by_model_parallel(folder: str, **how: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("level", "policy", "half", "saves_shards"),
+    ("level", "policy", "half", "saves_shards", "micro"),
     [
-        ("O2", True, False, True),
-        ("O2", False, False, False),
-        ("O1", False, False, False),
-        ("O2", False, True, True),
+        ("O2", True, False, True, 1),
+        ("O2", False, False, False, 2),
+        ("O1", False, False, False, 1),
+        ("O2", False, True, True, 2),
     ],
 )
 def test_model_parallel_strategy(
-    pair: Pair, tmp_path: Path, level: str, policy: bool, half: bool, saves_shards: bool
+    pair: Pair, tmp_path: Path, level: str, policy: bool, half: bool, saves_shards: bool, micro: int
 ) -> None:
-    how = dict(level=level, policy=policy, half=half, saves_shards=saves_shards)
+    how = dict(level=level, policy=policy, half=half, saves_shards=saves_shards, micro=micro)
     answers = by_model_parallel(pair, folder=str(tmp_path / "saved"), **how)
     net = client_net().to(torch.float16 if half else None)
     alone = Shared(net, level=level, share=joint)
-    alone.walk(joint_batches(STEPS), {BAD: "gradient"}, max_norm=1.0)
+    alone.walk(joint_batches(STEPS), {BAD: "gradient"}, max_norm=1.0, micro=micro)
     causes = [str(record.cause) for record in alone.amp.history]
     alone.end()
     for answer in answers:
         assert answer["end"] == answers[0]["end"]
         assert answer["causes"] == causes
-    assert causes[BAD] == "scale overflow"
+    assert causes[BAD // micro] == "scale overflow"
     pairs = zip(*(answer["losses"] for answer in answers), alone.losses, strict=True)
     for one, other, whole_loss in pairs:
         assert one != other

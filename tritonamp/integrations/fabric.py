@@ -1,5 +1,6 @@
 """Lightning Fabric: ``Fabric(plugins=MixedPrecision(level="O2"))``."""
 
+import functools
 import sys
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -98,6 +99,10 @@ class MixedPrecision(EnabledPrecision):
     def __deepcopy__(self, memo: dict[int, Any]) -> "MixedPrecision":
         """Return the plugin itself; copies of a model that Fabric has set up hold it."""
         return self
+
+    def __reduce__(self) -> Any:
+        """Return the pickle of an unused plugin, for a whole model in ``torch.save``."""
+        return functools.partial(type(self), **self._settings), ()
 
     # a step
 
