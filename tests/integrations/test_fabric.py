@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from clients import (
 )
 from helpers import assert_same
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import FSDPStrategy
+from lightning.fabric.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch import LightningModule
 from lightning_models import IGNORED
 from torch import Tensor, nn
 
@@ -271,6 +272,57 @@ def test_inference() -> None:
     fabric.backward(model(x).sum())
     optimizer.step()
     assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+
+
+class Stepped(LightningModule):
+    """A model with steps of its own, of which one calls a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = client_net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any) -> Tensor:
+        return LOSS(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any) -> Tensor:
+        return self(batch[0])  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def ddp_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A Fabric with DDP of one process."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # Lightning sets them
+        monkeypatch.delenv(name, raising=False)
+    strategy = DDPStrategy(process_group_backend="gloo")
+    plugin = MixedPrecision(level="O2")
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, plugins=plugin)
+    fabric.launch()
+    yield fabric
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_methods_through_the_forward_of_ddp(ddp_alone: Any) -> None:
+    net, batch = Stepped(), client_batches(1)[0]
+    exact = net(batch[0])
+    model = ddp_alone.setup(net)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"Stepped.*enter fabric\.autocast\(\)"):
+        model.validation_step(batch)
+    with torch.no_grad(), ddp_alone.autocast():
+        found = model.validation_step(batch)
+    assert found.dtype is torch.float32 and not torch.equal(found, exact)
+    optimizer = ddp_alone.setup_optimizers(torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in range(3):
+        ddp_alone.backward(model.training_step(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model(batch[0]).dtype is torch.float32
+    ddp_alone.strategy.precision.teardown()
+    assert "forward" not in vars(net)
+    assert not torch.equal(net(batch[0]), exact)
 
 
 def test_autocast() -> None:

@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
-from lightning.fabric import Fabric
+from lightning.fabric import Fabric, wrappers
 from lightning.fabric.strategies.strategy import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tritonamp.class_swap import Swapped, install, is_installed
-from tritonamp.integrations.precision import EnabledPrecision
+from tritonamp.integrations.precision import EnabledPrecision, restore_forwards
 
 SAVED_AS = "tritonamp"
 """The key of loss scales and counts in checkpoints of ``fabric.save``."""
@@ -21,11 +21,11 @@ SAVED_AS = "tritonamp"
 class MixedPrecision(EnabledPrecision):
     """A precision plugin that enables the models and optimizers that Fabric sets up.
 
-    All of them share one handle. A model without an optimizer is enabled by its first forward, or
-    with the next optimizer. ``fabric.clip_gradients`` clips the true gradients; with one optimizer
-    and the 2-norm it does so inside of the step. If a gradient is inf or NaN the step is skipped,
-    so ``error_if_nonfinite`` has no effect. ``fabric.save`` of a state with an optimizer, and
-    ``fabric.load``, include the loss scales and counts.
+    All of them share one handle. A model without an optimizer is enabled by its first forward, by
+    ``fabric.autocast()``, or with the next optimizer. ``fabric.clip_gradients`` clips the true
+    gradients; with one optimizer and the 2-norm it does so inside of the step. If a gradient is inf
+    or NaN the step is skipped, so ``error_if_nonfinite`` has no effect. ``fabric.save`` of a state
+    with an optimizer, and ``fabric.load``, include the loss scales and counts.
 
     Args:
         settings: keywords of ``tritonamp.enable``: ``level``, ``dtype`` (default: the dtype in
@@ -38,7 +38,9 @@ class MixedPrecision(EnabledPrecision):
 
     Raises:
         ValueError: ``tritonamp.enable`` refuses the settings, in ``fabric.setup``.
-        RuntimeError: a model or an optimizer is set up after the first ``fabric.backward``.
+        RuntimeError: a model or an optimizer is set up after the first ``fabric.backward``; a loss
+            comes without an optimizer; or the first call of a model without one is of another
+            method than its forward, through DDP.
     """
 
     _unused = (
@@ -86,6 +88,8 @@ class MixedPrecision(EnabledPrecision):
 
     def teardown(self) -> None:
         """Disable all models and optimizers; further ones can be set up then."""
+        for model in self._models:
+            restore_forwards(model)
         if self._models:
             self._current_amp().disable()
         self._models, self._optimizers, self._has_trained = [], [], False
@@ -93,6 +97,7 @@ class MixedPrecision(EnabledPrecision):
     def forward_context(self) -> AbstractContextManager[None]:
         """Return the context for a forward, and for ``fabric.autocast()``: the op policy."""
         if self._waiting:
+            _check_forwards(self._waiting)
             self._add_optimizers([])
         return super().forward_context()
 
@@ -172,6 +177,22 @@ class _EnablingStrategy(Strategy, Swapped):  # in this order: Python keeps the l
         if state:
             self._plugin.load_state_dict(rest.pop(SAVED_AS, {}))
         return rest
+
+
+def _check_forwards(models: list[nn.Module]) -> None:
+    """Refuse to enable a module whose ``forward`` stands for another method during this call.
+
+    Fabric puts back the ``forward`` that it has found, which would hide the enabled one.
+    """
+    for module in (module for model in models for module in model.modules()):
+        forward = vars(module).get("forward")
+        if getattr(forward, "__module__", None) == wrappers.__name__:
+            del vars(module)["forward"]  # Fabric leaves it there after an error
+            raise RuntimeError(
+                f"fabric.setup({type(module).__name__}): expected a forward first, because no "
+                "optimizer was set up, got a call of another method: enter fabric.autocast() "
+                "once before it"
+            )
 
 
 def _calling_fabric(frame: FrameType | None) -> Fabric:

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tritonamp.integrations.precision import EnabledPrecision
+from tritonamp.integrations.precision import EnabledPrecision, restore_forwards
 from tritonamp.policy import HALF_DTYPES
 
 
@@ -60,10 +60,7 @@ class MixedPrecision(EnabledPrecision, Precision):
         if not self._models:
             return
         (model,), self._models = self._models, []
-        for module in model.modules():
-            if isinstance(module, LightningModule):
-                # a distributed strategy may have left the enabled one there
-                vars(module).pop("forward", None)
+        restore_forwards(model)
         amp = self._current_amp()
         device = next((p.device for p in amp.master_params()), None)
         if device is not None:

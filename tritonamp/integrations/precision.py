@@ -68,3 +68,13 @@ class EnabledPrecision(Precision):
         if optimizer not in self._unscaled:
             self._current_amp().unscale_(optimizer)
             self._unscaled.add(optimizer)
+
+
+def restore_forwards(model: nn.Module) -> None:
+    """Remove enabled forwards that Lightning has put onto modules, before these are disabled.
+
+    A call of another method through DDP's forward leaves ``module.forward`` there.
+    """
+    for module in model.modules():
+        if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
+            del vars(module)["forward"]
