@@ -20,14 +20,14 @@ def upload(values: Tensor, target: Tensor) -> None:
         # A copy out of pageable memory makes the host wait, and is refused while a graph is
         # captured.
         values = torch.empty_like(values, pin_memory=True).copy_(values)
-    target.copy_(values, non_blocking=True)
+    target.copy_(values, non_blocking=target.is_cuda)
 
 
 def transfer(x: Tensor, device: torch.device) -> Tensor:
     """Return ``x`` on ``device``; the host waits only if ``device`` is the CPU."""
     # Another GPU waits for the copy by itself. The CPU does not: without the wait it would read
-    # memory that the copy has not reached.
-    return x if x.device == device else x.to(device, non_blocking=device.type != "cpu")
+    # memory that the copy has not reached. Other accelerators may read ours too late.
+    return x if x.device == device else x.to(device, non_blocking=device.type == "cuda")
 
 
 def in_main_memory(flag: Tensor | None) -> float | None:

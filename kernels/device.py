@@ -138,12 +138,22 @@ def why_not_triton(device: torch.device) -> str | None:
         if amd not in AMD_WAVES:
             return f"{device} is an AMD GPU of {amd}, kernels are built for {', '.join(AMD_WAVES)}"
     elif found is None:
-        return f"{device} is not an NVIDIA GPU"
+        return _untried(device) or f"{device} is not an NVIDIA GPU"
     elif found < MIN_CAPABILITY:
         return f"{device} has compute capability {found[0]}.{found[1]}, Tensor Cores start at 7.0"
     if triton_version() is None:
         return "Triton cannot be imported"
     return None
+
+
+def _untried(device: torch.device) -> str | None:
+    """Return a request for reports from devices that tests never had; None for all others."""
+    if device.type in ("cpu", "cuda", "meta"):
+        return None
+    return (
+        f"tritonamp has never been run on {device.type}, where eager torch takes the place of "
+        "kernels: please report what you see, working or not"
+    )
 
 
 def runs_triton(device: torch.device) -> bool:
@@ -213,8 +223,7 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
 
     Raises:
         ValueError: ``requested`` is not one of ``BACKENDS``.
-        UnsupportedDeviceError: "triton" is requested where it cannot run, or ``device`` is an Apple
-            GPU.
+        UnsupportedDeviceError: "triton" is requested where it cannot run.
     """
     if requested not in BACKENDS:
         near = difflib.get_close_matches(str(requested).lower(), BACKENDS, 1)
@@ -222,16 +231,9 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
             f"unknown backend {requested!r}: allowed are {', '.join(map(repr, BACKENDS))}"
             + (f". Did you mean {near[0]!r}?" if near else "")
         )
-    # Refused for every backend: the record of a step is float64, so eager steps fail there, too.
-    if device.type == "mps":
-        raise UnsupportedDeviceError(
-            f"expected a model on the CPU, an NVIDIA or AMD GPU, got one on {device}: the op table "
-            "is not made for Apple's GPUs, and steps are noted in float64, which they do not have. "
-            "Use torch.amp there, torch.autocast('mps') and torch.amp.GradScaler('mps'); or "
-            "model.cpu(), to see what half precision does to the model"
-        )
     if requested == "eager":
-        return Backend("eager", "asked for", requested)
+        untried = _untried(device)
+        return Backend("eager", f"asked for; {untried}" if untried else "asked for", requested)
     # before require_triton, because the interpreter runs kernels on any device
     if requested == "triton" and INTERPRETED:
         return Backend(

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_DEVICE_TYPES = ("cpu", "cuda")
+device_types = ["cpu", "cuda"]
+"""Device types of enabled models. ``casts.dispatch`` adds others at their first model."""
 
 # private (torch 2.11 to 2.15): nothing public asks for functorch's transforms, or for autocast of
 # any device type
@@ -73,7 +74,7 @@ class AmbientState(NamedTuple):
     def now(cls, generators: Generators | None = None) -> "AmbientState":
         """Record grad mode and autocast of this thread, together with ``generators``."""
         autocast = tuple(
-            [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _DEVICE_TYPES]
+            [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in device_types]
         )
         cache = torch.is_autocast_cache_enabled()
         return cls(generators, torch.is_grad_enabled(), cache, autocast)

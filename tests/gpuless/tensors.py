@@ -32,9 +32,11 @@ class CudaTensor(Tensor):
     """A tensor on ``cuda:0`` for torch's autograd, autocast and checks.
 
     Attributes:
+        place: the device that it is on for torch; ``other_device.py`` changes it.
         inner: its values, on the CPU, laid out the same.
     """
 
+    place = CUDA
     gpu: Gpu  # of the fixture that is in force
     restored_on = "cuda"  # where a file's tensors go
     inner: Tensor
@@ -51,7 +53,7 @@ class CudaTensor(Tensor):
             strides=inner.stride(),
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
-            device=CUDA,
+            device=cls.place,
         )
         wrapper.inner = inner
         return wrapper
@@ -148,7 +150,7 @@ def run(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     ours = any(isinstance(x, CudaTensor) for x in tensors)
     device = kwargs.get("device")
     kind = None if device is None else torch.device(device).type
-    to_gpu = ours if kind is None else kind == "cuda"
+    to_gpu = ours if kind is None else kind == CudaTensor.place.type
     if not ours and not to_gpu:
         return _on_host(gpu, func, args, kwargs)
     if known.is_composite:
@@ -160,7 +162,7 @@ def run(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         scope = by_length() if name.endswith("_by_length") else contextlib.nullcontext()
         with FakeCudaMode(), scope:
             return operation.triton_function(*args, **kwargs)
-    if known.name == "_to_copy" and kind == ("cpu" if ours else "cuda"):
+    if known.name == "_to_copy" and kind == ("cpu" if ours else CudaTensor.place.type):
         return _moved(gpu, func, args[0], kwargs)
     if known.name == "copy_" and len({isinstance(x, CudaTensor) for x in args[:2]}) == 2:
         _transfer(gpu, *args, **kwargs)

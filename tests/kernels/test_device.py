@@ -1,6 +1,7 @@
 """What is said of devices that are not here: the questions to torch are answered by the tests."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import tritonamp
 from tritonamp.commands import doctor
+from tritonamp.kernels import _wide
 from tritonamp.kernels import device as hardware
 
 GPU, MPS = torch.device("cuda", 0), torch.device("mps", 0)
@@ -85,25 +87,64 @@ def test_the_doctor_says_what_is_known(gpu: pytest.MonkeyPatch) -> None:
     assert second == hardware.known_fault(GPU)
 
 
-@pytest.mark.parametrize("backend", hardware.BACKENDS)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_apples_gpus_are_refused_before_anything_changes(level: str, backend: str) -> None:
+def test_other_accelerators_ask_for_reports() -> None:
+    asks = "tritonamp has never been run on mps, where eager torch takes the place of kernels"
+    for backend in ("auto", "eager"):
+        chosen = hardware.choose_backend(backend, MPS)
+        assert chosen.name == "eager" and asks in chosen.reason
+    for known in ("cpu", "meta"):
+        assert "never" not in hardware.choose_backend("auto", torch.device(known)).reason
+
+
+def test_triton_is_refused_on_other_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "INTERPRETED", False)
+    with pytest.raises(tritonamp.UnsupportedDeviceError, match="has never been run on mps"):
+        hardware.choose_backend("triton", MPS)
+
+
+@pytest.mark.parametrize(
+    ("name", "has_fp64", "expected"),
+    [
+        ("cpu", None, torch.float64),
+        ("cuda:3", None, torch.float64),
+        ("mps:3", None, torch.float32),
+        ("xpu:3", True, torch.float64),
+        ("xpu:4", False, torch.float32),
+        ("hpu:3", None, torch.float32),
+    ],
+)
+def test_the_widest_dtype(
+    name: str, has_fp64: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(has_fp64=has_fp64)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(_wide, "_known", {})
+    assert _wide.wide_dtype(torch.device(name)) is expected
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_devices_without_autocast_are_refused_before_anything_changes(level: str) -> None:
     model = nn.Linear(2, 2)
     mode = FakeTensorMode()
     for name, p in list(model.named_parameters()):
-        # torch makes tensors there, and plain fakes, on a Mac alone
-        fake = FakeTensor(mode, torch.empty_like(p, device="meta"), MPS)
+        # torch makes tensors there, and plain fakes, where it has a driver alone
+        fake = FakeTensor(mode, torch.empty_like(p, device="meta"), torch.device("mtia", 0))
         setattr(model, name, nn.Parameter(fake))
     with pytest.raises(
         tritonamp.UnsupportedDeviceError,
-        match=r"got one on mps:0: .* Use torch.amp there, torch.autocast\('mps'\)",
+        match=r"expected a device for which torch has autocast, .* got mtia:0: use level='O3'",
     ):
-        tritonamp.enable(model, torch.optim.SGD(model.parameters()), level=level, backend=backend)
+        tritonamp.enable(model, torch.optim.SGD(model.parameters()), level=level)
     assert type(model) is nn.Linear
 
 
-def test_the_doctor_finds_apples_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_finds_other_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert dict(doctor._versions())["GPUs"] == "none that torch can use"
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert "for Apple's (mps) there is torch.amp" in dict(doctor._versions())["GPUs"]
+    assert doctor._devices() == [torch.device("cpu")]
+    found = torch.device("mps")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    assert dict(doctor._versions())["GPUs"] == "none of CUDA or ROCm, but mps"
+    assert doctor._devices() == [MPS]
+    assert doctor._describe(MPS) == "an accelerator that torch calls mps"
+    assert "never been run on mps" in doctor._backend(MPS)

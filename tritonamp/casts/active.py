@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch._guards import TracingContext
 
+from tritonamp.ambient import device_types
 from tritonamp.functional.inputs import in_force
 from tritonamp.kernels._by_length import BATCH_INVARIANT
 from tritonamp.kernels._dynamo import constant_to_dynamo
@@ -283,7 +284,7 @@ def under_op_policy() -> bool:
 
 def half_dtype() -> torch.dtype | None:
     """Return the half dtype of the op policy in force, or None where there is none."""
-    for device_type in ("cuda", "cpu"):
+    for device_type in reversed(device_types):
         if torch.is_autocast_enabled(device_type) and under_op_policy():
             return torch.get_autocast_dtype(device_type)
     return None

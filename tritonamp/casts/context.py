@@ -37,8 +37,9 @@ class Entry(NamedTuple):
 def _entry_of(context: "EnabledContext") -> Entry:
     """Return the entry for the forwards of a context's model."""
     policy, device_type, owner = context.policy, context.device_type, weakref.ref(context)
-    if not torch.amp.is_autocast_available(device_type):
+    if not dispatch.has_autocast(device_type):
         return Entry(active.NO_RULES, None, "cpu", policy.dtype, False, owner)
+    dispatch.serve(device_type)
     # on CPU the op table also keeps half matmuls and convolutions from torch's slow kernels
     half_on_cpu = policy.cast_model and device_type == "cpu"
     number = active.NO_RULES

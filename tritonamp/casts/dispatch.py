@@ -13,6 +13,7 @@ from torch._C import DispatchKeySet
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils import checkpoint
 
+from tritonamp.ambient import device_types
 from tritonamp.casts import batched_norms
 from tritonamp.casts.active import active, checkpointed, enter, leave, process, thread
 from tritonamp.casts.compiled_backward import compilations
@@ -22,6 +23,7 @@ from tritonamp.casts.op_table import op_table
 from tritonamp.casts.product_rules import FP32_RESULTS
 from tritonamp.casts.user_functions import registered
 from tritonamp.casts.written import installed
+from tritonamp.kernels.device import UnsupportedDeviceError
 from tritonamp.watched.frames import Role, plays
 
 
@@ -73,17 +75,56 @@ def _register() -> None:
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         aten, torch_nn = (torch.library.Library(name, "IMPL") for name in ("aten", "torch_nn"))
         registration.libraries += [aten, torch_nn]
-        for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-            for library, table in ((aten, op_table(device_type)), (torch_nn, LINEAR_LOSSES)):
-                for op, rule in table.items():
-                    implementation = _implementation(library.ns, op, rule, key)
-                    library.impl(op, implementation, key, with_keyset=True)
+        for device_type in device_types:
+            _register_for(device_type, aten, torch_nn)
         batched_norms.register(aten)
     _update_products()
     # private (torch 2.11 to 2.15): nothing public tells a checkpointed segment whose forward it is
     # a part of
     registration.stock = checkpoint._get_autocast_kwargs
     registration.noted = checkpoint._get_autocast_kwargs = checkpointed(registration.stock)
+
+
+def _register_for(device_type: str, *libraries: torch.library.Library) -> None:
+    key = _autocast_key(device_type)
+    for library, table in zip(libraries, (op_table(device_type), LINEAR_LOSSES), strict=True):
+        for op, rule in table.items():
+            implementation = _implementation(library.ns, op, rule, key)
+            library.impl(op, implementation, key, with_keyset=True)
+
+
+def _autocast_key(device_type: str) -> str:
+    # private (torch 2.11 to 2.15): nothing public names the key of a device type
+    return f"Autocast{torch._C._dispatch_key_for_device(device_type)}"
+
+
+def has_autocast(device_type: str) -> bool:
+    """Return whether ops on devices of this type can have rules."""
+    return hasattr(torch._C.DispatchKey, _autocast_key(device_type))
+
+
+def check_autocast(device: torch.device) -> None:
+    """Refuse an op policy on a device whose ops cannot have rules.
+
+    Raises:
+        UnsupportedDeviceError: torch has no autocast for the device.
+    """
+    if device.type != "meta" and not has_autocast(device.type):
+        raise UnsupportedDeviceError(
+            f"expected a device for which torch has autocast, to cast by operation, got {device}: "
+            "use level='O3' with a model that computes in half, or level='O0'"
+        )
+
+
+def serve(device_type: str) -> None:
+    """Register the op table for a device type, too, as long as any model is enabled."""
+    if device_type in device_types:
+        return
+    device_types.append(device_type)
+    if registration.libraries:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            _register_for(device_type, *registration.libraries)
 
 
 def need_products(context: Any, needed: bool = True) -> None:

@@ -12,6 +12,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from tritonamp.casts.active import ActivePolicy, thread
 from tritonamp.functional.inputs import is_under_transforms
 from tritonamp.kernels._wide import widened
+from tritonamp.nested import leaves
 from tritonamp.policy import HALF_DTYPES, Policy
 
 
@@ -143,6 +144,13 @@ def _fitted_mask(active: ActivePolicy, mask: Tensor) -> Tensor:
     if not active.policy.op_policy or mask.dtype not in AUTOCAST or mask.dtype is half:
         return mask
     return _fit_tensor(mask, half)
+
+
+def rounding_rule(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:
+    """Compute in half, on accelerators other than CUDA's."""
+    tensors = [leaf for leaf in leaves(args) if isinstance(leaf, Tensor)]
+    half = torch.get_autocast_dtype(tensors[0].device.type)
+    return stock(*_cast(args, half), **kwargs)
 
 
 def _half_everywhere(stock: Stock, active: ActivePolicy, *args: Any, **kwargs: Any) -> Any:

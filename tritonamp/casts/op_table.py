@@ -1,8 +1,8 @@
 """The op table: the rule of each op for tensors of an enabled forward.
 
-CUDA gets only the entries where tritonamp differs from torch's own CUDA lists. A CPU gets those
-lists, too, because torch's CPU autocast has other ones. A CPU run then shows the dtypes, and the
-overflows, of a GPU run.
+CUDA gets only the entries where tritonamp differs from torch's own CUDA lists. All other devices
+get those lists, too, because torch has other ones for them, or none. A CPU run then shows the
+dtypes, and the overflows, of a GPU run.
 """
 
 import functools
@@ -23,6 +23,7 @@ from tritonamp.casts.op_rules import (
     norm_rule,
     out_dtype_rule,
     promote_rule,
+    rounding_rule,
     running_norm_rule,
     storage_on_cpu_rule,
     written_into_rule,
@@ -146,13 +147,17 @@ def overloads(names: list[str]) -> Iterator[str]:
 
 @functools.cache
 def op_table(device_type: str) -> dict[str, Rule]:
-    """Return the op table of "cuda" or "cpu". It is cached, because asking torch is slow."""
+    """Return the op table for a device type. It is cached, because asking torch is slow."""
     rows: list[tuple[list[str], Rule]] = [(FP32_EVERYWHERE, fp32_rule), (SPARSE, fp32_rule)]
     rows += [(STORAGE, norm_rule), (RUNNING_NORMS, running_norm_rule)]
     rows += [(PROMOTE_EVERYWHERE, promote_rule), (["_grouped_mm"], grouped_mm_rule)]
-    if device_type == "cpu":
-        rows += [(HALF, half_rule), (FP32, fp32_rule), (PROMOTE, promote_rule)]
-        rows += [(STORAGE_ON_CPU, storage_on_cpu_rule), (["binary_cross_entropy"], banned_rule)]
+    is_cpu = device_type == "cpu"
+    if device_type != "cuda":
+        rows += [(HALF, half_rule if is_cpu else rounding_rule)]
+        rows += [(FP32, fp32_rule), (PROMOTE, promote_rule)]
+        rows += [(["binary_cross_entropy"], banned_rule)]
+    if is_cpu:
+        rows += [(STORAGE_ON_CPU, storage_on_cpu_rule)]
         rows += [(OUT_DTYPE, out_dtype_rule)]  # last, because they are overloads of HALF's
     table = {op: rule for names, rule in rows for op in overloads(names)}
     table |= dict.fromkeys(WRITTEN_INTO, written_into_rule)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tritonamp.ambient import device_types
 from tritonamp.casts import linear_losses
 from tritonamp.casts.active import half_dtype
 from tritonamp.casts.op_rules import floating_dtypes
@@ -20,7 +21,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 def disable_casts() -> Iterator[None]:
     """Turn the op policy off inside the block. Ops then run in the dtype of their inputs."""
     with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
-        yield
+        if len(device_types) == 2:
+            yield
+        else:  # a process has one kind of other accelerators
+            with torch.autocast(device_types[-1], enabled=False):
+                yield
 
 
 def half_function(function: F) -> F:

@@ -166,9 +166,14 @@ def _cpp_for_steps() -> str:
 
 
 def _without_gpus() -> str:
-    if torch.backends.mps.is_available():
-        return "none that tritonamp can use: for Apple's (mps) there is torch.amp"
-    return "none that torch can use"
+    other = _other_accelerator()
+    return f"none of CUDA or ROCm, but {other.type}" if other else "none that torch can use"
+
+
+def _other_accelerator() -> torch.device | None:
+    """Return an accelerator that is neither CUDA's nor ROCm's, if torch can use one."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type == "cuda" else torch.device(found.type, 0)
 
 
 def _cuda() -> str:
@@ -182,9 +187,9 @@ def _cuda() -> str:
 
 
 def _devices() -> list[torch.device]:
-    """Return the GPUs, or the CPU if there is no GPU."""
+    """Return the GPUs; else another accelerator, or the CPU."""
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [
-        torch.device("cpu")
+        _other_accelerator() or torch.device("cpu")
     ]
 
 
@@ -195,6 +200,8 @@ def _describe(device: torch.device) -> str:
             f"{processor}, {threads} thread{'s' * (threads != 1)}; half matmuls are computed in "
             "FP32 and rounded: for trying things out, not for speed"
         )
+    if device.type != "cuda":
+        return f"an accelerator that torch calls {device.type}"
     properties = torch.cuda.get_device_properties(device)
     memory = f"{properties.total_memory / 2**30:.0f} GiB"
     fault = hardware.known_fault(device)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tritonamp.casts.batch_invariance import log_notes
+from tritonamp.casts.dispatch import check_autocast
 from tritonamp.casts.loaded import (
     bfloat16_in_float16,
     check_half_dtypes,
@@ -107,6 +108,8 @@ def enable(
     check_dtype(resolved.dtype, device)
     if resolved.cast_model or resolved.op_policy:
         warn_of_known_fault(device)
+    if resolved.op_policy:
+        check_autocast(device)
     chosen = choose_backend(backend, device)
     if resolved.batch_invariant:
         check_rows(device, chosen)
