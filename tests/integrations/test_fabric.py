@@ -18,13 +18,17 @@ from clients import (
     state_of,
 )
 from helpers import assert_same
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy, FSDPStrategy
-from lightning.pytorch import LightningModule
 from lightning_models import IGNORED
 from torch import Tensor, nn
 
 import tritonamp
+
+pytest.importorskip("lightning")
+
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch import LightningModule
+
 from tritonamp.integrations.fabric import MixedPrecision
 
 pytestmark = [pytest.mark.clients, *map(pytest.mark.filterwarnings, IGNORED)]

@@ -12,12 +12,16 @@ import pytest
 import torch
 from clients import state_of
 from helpers import assert_same
-from lightning.fabric import Fabric
 from lightning_models import IGNORED
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import tritonamp
+
+pytest.importorskip("lightning")
+
+from lightning.fabric import Fabric
+
 from tritonamp.integrations.fabric import MixedPrecision
 
 pytestmark = [pytest.mark.clients, *map(pytest.mark.filterwarnings, IGNORED)]

@@ -15,13 +15,16 @@ import torch
 import torch.distributed as dist
 from clients import LOSS, client_batches, client_net, optimizer_and_scheduler
 from helpers import assert_same
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from lightning_models import IGNORED, on_this_rank
 from ranks import SMALL_STEPS, Shared, joint, joint_batches, scaler, sharded, share
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from two_ranks import RANKS, Pair, enable, of_ranks, on_ranks, serve, whole
+
+pytest.importorskip("lightning")
+
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 
 from tritonamp.integrations.fabric import MixedPrecision
 
