@@ -3,6 +3,7 @@
 import copy
 import logging
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -539,6 +540,19 @@ def test_a_remedy_is_tried_once_for_each_module(
     for i in range(3):
         run.step(i)
     assert len(tried) == 1 and "(tried: the forward passes)" in run.amp.explain()
+
+
+def test_a_factor_is_tried_again_for_a_larger_product(start: Any) -> None:
+    run = start(level="O2")
+    powers = []
+    for size in (500.0, 8000.0):
+        run.step(0, size=size)
+        text = run.amp.explain(replay=True)
+        multiple = float(re.search(r"([\d.e+]+) times the largest", text)[1])
+        power = int(re.search(r"by 2\^(-\d+) \(tried", text)[1])
+        assert multiple * 2**power <= 1
+        powers.append(power)
+    assert powers[1] <= powers[0] - 6
 
 
 def test_a_trial_that_fails_promises_nothing(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -68,8 +69,8 @@ class Replays:
     _forwards: Forwards
     _healing: Healing
     _ranks: ReplayRanks
-    # tried remedies of recorded batches, by kind of fault, whether the backward ran, the place and
-    # samples of the fault, and the healed modules
+    # tried remedies of recorded batches, by kind of fault, whether the backward ran, the place,
+    # size and samples of the fault, and the healed modules
     _remedies: dict[tuple[Any, ...], Remedy | None] = dataclasses.field(default_factory=dict)
 
     def model_of(self, module: str) -> str:
@@ -223,8 +224,10 @@ class Replays:
 
         For recorded batches it is tried once, and again after a heal. A function is always run.
         """
-        samples, healed = fault.event.samples, self._healing.tiers.items()
-        key = fault.kind, fault.has_backward, str(fault.event.place), *samples, *healed
+        event, healed = fault.event, self._healing.tiers.items()
+        # a factor that made one product fit is too large for a product of twice the size
+        doublings = math.ceil(math.log2(max(event.multiple or 1.0, 1.0)))
+        key = fault.kind, fault.has_backward, str(event.place), doublings, *event.samples, *healed
         if is_recorded and key in self._remedies:
             return self._remedies[key]
         try:
