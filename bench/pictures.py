@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 SOFTMAX = "softmax forward", "softmax backward"
+# place of a legend: below the axes, where it hides no bar
+BELOW: Row = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 3, "frameon": False}
 STEPS, TRAINING = "full step", "training step"  # groups that the page has every row of
 
 
@@ -27,7 +29,7 @@ def draw(rows: list[Row], folder: Path, stem: str) -> list[Path]:
     for name, (title, has, picture) in PICTURES.items():
         own = [row for row in rows if has(row)]
         if own:
-            figure = Figure(figsize=(12, 5), layout="constrained")
+            figure = Figure(figsize=(12, 5.5), layout="constrained")
             figure.suptitle(f"{title}: {own[0]['device']}, torch {own[0]['torch']}")
             picture(figure.subplots(1, 2), own)
             written.append(folder / f"{stem}-{name}.png")
@@ -64,12 +66,12 @@ def _bandwidth(axes: Any, rows: list[Row]) -> None:
             title=f"{group}, bfloat16",
             xlabel="row length",
             ylabel="fraction of copy bandwidth",
-            xscale="log",
         )
+        ax.set_xscale("log", base=2)
         ax.set_ylim(0)
         ax.grid(alpha=0.3)
         if own:
-            ax.legend()
+            ax.legend(**BELOW)
 
 
 def _step(axes: Any, rows: list[Row]) -> None:
@@ -100,7 +102,7 @@ def _bars(
     )
     ax.set(xlabel=label, xscale="log" if log else "linear")
     ax.invert_yaxis()
-    ax.legend()
+    ax.legend(**BELOW)
 
 
 def _peers(rows: list[Row]) -> list[str]:

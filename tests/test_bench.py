@@ -24,6 +24,7 @@ from tritonamp.kernels._implementations import operations
 from tritonamp.policy import HALF_DTYPES, STATES
 
 pytest.importorskip("matplotlib")
+
 CPU = torch.device("cpu")
 MACHINE = {
     "device": "NVIDIA Test",
@@ -504,6 +505,20 @@ def test_pictures(bench: SimpleNamespace, results: Path) -> None:
     assert {path.name for path in written} == set(bench.pictures.names("x", rows).values())
     assert len(written) == 3 and all(path.stat().st_size > 10_000 for path in written)
     assert not bench.pictures.draw([], results, "y")
+
+
+def test_no_legend_hides_a_bar(bench: SimpleNamespace, results: Path) -> None:
+    from matplotlib.figure import Figure
+
+    rows = bench.report.load(results)["nvidia-test"]["rows"]
+    for _, has, picture in bench.pictures.PICTURES.values():
+        figure = Figure(figsize=(12, 5.5), layout="constrained")
+        picture(figure.subplots(1, 2), [row for row in rows if has(row)])
+        figure.draw_without_rendering()
+        legends = [(ax.get_legend(), ax) for ax in figure.axes if ax.get_legend() is not None]
+        assert legends
+        for legend, ax in legends:
+            assert not legend.get_window_extent().overlaps(ax.get_window_extent())
 
 
 def test_report_without_measurements(bench: SimpleNamespace, tmp_path: Path) -> None:
