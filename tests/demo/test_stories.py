@@ -13,7 +13,7 @@ from torch import nn
 
 from tritonamp import demo
 from tritonamp.__main__ import main
-from tritonamp.demo import picture
+from tritonamp.demo import picture, stories
 from tritonamp.demo.measured import Run, Setting, Task
 from tritonamp.demo.stories import BAD_BATCHES, STORIES, power, shown
 
@@ -53,6 +53,14 @@ def test_attention_is_named_and_healed(told, device):
     assert f"attention, op {op}" in report and "scores = q @ k.mT" in report
     assert "('attention',)" in cure
     assert f"attention, op {op} at models.py:" in story.cause and "\n" not in story.cause
+
+
+def test_the_operation_is_found_in_a_narrow_terminal(told, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    story = told("attention", 3)
+    assert "attention, op" in story.cause and " at models.py:" in story.cause
+    assert "\n" not in story.cause and len(story.cause) < 80
+    assert stories._operation("No step was\nskipped.") == "No step was skipped."
 
 
 @pytest.fixture
@@ -154,7 +162,10 @@ def test_command_prints_the_story(capsys, caplog, tmp_path):
     finally:
         torch.set_num_threads(threads)
     printed = capsys.readouterr().out
-    assert f"picture: {tmp_path / 'story.png'}" in printed and (tmp_path / "story.png").exists()
+    assert (
+        f"picture of the story: {tmp_path / 'story.png'}" in printed
+        and (tmp_path / "story.png").exists()
+    )
     rows = [line.split()[0] for line in printed.splitlines() if " %  " in line]
     assert rows == ["torch.amp", "tritonamp"]
     assert not caplog.records  # the story tells of its skips itself

@@ -11,13 +11,14 @@ from tritonamp.demo.device import describe
 from tritonamp.demo.measured import Run, Setting, Task, measured
 from tritonamp.demo.models import CharTransformer, DigitNet
 from tritonamp.demo.train import criterion
-from tritonamp.diagnosis.terminal import table
+from tritonamp.diagnosis.terminal import fitted, table
 
 
 def compare(setting: Setting, levels: Sequence[str], dtype: str) -> None:
     """Train, and print the table."""
     start = time.perf_counter()
-    print(f"training in {dtype} on {describe(setting.device)}, seed {setting.seed}")
+    where = f"training in {dtype} on {describe(setting.device)}, seed {setting.seed}"
+    print(fitted(f"{where}; about a minute on a CPU core"))
     runs = [
         measured(task, setting, level=level, dtype=getattr(torch, dtype))
         for task in tasks()
@@ -26,10 +27,10 @@ def compare(setting: Setting, levels: Sequence[str], dtype: str) -> None:
 
     rows = [_row(run) for run in runs]
     print(table([*rows[0]], [[*row.values()] for row in rows]))
-    print("B/param: bytes of a parameter, its gradient, master and moments.")
+    print(fitted("B/param: bytes of a parameter, its gradient, master and moments."))
     for run in runs:
         if run.stats["skipped"]:
-            print(f"{run.task.name} {run.name}: {run.explanation}")
+            print(fitted(f"{run.task.name} {run.name}: {run.explanation}"))
     print(f"levels: {time.perf_counter() - start:.0f} s\n")
 
 

@@ -60,7 +60,9 @@ def save_picture(fault: str, runs: Mapping[str, Run], cause: str, path: Path) ->
         axes.spines[["top", "right"]].set_visible(False)
     loss.legend(loc="lower left", bbox_to_anchor=(0, 1.05), ncols=2, frameon=False)
     figure.suptitle(textwrap.fill(fault, WIDTH - 10), fontsize=12, weight="bold")
-    figure.supxlabel(textwrap.fill(f"tritonamp says: {cause}", WIDTH), fontsize=10)
+    figure.supxlabel(
+        textwrap.fill(f"tritonamp says: {' '.join(cause.split())}", WIDTH), fontsize=10
+    )
     with io.BytesIO() as file:
         figure.savefig(file, dpi=100)
         Image.open(file).convert("RGB").quantize().save(path, optimize=True)  # a quarter as large

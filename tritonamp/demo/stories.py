@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -128,9 +129,9 @@ def bad_batches(setting: Setting) -> Story:
 
 def _operation(explanation: str) -> str:
     """Return the operation that a replay has named, without the folder of its file."""
-    named = next((line for line in explanation.splitlines() if " op " in line), explanation)
-    before, at, place = named.rpartition(" at ")
-    return f"{before}{at}{Path(place).name}"
+    text = " ".join(explanation.split())  # the lines were broken to fit a terminal
+    named = re.search(r"(\S+ \S+, \w+: [^:]* at )(\S+:\d+)", text)
+    return f"{named[1]}{Path(named[2]).name}" if named else text
 
 
 def _with_bad_ones(batches: Batches) -> Batches:
@@ -149,12 +150,13 @@ STORIES: dict[str, Callable[[Setting], Story]] = {
 def tell(name: str, setting: Setting, path: Path) -> None:
     """Print the story ``name``, and save its picture to ``path``."""
     start, tell_of = time.perf_counter(), STORIES[name]
-    print(f"{tell_of.__doc__}\nfloat16 on {describe(setting.device)}, seed {setting.seed}\n")
+    where = f"float16 on {describe(setting.device)}, seed {setting.seed}"
+    print(fitted(f"{tell_of.__doc__}\n{where}; less than a minute on a CPU core\n"))
     logging.getLogger("tritonamp").setLevel(logging.ERROR)  # the story itself tells of skips
     story = tell_of(setting)
     print(shown(story))
     save_picture(story.fault, story.runs, story.cause, path)
-    print(f"picture: {path}   story: {time.perf_counter() - start:.0f} s")
+    print(f"picture of the story: {path}   {time.perf_counter() - start:.0f} s")
 
 
 def shown(story: Story) -> str:
