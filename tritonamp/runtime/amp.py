@@ -1078,8 +1078,8 @@ class Amp:
         """
         raise TypeError(
             "an Amp cannot be copied or pickled, since it works on the very models and optimizers "
-            "that were enabled: save amp.state_dict() next to the states of these, and copy these, "
-            "copy.deepcopy((model, optimizer)), for tritonamp.enable(...) of the copies"
+            "that were enabled: save amp.state_dict() next to their states, or copy them, "
+            "copy.deepcopy((model, optimizer)), and call tritonamp.enable with the copies"
         )
 
     def _check_enabled(self, caller: str) -> None:
