@@ -192,7 +192,8 @@ def check_loss(loss: Any) -> None:
     """Check a loss whose backward is to run.
 
     Raises:
-        ValueError: ``loss`` is no tensor, has several elements, or no graph.
+        ValueError: ``loss`` is no tensor.
+        RuntimeError: it has several elements or no graph; in torch's words, with advice.
     """
     if not isinstance(loss, torch.Tensor):
         which = ", such as outputs.loss or outputs['loss']" if hasattr(loss, "keys") else ""
@@ -200,15 +201,15 @@ def check_loss(loss: Any) -> None:
             f"loss: expected a Tensor, got {type(loss).__name__}: give the loss itself{which}"
         )
     if not loss.requires_grad:
-        raise ValueError(
+        raise RuntimeError(
             "loss: expected a Tensor that was computed from the model's parameters, got one that "
             "does not require grad and does not have a grad_fn: look for torch.no_grad(), "
             ".detach(), .item() or torch.tensor(...) on its way, and for frozen parameters"
         )
     if loss.numel() != 1:
-        raise ValueError(
-            f"loss: expected a scalar, got a Tensor of shape {tuple(loss.shape)}: reduce it, "
-            "loss.mean(), or give torch a gradient for it, "
+        raise RuntimeError(
+            "loss: grad can be implicitly created only for scalar outputs, got a Tensor of shape "
+            f"{tuple(loss.shape)}: reduce it, loss.mean(), or give torch a gradient for it, "
             "`with amp.scale_loss(loss) as scaled: scaled.backward(gradient)`"
         )
 

@@ -180,7 +180,8 @@ class Amp:
 
         Raises:
             ValueError: an argument of another kind, or an optimizer that is not enabled here.
-            RuntimeError: the model was enabled without an optimizer, or was disabled.
+            RuntimeError: the loss has several elements or no graph; or the model was enabled
+                without an optimizer, or was disabled.
         """
         self._check_enabled("backward")
         if self._audit is not None:
