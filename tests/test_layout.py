@@ -58,6 +58,7 @@ SHARED = {
     ],
     "commands": ["tritonamp.casts.batch_invariance", "tritonamp.diagnosis.terminal"],
     "demo": ["tritonamp.diagnosis.terminal"],
+    "__main__": ["tritonamp.diagnosis.terminal"],
     "integrations": [
         "tritonamp.casts.model_losses.computes_logits",
         "tritonamp.class_swap",

@@ -4,11 +4,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import tritonamp
 from tritonamp import demo
 from tritonamp.commands import check, doctor, explain
 from tritonamp.commands.migrate import command as migrate
+from tritonamp.diagnosis.terminal import fitted
 
 _COMMANDS = {
     "check": (check, "what half precision would do to a model, before it is trained"),
@@ -31,12 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         demo.run(args)
     except tritonamp.UnsupportedDeviceError as error:
-        parser.exit(1, f"{error}\n")
+        parser.exit(1, fitted(f"{error}\n"))
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Also breaks the lines of errors."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, fitted(f"{self.prog}: error: {message}\n"))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tritonamp", description=tritonamp.__doc__)
+    parser = _Parser(prog="python -m tritonamp", description=tritonamp.__doc__)
     commands = parser.add_subparsers(dest="command", metavar="command")
     for name, (command, what) in _COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=what))

@@ -58,6 +58,22 @@ FACTORIES = textwrap.dedent(
     def number():
         return 3
 
+    def arguments(config):
+        return config.model, config.batch
+
+    def no_batch():
+        model = nn.Linear(16, 8)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def wrong_order():
+        return nn.Linear(16, 8), (torch.ones(4, 16),), no_batch()[1]
+
+    def wrong_loss():
+        return nn.Linear(16, 8), None, (torch.ones(4, 16),), "mse"
+
+    def model():
+        return nn.Linear(16, 8)
+
     def swapped():
         return (torch.ones(4, 16),), nn.Linear(16, 8)
 
@@ -101,6 +117,7 @@ def test_a_mapping_is_the_keywords(capsys, tmp_path):
     path = tmp_path / "policy.json"
     status, text = run(capsys, "check_factories:keywords", "--policy", path)
     assert status == 1
+    assert text.endswith(f"\nwrote {path}: {path.stat().st_size} bytes\n")
     policy = tritonamp.Policy.from_json(path.read_text())
     assert f"init_scale=2.0**{policy.init_scale.hex().rpartition('p')[2].lstrip('+')}" in text
 
@@ -138,7 +155,8 @@ def test_the_policy_of_a_model_that_generates(capsys, tmp_path):
 
 @pytest.mark.parametrize("name", ["clean", "faulty"])
 def test_picture(capsys, tmp_path, name):
-    run(capsys, f"check_factories:{name}", "--picture", tmp_path / "range.png")
+    _, text = run(capsys, f"check_factories:{name}", "--picture", tmp_path / "range.png")
+    assert f"\nwrote {tmp_path / 'range.png'}: " in text
     assert (tmp_path / "range.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -180,6 +198,49 @@ def test_usage(capsys, arguments, message):
         main(["check", *arguments])
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("check_factories.py:constant", "'check_factories' has no function 'constant'; it has Sq"),
+        ("check_factories.py:clear", "; did you mean 'clean'?"),
+        ("check_factory.py:clean", "check_factory.py: there is no such file; did you mean 'check_"),
+        ("check_factory:clean", "No module named 'check_factory'; did you mean 'check_factories'?"),
+        ("nowhere/train.py:make", "nowhere/train.py: there is no such file"),
+        ("random.py:make", "random.py: 'random' is also the name of another module, "),
+        ("check_faulty:make", "ModuleNotFoundError: No module named 'no_such' (check_faulty.py:1)"),
+        ("check_factories:raises", "raised KeyError: 'weights.pt' (check_factories.py:40)"),
+        ("check_factories:arguments", "got arguments(config): missing a required argument: 'con"),
+        (
+            "check_factories:no_batch",
+            "Linear, SGD: the second is an optimizer, and no batch",
+        ),
+        ("check_factories:wrong_order", "Linear, tuple, SGD: the second is no optimizer"),
+        ("check_factories:wrong_loss", "Linear, NoneType, tuple, str: the fourth is no function"),
+        (
+            "check_factories:model",
+            "a mapping of keywords, got Linear",
+        ),
+    ],
+)
+def test_a_wrong_factory(capsys, factories, factory, message):
+    (factories / "random.py").write_text("")
+    (factories / "check_faulty.py").write_text("import no_such")
+    with pytest.raises(SystemExit) as raised:
+        main(["check", factory])
+    assert raised.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_in_another_folder_and_a_list(capsys, factories):
+    (factories / "src").mkdir()
+    code = "from check_model import Linear\n\ndef make():\n    import check_batch\n"
+    code += "    return [Linear(16, 8), check_batch.batch]\n"
+    (factories / "src" / "check_made.py").write_text(code)
+    (factories / "src" / "check_model.py").write_text("from torch.nn import Linear\n")
+    (factories / "src" / "check_batch.py").write_text("import torch\nbatch = torch.ones(4, 16),\n")
+    assert run(capsys, "src/check_made.py:make")[0] == 0
 
 
 def test_nothing_is_left_on_the_path():

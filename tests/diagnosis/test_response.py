@@ -528,7 +528,7 @@ def test_what_is_advised_for_an_input_that_enable_casts_lets_the_batch_pass(
     assert [explained(**cure)[0] for cure in cures] == [0] * len(cures)
 
 
-def test_a_remedy_is_tried_once_for_each_module(
+def test_a_remedy_is_tried_once_for_a_fault_that_repeats(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
@@ -537,8 +537,8 @@ def test_a_remedy_is_tried_once_for_each_module(
         tritonamp.diagnosis.replays, "remedy_of", lambda *args: tried.append(1) or find(*args)
     )
     run = start(level="O2", on_nonfinite="explain")
-    for i in range(3):
-        run.step(i)
+    for _ in range(3):
+        run.step(0)
     assert len(tried) == 1 and "(tried: the forward passes)" in run.amp.explain()
 
 

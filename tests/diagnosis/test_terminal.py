@@ -1,7 +1,10 @@
 """Texts and tables fit the terminal, and lose no word."""
 
 import pytest
+import torch
+from torch import nn
 
+import tritonamp
 from tritonamp.diagnosis.terminal import fitted, paragraph, table, width
 
 TEXT = """\
@@ -73,3 +76,18 @@ def test_a_table_of_long_words_keeps_them() -> None:
         f"{wide}  one",
         " " * 72 + "two",
     ]
+
+
+def test_explain_breaks_its_lines_in_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that reads the text, and every rank, has its sentences whole."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tritonamp.enable(model, optimizer, level="O2") as amp:
+        amp.backward(model(torch.full((2, 4), 1e38)).square().mean())
+        optimizer.step()
+        text = amp.explain(replay=True)
+        monkeypatch.setenv("COLUMNS", "60")
+        broken = amp.explain(replay=True)
+    assert max(map(len, text.splitlines())) > 120
+    assert max(map(len, broken.splitlines())) <= 60
+    assert broken.split() == text.split()

@@ -1,11 +1,11 @@
 """``python -m tritonamp doctor``: the parts of this machine, its backends, and the reasons."""
 
 import argparse
-import functools
 import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 import tritonamp
 from tritonamp.casts.batch_invariance import notes
 from tritonamp.commands import selftest
+from tritonamp.commands.progress import Checks, wrote
 from tritonamp.commands.selftest.training import LEVELS as TRIALS
 from tritonamp.commands.selftest.training import SmallTraining
 from tritonamp.diagnosis.terminal import fitted, table
@@ -81,10 +82,19 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
             args.lines.open("a").close()
         except OSError as error:
             fail(f"--lines {args.lines} cannot be written: {error}")
-    found = selftest.run(device, args.selftest, functools.partial(_tell, args), jobs)
+    start, checks = time.perf_counter(), Checks(selftest.backend_on(device).name)
+
+    def tell(outcome: dict[str, Any]) -> None:
+        _tell(args, outcome)
+        checks.tell(f"{outcome['group']} {outcome['name']}")
+
+    found = selftest.run(device, args.selftest, tell, jobs, checks.expect)
+    checks.end()
     print(json.dumps(found, indent=1) if args.json else selftest.text(found))
     if args.json:
         print(selftest.title(found), selftest.verdict(found), sep="\n", file=sys.stderr)
+    if args.lines:
+        print(wrote(args.lines, start), file=sys.stderr if args.json else sys.stdout)
     return 1 if selftest.is_wrong(found) else 0
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tritonamp.commands.progress import wrote
 from tritonamp.demo import data
 from tritonamp.demo.device import describe
 from tritonamp.demo.measured import Batches, Run, Setting, Task, measured, measured_torch
@@ -156,7 +157,7 @@ def tell(name: str, setting: Setting, path: Path) -> None:
     story = tell_of(setting)
     print(shown(story))
     save_picture(story.fault, story.runs, story.cause, path)
-    print(f"picture of the story: {path}   {time.perf_counter() - start:.0f} s")
+    print(wrote(path, start))
 
 
 def shown(story: Story) -> str:

@@ -226,7 +226,8 @@ class Replays:
         """
         event, healed = fault.event, self._healing.tiers.items()
         # a factor that made one product fit is too large for a product of twice the size
-        doublings = math.ceil(math.log2(max(event.multiple or 1.0, 1.0)))
+        multiple = event.multiple or 1.0
+        doublings = math.ceil(math.log2(multiple)) if 1 < multiple < math.inf else 0
         key = fault.kind, fault.has_backward, str(event.place), doublings, *event.samples, *healed
         if is_recorded and key in self._remedies:
             return self._remedies[key]

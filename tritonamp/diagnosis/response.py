@@ -57,7 +57,12 @@ class _Shown(NamedTuple):
     @classmethod
     def of(cls, found: Finding, step: int) -> "_Shown":
         """Return the faults of a finding."""
-        faults = [(f.kind, f.event.place, f.event.phase, f.remedy, f.rank) for f in found.faults]
+        # edits are left out: a factor in them depends on the batch
+        cures = [f.remedy and f.remedy._replace(edits=(), vain=(), costs="") for f in found.faults]
+        faults = [
+            (f.kind, f.event.place, f.event.phase, cure, f.rank)
+            for f, cure in zip(found.faults, cures, strict=True)
+        ]
         return cls(faults, "; ".join(fault.heading for fault in found.faults), step)
 
 

@@ -1,4 +1,4 @@
-"""Texts and tables that fit the terminal."""
+"""Texts and tables that fit the terminal, and numbers in words."""
 
 import itertools
 import re
@@ -94,3 +94,18 @@ def _row(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     broken = [_wrapped(cell, *place).split("\n") for cell, *place in zip(row, widths, strict=True)]
     padded = itertools.zip_longest(*broken, fillvalue="")
     return [_GAP.join(map(str.ljust, line, widths)).rstrip() for line in padded]
+
+
+def in_bytes(number: float) -> str:
+    """Return a number of bytes in words."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f} bytes"
+
+
+def in_seconds(number: float) -> str:
+    """Return a duration in words: "0.4 s", "12 s", "3 minutes"."""
+    if number >= 120:
+        return f"{number / 60:.0f} minutes"
+    return f"{number:.{0 if number >= 10 else 1}f} s"

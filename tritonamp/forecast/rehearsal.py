@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from tritonamp.forecast.running import Batch, LossFn, isolated, loss_of
+from tritonamp.forecast.running import Batch, LossFn, isolated, loss_of, runs
 from tritonamp.forecast.twin import fp32_copy
 from tritonamp.nested import map_leaves
 from tritonamp.policy import O0, Policy
@@ -116,6 +116,7 @@ class _Steps:
         """Take the steps under a policy."""
         losses: list[float] = []
         skipped, failed = 0, ""
+        runs.debug("steps under the policy")
         with isolated(self._model), _quiet(), contextlib.ExitStack() as stack:
             try:
                 memo: dict[int, Any] = {}

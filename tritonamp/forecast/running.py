@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from tritonamp.runtime import enable
 from tritonamp.watched.frames import Role, plays
 from tritonamp.watched.places import PlacedOps
 
+logger = logging.getLogger("tritonamp")
+runs = logging.getLogger("tritonamp.check")  # at level DEBUG a line for each run, when it starts
 LossFn = Callable[[Any], Tensor]
 GIVEN = "loss_fn(output)"  # the name of a loss that was not searched for
 
@@ -104,6 +107,20 @@ def _named_failures(watch: WatchedCopy) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def _unsaid_backend() -> Iterator[None]:
+    """Keep the backend of a copy, which is not that of the model, from the user's log."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("backend ")
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
 @plays(Role.RUN)
 def run_copy(
     model: nn.Module, batch: Batch, loss_fn: LossFn | None, policy: Policy, watch: WatchedCopy
@@ -123,7 +140,9 @@ def run_copy(
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         twin = fp32_copy(model)
-        stack.callback(enable(twin, policy=policy, backend="eager").disable)
+        runs.debug("%s", watch.title)
+        with _unsaid_backend():
+            stack.callback(enable(twin, policy=policy, backend="eager").disable)
         stack.enter_context(_named_failures(watch))
         watch.begin(twin)
         args, kwargs = watch.given(batch)

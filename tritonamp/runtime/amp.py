@@ -28,6 +28,7 @@ from tritonamp.diagnosis.fault_counts import FaultCounts
 from tritonamp.diagnosis.metrics import metrics
 from tritonamp.diagnosis.plot import save_picture, title
 from tritonamp.diagnosis.records import RangeRecord, StepRecord
+from tritonamp.diagnosis.terminal import fitted, width
 from tritonamp.fp32_values import Fp32Values
 from tritonamp.functional import Mismatch
 from tritonamp.kernels import _implementations
@@ -860,7 +861,8 @@ class Amp:
         """Return why the last skipped step was skipped, and what to do. Waits for the device.
 
         Parameters, buffers, gradients and random numbers stay as they are. Call it on all ranks:
-        each rank runs its own batch, and all ranks return the same text.
+        each rank runs its own batch, and all ranks return the same text. In a terminal, its lines
+        are broken to fit.
 
         Args:
             replay: False: run nothing. True: run the model's forward on the failing batch again,
@@ -875,7 +877,8 @@ class Amp:
             check_replay(replay)
             self._check_replay("explain(replay=True)")
         with self._parts.stepper.replaying():
-            return self._parts.response.explain(replay)
+            # lines that break only in a terminal: a program that reads the text finds its sentences
+            return fitted(self._parts.response.explain(replay), width(unknown=0))
 
     def write_bundle(self, folder: str | Path) -> Path:
         """Write a folder that replays the last skip on another machine, and return its path.

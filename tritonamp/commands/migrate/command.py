@@ -4,6 +4,7 @@ import argparse
 import ast
 import os
 import shutil
+import time
 import tokenize
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 from tritonamp.commands.migrate import apex_loop, imports, torch_loop
 from tritonamp.commands.migrate.script import Change, Script
+from tritonamp.commands.progress import wrote
 from tritonamp.diagnosis.terminal import fitted
 
 CONVERTED, BY_HAND, NOTHING = 0, 1, 3
@@ -96,7 +98,9 @@ def _migrate(path: Path, to: str, write: bool) -> int:
     _show(path, "its changes; lines have the numbers before them", [], changes)
     if write:
         try:
+            start = time.perf_counter()
             _write(path, script.after, encoding)
+            print(wrote(path, start))
         except OSError as error:
             return _show(path, "stays as it is", [(1, f"cannot be written: {error}")])
     return CONVERTED

@@ -49,6 +49,7 @@ def run(
     groups: Collection[str] = (),
     tell: Callable[[dict[str, Any]], object] = lambda outcome: None,
     jobs: int = 0,
+    expect: Callable[[int], object] = lambda count: None,
 ) -> dict[str, Any]:
     """Run the checks of ``groups``, or all. A failed check does not stop the others.
 
@@ -59,6 +60,7 @@ def run(
         jobs: number of parallel processes, in which a fatal check does not stop the others. Groups
             in ``ALONE`` run in one process. 0 runs all checks in this process, up to the first one
             that spoils the context.
+        expect: function that gets the number of checks before they run.
 
     Returns:
         the content of ``--json``: device, backend and reason; "failed", the number of failed
@@ -68,6 +70,7 @@ def run(
     backend, groups = backend_on(device), list(groups or GROUPS)
     checks = all_checks(groups, device, backend.name)
     outcomes: list[dict[str, Any]] = []
+    expect(len(checks))
 
     def note(outcome: dict[str, Any]) -> None:
         outcomes.append(outcome)

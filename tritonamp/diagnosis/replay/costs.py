@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from tritonamp.diagnosis.terminal import in_bytes
 from tritonamp.watched.products import Products, Share
 
 _NO_CONVOLUTION = "torch has no half convolution with an FP32 result"
@@ -24,14 +25,14 @@ def cost_in_words(
     if modules:
         share = products.inside(modules)
         costs.append(
-            f"FP32: {_in_bytes(weights)} more of weights, {_part(share.flops, share)} at its rate"
+            f"FP32: {in_bytes(weights)} more of weights, {_part(share.flops, share)} at its rate"
         )
     return "; ".join(costs)
 
 
 def _of_results(share: Share) -> str:
     """Return the cost of FP32 results in words."""
-    costs = [f"no FP32 weights, {_in_bytes(2 * share.elements)} more of results in a forward"]
+    costs = [f"no FP32 weights, {in_bytes(2 * share.elements)} more of results in a forward"]
     if share.flops > share.convolved:
         costs.append(f"{_part(share.flops - share.convolved, share)} at the rate of half products")
     if share.convolved:
@@ -44,11 +45,3 @@ def _part(flops: int, share: Share) -> str:
     """Return FLOPs as a part of a forward's, in words."""
     part = 100 * flops / share.of_all if share.of_all else 0.0
     return f"{part:.{0 if part >= 10 else 1}f} % of the forward's FLOPs"
-
-
-def _in_bytes(number: float) -> str:
-    """Return a number of bytes in words."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.0f} bytes"
