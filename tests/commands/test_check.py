@@ -117,7 +117,7 @@ def test_a_mapping_is_the_keywords(capsys, tmp_path):
     path = tmp_path / "policy.json"
     status, text = run(capsys, "check_factories:keywords", "--policy", path)
     assert status == 1
-    assert text.endswith(f"\nwrote {path}: {path.stat().st_size} bytes\n")
+    assert text.endswith(f"\nwrote {path} ({path.stat().st_size} bytes)\n")
     policy = tritonamp.Policy.from_json(path.read_text())
     assert f"init_scale=2.0**{policy.init_scale.hex().rpartition('p')[2].lstrip('+')}" in text
 
@@ -156,7 +156,7 @@ def test_the_policy_of_a_model_that_generates(capsys, tmp_path):
 @pytest.mark.parametrize("name", ["clean", "faulty"])
 def test_picture(capsys, tmp_path, name):
     _, text = run(capsys, f"check_factories:{name}", "--picture", tmp_path / "range.png")
-    assert f"\nwrote {tmp_path / 'range.png'}: " in text
+    assert f"\nwrote {tmp_path / 'range.png'} (" in text
     assert (tmp_path / "range.png").read_bytes().startswith(b"\x89PNG")
 
 

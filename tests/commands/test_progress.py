@@ -99,5 +99,5 @@ def test_a_written_file_has_its_size_and_its_time(tmp_path: Path) -> None:
     path = tmp_path / "range.png"
     path.write_bytes(os.urandom(2048))
     now = time.perf_counter()
-    assert " ".join(wrote(path, now).split()) == f"wrote {path}: 2 KiB"
-    assert " ".join(wrote(path, now - 1.5).split()) == f"wrote {path}: 2 KiB in 1.5 s"
+    assert " ".join(wrote(path, now).split()) == f"wrote {path} (2 KiB)"
+    assert " ".join(wrote(path, now - 1.5).split()) == f"wrote {path} (2 KiB, 1.5 s)"

@@ -137,7 +137,8 @@ def test_device_that_is_not_there(device):
         ("--level", "O9", "invalid choice: 'O9'"),
     ],
 )
-def test_bad_option(option, value, message, capsys):
+def test_bad_option(option, value, message, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # the error is one line
     with pytest.raises(SystemExit):
         main(["demo", option, value])
     assert message in " ".join(capsys.readouterr().err.split())  # lines fit the terminal

@@ -104,5 +104,5 @@ class Checks:
 def wrote(path: Path, start: float) -> str:
     """Return the line about a file: its name, its size, and the time since ``start``."""
     seconds = time.perf_counter() - start
-    took = f" in {in_seconds(seconds)}" if seconds >= WORTH_SAYING else ""
-    return fitted(f"wrote {path}: {in_bytes(path.stat().st_size)}{took}")
+    took = f", {in_seconds(seconds)}" if seconds >= WORTH_SAYING else ""
+    return fitted(f"wrote {path} ({in_bytes(path.stat().st_size)}{took})")
