@@ -396,6 +396,12 @@ def test_faults(mode: str) -> None:
         assert run.amp.stats()["healed"]
 
 
+def test_the_same_setup_again() -> None:
+    run, hand = Fabricated(level="O2"), ByHand(level="O2")
+    run.model, run.optimizer = run.fabric.setup(run.net, run.plain)
+    assert_same(run.walk(client_batches(3), max_norm=0.1), hand.walk(client_batches(3), norm=0.1))
+
+
 # errors
 
 
@@ -424,6 +430,12 @@ def test_errors() -> None:
     with pytest.raises(RuntimeError, match=r"not in use: give it to Fabric.*fabric\.setup"):
         MixedPrecision().unscale_gradients(run.plain)
     net = client_net()
+    fabric, net = fabric_of(level="O2"), client_net()
+    fabric.setup(net)
+    with pytest.raises(ValueError, match="optimizer"):
+        fabric.setup_optimizers(torch.optim.SGD(client_net().parameters()))
+    fabric.setup_optimizers(torch.optim.SGD(net.parameters()))
+    assert tritonamp.handle(net) is fabric.strategy.precision.amp is not None
     with pytest.raises(ValueError, match="levle"):
         fabric_of(levle="O2").setup(net, optimizer_and_scheduler(net)[0])
     with pytest.raises(TypeError, match="can only work with the `FSDPPrecision` plugin"):

@@ -72,10 +72,13 @@ class MixedPrecision(EnabledPrecision):
     def _add_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Enable all models and optimizers together, because a loss may feed several of them."""
         self._check_untrained()
-        models, self._waiting = self._models + self._waiting, []
-        optimizers = self._optimizers + optimizers
+        # a cell of a notebook may set the same ones up again
+        models = list(dict.fromkeys(self._models + self._waiting))
+        optimizers = list(dict.fromkeys(self._optimizers + optimizers))
         self.teardown()
+        self._waiting = models  # if the optimizers are refused, other ones may follow
         self._enable(models, optimizers)
+        self._waiting = []
 
     def _check_untrained(self) -> None:
         if self._has_trained:
