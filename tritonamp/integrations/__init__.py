@@ -1,4 +1,4 @@
-"""tritonamp inside other training libraries: ``lightning``, ``accelerate``, ``transformers``.
+"""tritonamp inside ``lightning``, ``fabric`` (Lightning's), ``accelerate`` and ``transformers``.
 
 Import each by name; it needs its library. ``import tritonamp`` imports none of them.
 """
