@@ -83,6 +83,17 @@ def amax(tensor: Tensor) -> float:
     return float(torch.where(torch.isfinite(magnitudes), magnitudes, 0).amax())
 
 
+def float64_copy(tensor: Tensor) -> Tensor:
+    """Return a copy in float64, on the CPU if the tensor's device has no float64."""
+    if _lacks_float64(tensor.device):
+        tensor = tensor.cpu()
+    return tensor.to(torch.float64, copy=True)
+
+
+def _lacks_float64(device: torch.device) -> bool:
+    return wide_dtype(device) is not torch.float64
+
+
 class Schema(NamedTuple):
     """An op's declaration in torch."""
 
@@ -181,19 +192,20 @@ class OpCall(NamedTuple):
     def in_float64(self, widened: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
         """Return the floating results in float64, or none if the op cannot run again.
 
-        On a device without float64 no op can. ``widened`` returns the float64 counterpart of a
-        floating input; None converts the input.
+        On a device without float64 it runs on the CPU, where the results are. ``widened`` returns
+        the float64 counterpart of a floating input; None: ``float64_copy``.
         """
-        given = [t for t in tree_leaves([self.args, self.kwargs]) if isinstance(t, Tensor)]
-        has_float64 = all(wide_dtype(t.device) is torch.float64 for t in given)
-        if self.schema.random or not has_float64:
+        if self.schema.random:
             return []
 
         def changed(value: Any) -> Any:
             if is_watched(value):
-                return widened(value) if widened else value.to(torch.float64, copy=True)
+                return (widened or float64_copy)(value)
             if isinstance(value, Tensor):
+                value = value.cpu() if _lacks_float64(value.device) else value
                 return value.clone() if self.schema.written else value
+            if isinstance(value, torch.device):
+                return torch.device("cpu") if _lacks_float64(value) else value
             floating = isinstance(value, torch.dtype) and value.is_floating_point
             return torch.float64 if floating else value
 
@@ -215,7 +227,7 @@ class OpCall(NamedTuple):
         found = next((t for t in ordered if t.shape == result.shape), None)
         if found is None:
             return None
-        values = found[~torch.isfinite(result)].abs()
+        values = found[~torch.isfinite(result).to(found.device)].abs()
         if bool(torch.isfinite(values).any()):
             return amax(values)
         return math.nan if bool(values.isnan().any()) else math.inf

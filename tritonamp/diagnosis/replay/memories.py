@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.diagnosis.replay.verdicts import Eps, Event
-from tritonamp.watched.ops import OpCall, is_finite
+from tritonamp.watched.ops import OpCall, float64_copy, is_finite
 from tritonamp.watched.places import Place
 
 
@@ -73,7 +73,7 @@ class Memories:
         if tensor.dtype is not torch.float64 and not is_finite(tensor):
             limit = torch.finfo(tensor.dtype).max
             tensor = tensor.clamp(-limit, limit)
-        return tensor.to(torch.float64, copy=True)
+        return float64_copy(tensor)
 
 
 def _layout(tensor: Tensor) -> Hashable:

@@ -321,7 +321,8 @@ class Watch(PlacedOps):
             if result.shape != values.shape:
                 continue
             finite = torch.isfinite(result)
-            if met and not on_purpose and known_ops.differ(result[finite], values[finite]):
+            known = finite.to(values.device)
+            if met and not on_purpose and known_ops.differ(result[finite], values[known]):
                 met[0].absorbed = met[0].absorbed or place
             if not bool(finite.all()):
                 self.memories.put(result, values)
