@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     print(forecast)
     if args.policy is not None:
         start = time.perf_counter()
-        args.policy.write_text(forecast.policy.to_json() + "\n")
+        args.policy.write_text(forecast.policy.to_json() + "\n", "utf-8")
         print(wrote(args.policy, start))
     if args.picture is not None:
         start = time.perf_counter()

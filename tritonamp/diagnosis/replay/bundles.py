@@ -47,7 +47,7 @@ if __name__ == "__main__":
     model = make_model()
     weights = torch.load(FOLDER / "weights.pt", map_location="cpu", weights_only=True)
     model.load_state_dict(weights)
-    policy = tritonamp.Policy.from_json((FOLDER / "policy.json").read_text())
+    policy = tritonamp.Policy.from_json((FOLDER / "policy.json").read_text("utf-8"))
     tritonamp.enable(model, policy=policy)
     snapshot = load_bundle(FOLDER, model)
     fault = find_fault(model, lambda: loss(snapshot.run()), scale=SCALE)
@@ -93,9 +93,13 @@ def write_bundle(
     }
     torch.save(batch, folder / "inputs.pt")
     torch.save({k: _plain(v) for k, v in state.items()}, folder / "weights.pt")
-    (folder / "policy.json").write_text(policy.to_json())
-    (folder / "report.txt").write_text(f"{NOT_REPRODUCED if fault is None else fault}\n")
-    (folder / "replay.py").write_text(_SCRIPT.format(scale=1.0 if fault is None else fault.scale))
+    texts = {
+        "policy.json": policy.to_json(),
+        "report.txt": f"{NOT_REPRODUCED if fault is None else fault}\n",
+        "replay.py": _SCRIPT.format(scale=1.0 if fault is None else fault.scale),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, "utf-8")
 
 
 def _plain(value: Any) -> Any:
