@@ -345,3 +345,28 @@ def test_ranges_show_where_gradients_become_zero() -> None:
         take_step(amp, optimizer, functional.cross_entropy(model(x), y))
         found = {r.module: r.absmax for r in amp.ranges() if r.direction == "backward"}
     assert found["3"] > 0.0 and found["2"] == found["0"] == 0.0
+
+
+class Gained(nn.Linear):
+    """The product with a constant beyond float16 fits for small values, and is divided out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (super().forward(x) * 1e5).mul(0.5) / 1e5
+
+
+def test_a_factor_beyond_the_format_is_no_constant_to_replace() -> None:
+    """A product takes its factor in FP32: the product is too large, and another factor is wrong."""
+    model = Gained(4, 4)
+    with torch.no_grad():
+        model.weight.copy_(0.7 * torch.eye(4))
+        model.bias.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with tritonamp.enable(model, optimizer, level="O2") as amp:
+        for size in (0.5, 1.0):
+            amp.backward(model(torch.full((2, 4), size)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        said = amp.explain(replay=True)
+    assert amp.history[0].cause is None and amp.history[1].cause == "forward fault"
+    assert "constant" not in said and "finfo" not in said
+    assert "the product is 7" in said or "the result is 7" in said

@@ -22,7 +22,7 @@ from tritonamp.diagnosis.replay.known_ops import family
 from tritonamp.diagnosis.replay.rewrites import name_of, on_argument, with_keywords
 from tritonamp.diagnosis.replay.softmax_logs import LogSoftmax
 from tritonamp.diagnosis.replay.user_calls import Change, Patch, Site
-from tritonamp.diagnosis.replay.verdicts import Eps, Event
+from tritonamp.diagnosis.replay.verdicts import Eps, Event, is_too_large
 from tritonamp.watched.places import Place
 
 Edits = Iterator[tuple[str, Change]]
@@ -167,8 +167,7 @@ def _of_constants(event: Event, name: str) -> Edits:
             "torch.where((x == -torch.inf).all(-1, keepdim=True), 0, x)"
         )
         yield words, on_argument(0, rewrites.unmasked)
-    largest = torch.finfo(event.dtype).max
-    for constant in [s for s in event.scalars if largest < abs(s) < math.inf][:1]:
+    for constant in [s for s in event.scalars if is_too_large(s, event)][:1]:
         end = "min" if constant < 0 else "max"
         words = f"write torch.finfo(x.dtype).{end} in place of {constant:g}"
         yield words, rewrites.on_numbers(rewrites.within)

@@ -230,12 +230,17 @@ def _is(*families: str) -> Callable[[Event], bool]:
 
 def _constant(e: Event) -> bool:
     """Return whether a constant that does not fit is to blame."""
+    return any(is_too_large(s, e) for s in e.scalars)
+
+
+def is_too_large(constant: float, e: Event) -> bool:
+    """Return whether a constant of an operation does not fit its format."""
     limit = torch.finfo(e.dtype).max
     largest = max((o.amax for o in e.inputs), default=0.0)
     # products are taken in FP32: the constant has to be far out, or to multiply a mask
-    if family(e.place.op) & {"product", "divide"} and largest > 1.0:
+    if family(e.place.op) & {"product", "divide"} and largest not in (0.0, 1.0):
         limit *= 16
-    return any(limit < abs(s) < math.inf for s in e.scalars)
+    return limit < abs(constant) < math.inf
 
 
 FORWARD: list[tuple[str, Callable[[Event], bool]]] = [
