@@ -68,7 +68,7 @@ OTHERS = """\
 | | |
 |---|---|
 | `tritonamp.apex` | what `from apex import amp` gives: [apex](apex/README.md) |
-| `tritonamp.integrations` | Lightning, Fabric, Accelerate: [there](integrations/README.md) |
+| `tritonamp.integrations` | [Lightning, Fabric, Accelerate, transformers](integrations/README.md) |
 | `python -m tritonamp` | `doctor`, `check`, `explain`...: [commands](commands/README.md) |
 """
 
@@ -138,16 +138,18 @@ def lines_of_class(name: str, value: type) -> Iterator[str]:
 
 def methods(value: type) -> Iterator[tuple[str, Any]]:
     """Yield public methods and properties in the order of the source, those of tritonamp alone."""
+    yielded = set()  # a base's method is not listed again; torch wraps `step` at the first instance
     for base in value.__mro__:
         if base.__module__.startswith("tritonamp"):
             for name, method in vars(base).items():
                 if isinstance(method, (classmethod, staticmethod)):
                     method = method.__func__
                 is_method = inspect.isfunction(method) or isinstance(method, property)
-                is_internal = name in INTERNAL or (
+                is_left_out = name in INTERNAL | yielded or (
                     value is tritonamp.GradScaler and not hasattr(torch.amp.GradScaler, name)
                 )
-                if is_method and not name.startswith("_") and not is_internal:
+                if is_method and not name.startswith("_") and not is_left_out:
+                    yielded.add(name)
                     yield name, method
 
 
@@ -208,7 +210,7 @@ def without_quotes(node: ast.expr) -> str:
 
 
 def summary(value: Any) -> str:
-    """Return the first sentence block of a docstring, in Markdown."""
+    """Return the first paragraph of a docstring, in Markdown."""
     return markdown(inspect.cleandoc(value.__doc__).partition("\n\n")[0])
 
 
@@ -216,7 +218,7 @@ def attributes(value: type) -> Iterator[tuple[str, str]]:
     """Yield name and text of each entry of a class's ``Attributes:``."""
     text = inspect.cleandoc(value.__doc__ or "").partition("\nAttributes:\n")[2]
     text = re.split(r"^\S", text, maxsplit=1, flags=re.MULTILINE)[0]
-    for part in re.split(r"^    (?=\w+:)", text, flags=re.MULTILINE)[1:]:
+    for part in re.split(r"^    (?=\w+(?:, \w+)*:)", text, flags=re.MULTILINE)[1:]:
         name, _, rest = part.partition(":")
         yield name, markdown(rest.partition("\n        - ")[0])
 

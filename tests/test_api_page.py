@@ -4,6 +4,7 @@ import re
 
 import api_page
 import pytest
+import torch
 
 import tritonamp
 import tritonamp.testing
@@ -47,6 +48,18 @@ def test_a_line_has_types_and_one_sentence() -> None:
     ]
     assert any("state: str = 'fp32'" in line for line in api_page.lines_of("optim.AdamW"))
     assert "Iterator" not in "".join(api_page.lines_of("disable_casts"))  # but its context manager
+
+
+def test_an_optimizer_that_was_built_adds_no_line() -> None:
+    """torch puts a wrapped ``step`` onto the class of an optimizer's first instance."""
+    optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    assert "step" in vars(optim.AdamW)
+    assert sum(line.startswith("- `step(") for line in api_page.lines_of("optim.AdamW")) == 1
+
+
+def test_an_entry_of_several_attributes_has_a_line() -> None:
+    lines = list(api_page.lines_of("functional.LinearHead"))
+    assert "- `weight, bias`: the arguments in `operand`." in lines
 
 
 @pytest.mark.parametrize("module", [tritonamp, functional])
