@@ -55,7 +55,7 @@ ASKED = [
     ("Ctrl-C", "How do I save and resume"),
     ("resume training after interrupt", "How do I save and resume"),
     ("export to onnx", "How do I export"),
-    ("T4", "How do I run a bf16 model"),
+    ("T4", "Which level"),
     ("run a bfloat16 model on a T4", "How do I run a bf16 model"),
     ("DQN soft update", "How do I make a target network"),
     ("frozen copy of the model", "How do I make a target network"),

@@ -252,7 +252,10 @@ def test_running_statistics_are_told_with_every_fault() -> None:
     known = {bad: "norm.running_var", torch.tensor([INF]): "mask", torch.ones(1): "x.running_mean"}
     for batches in ([], [[("0", bad)]]):
         reason = explained(*batches, known=known, outcome=FAULT).reason
-        assert reason.endswith("reset_running_stats(): norm.running_var. Evaluation uses them.")
+        assert "reset_running_stats(): norm.running_var. Evaluation uses them." in reason
+        assert reason.endswith(
+            "on_nonfinite='explain' or 'heal' restores those that a step spoils."
+        )
     assert "Running statistics" not in explained(known=known).reason
 
 

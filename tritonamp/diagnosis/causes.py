@@ -286,7 +286,8 @@ def _buffers(parameters: Mapping[Tensor, str]) -> str:
         return ""
     return (
         " Running statistics are inf or NaN, too, and stay so until reset_running_stats(): "
-        f"{listed(names)}. Evaluation uses them."
+        f"{listed(names)}. Evaluation uses them. on_nonfinite='explain' or 'heal' restores those "
+        "that a step spoils."
     )
 
 

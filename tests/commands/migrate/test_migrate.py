@@ -66,6 +66,15 @@ train.py: its changes; lines have the numbers before them
     )
 
 
+def test_a_loop_in_fp32_gets_its_two_lines(tmp_path: Path, capsys) -> None:
+    plain = tmp_path / "plain.py"
+    plain.write_text("loss = model(x).sum()\nloss.backward()\noptimizer.step()\n")
+    assert main(["migrate", str(plain)]) == 3
+    printed = capsys.readouterr().out
+    assert 'amp = tritonamp.enable(model, optimizer, level="O2")' in printed
+    assert "amp.backward(loss) instead of loss.backward()" in " ".join(printed.split())
+
+
 def test_a_loop_is_listed_and_not_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,12 @@ _SKIPPED = {"build", "dist", "node_modules", "site-packages", "venv", "__pycache
 _LIST = "needs a hand, and stays as it is; its lines have these numbers, so begin with the last"
 
 
+_PLAIN = (
+    'amp = tritonamp.enable(model, optimizer, level="O2") before it, and amp.backward(loss) '
+    "instead of loss.backward()"
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Rewrite imports of NVIDIA apex and deprecated names of torch.amp, with a reason for each "
@@ -47,6 +53,8 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     counted = f"{len(files)} file{'s' * (len(files) != 1)}"
     if not done and not left:
         print(fitted(f"{counted}: nothing to do, no loop with apex or a GradScaler, no old name"))
+        if not any(b"tritonamp" in file.read_bytes() for file in files):
+            print(fitted(f"A loop in FP32 has two lines to change: {_PLAIN}"))
         return NOTHING
     verb = "converted" if args.write else "can be converted (--write does it)"
     kept = "as it is" if left == 1 else "as they are"
