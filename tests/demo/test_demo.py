@@ -30,7 +30,7 @@ def short_run(tmp_path_factory):
         patch.setattr("builtins.print", lambda *values: printed.append(" ".join(map(str, values))))
         assert main(["demo", "--steps", "5", "--device", "cpu", "--output", str(picture)]) == 0
     rows = [line.split() for line in "\n".join(printed).splitlines()]
-    assert any(f"{picture}:" in row for row in rows)
+    assert any(row[:2] == ["wrote", str(picture)] for row in rows)
     return [row for row in rows if row[:1] in (["digits"], ["chars"]) and row[1] in LEVELS], picture
 
 
@@ -137,8 +137,7 @@ def test_device_that_is_not_there(device):
         ("--level", "O9", "invalid choice: 'O9'"),
     ],
 )
-def test_bad_option(option, value, message, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")  # the error is one line
+def test_bad_option(option, value, message, capsys):
     with pytest.raises(SystemExit):
         main(["demo", option, value])
     assert message in " ".join(capsys.readouterr().err.split())  # lines fit the terminal
