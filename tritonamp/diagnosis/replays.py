@@ -35,6 +35,7 @@ Rerun = tuple[Callable[[], Any], dict[str, Any]]
 """A function to run, and known facts of its run as keywords of ``find_fault``."""
 
 _NOT_ALONE = "Not replayed: a batch would run again on each rank by itself, which takes {why}."
+_NO_SEARCH = "The last batch is gone, so it was not searched for overflows that vanish on the way."
 _NOTHING_TO_RUN = (
     "Not replayed: no forward of the enabled model is known. It was compiled, or only parts of the "
     f"model were called. {BY_FUNCTION} runs a function."
@@ -172,6 +173,8 @@ class Replays:
             try:
                 fault = find_again(harmless=True)
             except (BatchGoneError, CollectiveError) as error:
+                if self._log.last is None and isinstance(error, BatchGoneError):
+                    return Finding(_NO_SEARCH)
                 return Finding(f"Not replayed: {error}, or give a function: {BY_FUNCTION}.")
             except Exception as error:  # the user's code raised: training goes on without a report
                 return Finding(f"The replay failed: {type(error).__name__}: {error}")

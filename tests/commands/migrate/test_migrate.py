@@ -61,7 +61,7 @@ train.py: its changes; lines have the numbers before them
     assert Path("train.py").read_text() == AFTER
     assert capsys.readouterr().out.endswith("1 file: 1 converted, 0 left as they are\n")
     assert main(["migrate", "train.py", "--write"]) == 3
-    assert capsys.readouterr().out == (
+    assert capsys.readouterr().out.startswith(
         "1 file: nothing to do, no loop with apex or a GradScaler, no old name\n"
     )
 
