@@ -119,6 +119,8 @@ def test_the_first_line(device: torch.device) -> None:
         f"step 2 skipped (1 of 2): divergence: training has diverged: loss {loss:.3g} -> inf or "
         "NaN after step 1, largest weight 0.25 -> "
     )
+    names = {f"(in {name});" for name, _ in run.model.named_parameters()}
+    assert any(name in run.amp.explain() for name in names)
     again = run.amp.explain(replay=run.loss)  # the loss is known then
     assert f"training has diverged: loss {loss:.3g} -> " in again and "inf or NaN" not in again
     assert "; FP32 diverges as well: run again in it, the loss is " in again

@@ -32,6 +32,7 @@ class Growth(NamedTuple):
     after: int = 0  # the last step whose loss was usual
     losses: tuple[float | None, float] = (None, math.inf)  # in step ``after``; now. None: unknown
     largest: tuple[float, float] = (0.0, 0.0)  # the largest weight before it grew, and now
+    place: str = ""  # name of the parameter that holds the largest weight now
     is_finite: bool = False  # whether the loss of the skipped step is finite
 
     @property
@@ -80,7 +81,8 @@ class Growth(NamedTuple):
             parts.append(f"loss {before:.3g} -> {became} after step {self.after}")
         then, largest = self.largest
         after = "" if parts else f" after step {self.after}"
-        parts.append(f"largest weight {then:.3g} -> {largest:.3g}{after}")
+        place = f" (in {self.place})" if self.place else ""
+        parts.append(f"largest weight {then:.3g} -> {largest:.3g}{place}{after}")
         return f"training has diverged: {', '.join(parts)}; {_of_fp32(in_fp32)}. "
 
 
@@ -118,8 +120,12 @@ class WeightSizes:
             if p.is_floating_point() and p.layout is torch.strided and p.numel()
         }
 
-    def growth(self, taken: int, calm: Collection[int] = ()) -> tuple[float, tuple[float, float]]:
+    def growth(
+        self, taken: int, calm: Collection[int] = ()
+    ) -> tuple[float, tuple[float, float], str]:
         """Return by which factor the weights have grown, and the largest weight before and now.
+
+        The third value is the name of the parameter that holds it now; "" without measurements.
 
         Growth at an even pace over the ``taken`` steps does not count, because weights that begin
         at zero always grow. Growth until the last of the ``calm`` steps does not count either,
@@ -138,9 +144,9 @@ class WeightSizes:
             pace = (taken + 1) / max(float(count), 1.0)
             found.append((times / max(pace, 1.0), *largest))
         if not found:
-            return 1.0, (0.0, 0.0)
+            return 1.0, (0.0, 0.0), ""
         grown, before, after = zip(*found, strict=True)
-        return max(grown), (min(before), max(after))
+        return max(grown), (min(before), max(after)), max(now, key=lambda name: now[name])
 
 
 def _read(sizes: Mapping[str, Tensor]) -> dict[str, float]:
@@ -171,7 +177,7 @@ def growth_of(
     sizes = [abs(x) for _, x in losses]
     norms = [norm for _, _, norm in steps if norm is not None]
     usual = _usual(sizes)
-    times, largest = weights.growth(taken, _calm(losses))
+    times, largest, place = weights.growth(taken, _calm(losses))
     latest = [*sizes[-2:], *([] if loss is None else [abs(loss)])]
     # by the usual loss, not by ``_calm``, because a loss that has changed its sign was near 0 once
     near_usual = [(n, x) for n, x in losses if abs(x) <= _LOSS_GREW * usual]
@@ -185,6 +191,7 @@ def growth_of(
         after,
         (before, math.inf if loss is None else loss),
         largest,
+        place=place,
     )
 
 
