@@ -58,16 +58,7 @@ def _check_model(model: nn.Module) -> None:
     for name, module in named:
         context = vars(module).get("_tritonamp_context")
         if context is not None and not context.is_copy:
-            where = f"its submodule {name!r}" if name else "it"
-            enabled = f"model.get_submodule({name!r})" if name else "model"
-            raise ValueError(
-                f"model: {kind} cannot be enabled, {where} is enabled already: keep using its "
-                f"handle, amp = tritonamp.handle({enabled}), or disable it first, "
-                f"tritonamp.handle({enabled}).disable()"
-                if isinstance(module, EnabledModule)
-                else f"model: {kind} cannot be enabled, {where} is a part of a model that is "
-                "enabled already: call disable() on the handle of that model, or keep using it"
-            )
+            raise ValueError(f"model: {kind} cannot be enabled, {_enabled_already(module, name)}")
     for front, module in named:
         for name, param in module._parameters.items():
             if param is not None and (is_lazy(param) or param.is_meta):
@@ -76,6 +67,26 @@ def _check_model(model: nn.Module) -> None:
                     f"model: parameter {full!r} has no values yet (lazy, or on the meta device): "
                     "run a forward in FP32, or load the weights, before tritonamp.enable"
                 )
+
+
+def _enabled_already(module: nn.Module, name: str) -> str:
+    """Return why a model with an enabled module cannot be enabled, and what to write.
+
+    Args:
+        module: the enabled module.
+        name: its name in the model; "" for the model itself.
+    """
+    where = f"its submodule {name!r}" if name else "it"
+    if not isinstance(module, EnabledModule):
+        return (
+            f"{where} is a part of a model that is enabled already: call disable() on the handle "
+            "of that model, or keep using it"
+        )
+    handle = f"tritonamp.handle({f'model.get_submodule({name!r})' if name else 'model'})"
+    return (
+        f"{where} is enabled already: keep using its handle, amp = {handle}, or disable it first, "
+        f"{handle}.disable()"
+    )
 
 
 def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[Optimizer]:

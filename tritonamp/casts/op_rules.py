@@ -294,7 +294,8 @@ def fitted_number(value: Any, dtype: torch.dtype) -> Any:
 def _fit_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``value`` in ``dtype``, with finite values clamped to its range."""
     limit = torch.finfo(dtype).max
-    wide = value if value.dtype is torch.float32 else widened(value)  # where limits are exact
+    # FP32 and FP64 hold the limits of half formats exactly
+    wide = value if value.dtype is torch.float32 else widened(value)
     return torch.where(value.isinf(), value, wide.clamp(-limit, limit)).to(dtype)
 
 

@@ -40,11 +40,11 @@ class PastErrors:
             atexit.register(self.look)
 
     def remove(self) -> None:
-        """Look at no error."""
+        """Stop looking at errors."""
         atexit.unregister(self.look)
 
     def look(self, error: BaseException | None = None) -> None:
-        """Log a hint if an error is one of half weights outside of a forward.
+        """Log a hint if half weights outside of a forward caused an error.
 
         Args:
             error: the error; None: the last uncaught one.
@@ -73,7 +73,7 @@ class PastErrors:
 
 
 def _first_module(models: Sequence[nn.Module], frames: Sequence[FrameType]) -> str | None:
-    """Return the name of the first module of the models that has a frame; None: there is none."""
+    """Return the name of the first module of the models whose method has a frame, or None."""
     names = {
         module: f"{type(model).__name__}.{prefix}{name}"
         for model, prefix in zip(models, prefixes(models), strict=True)

@@ -100,7 +100,7 @@ def _losses(temperature: float, entropy: bool) -> LineLosses:
 
 
 def _no_class(error: IndexError) -> IndexError:
-    """Return the error of torch with advice. On CUDA it is no exception, and has none."""
+    """Return torch's error with advice. CUDA raises none: a device assertion ends the process."""
     return IndexError(
         f"{error} A log-probability needs a class, and no index is ignored, also not -100: give "
         "targets.clamp(min=0), and multiply the results by a mask of the tokens that count"
