@@ -25,7 +25,7 @@ def save_picture(model: str, compared: tritonamp.Comparison, path: Path) -> None
 
 
 def drawn(model: str, compared: tritonamp.Comparison) -> Figure:
-    """Return the picture. Distances that are inf or NaN are at its upper edge, with a word."""
+    """Return the picture. Distances of inf and NaN are named marks at its upper edge."""
     ulps = [each.ulps for each in compared.differences if not each.parameter]
     backward = [each.backward for each in compared.differences if not each.parameter]
     figure = Figure(figsize=(8, 5.5), layout="constrained")

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print JSON; of the selftest, with how far it is on stderr",
+        help="print JSON; the progress of a selftest goes to stderr",
     )
     parser.add_argument(
         "--jobs",

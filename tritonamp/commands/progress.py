@@ -21,6 +21,7 @@ class Line:
         self._shown = ""
 
     def show(self, text: str) -> None:
+        """Replace the text of the line; "" clears it."""
         if sys.stderr.isatty():
             text = text[: width() - 1]
             padded = text.ljust(len(self._shown))
@@ -82,7 +83,7 @@ class Checks:
         self._start, self._count, self._all = time.perf_counter(), 0, 0
 
     def expect(self, count: int) -> None:
-        """Say before ``count`` checks of kernels how long they are meant to take."""
+        """Note the number of checks. With kernels, also print about how long they take."""
         self._all = count
         if self._has_kernels:
             self._line.say(
@@ -98,6 +99,7 @@ class Checks:
         self._line.show(f"selftest: {self._count} of {self._all}, about {left} left: {name}")
 
     def end(self) -> None:
+        """Clear the line."""
         self._line.show("")
 
 

@@ -150,11 +150,11 @@ STORIES: dict[str, Callable[[Setting], Story]] = {
 
 def tell(name: str, setting: Setting, path: Path) -> None:
     """Print the story ``name``, and save its picture to ``path``."""
-    start, tell_of = time.perf_counter(), STORIES[name]
+    start, tell_story = time.perf_counter(), STORIES[name]
     where = f"float16 on {describe(setting.device)}, seed {setting.seed}"
-    print(fitted(f"{tell_of.__doc__}\n{where}; less than a minute on a CPU core\n"))
+    print(fitted(f"{tell_story.__doc__}\n{where}; less than a minute on a CPU core\n"))
     logging.getLogger("tritonamp").setLevel(logging.ERROR)  # the story itself tells of skips
-    story = tell_of(setting)
+    story = tell_story(setting)
     print(shown(story))
     save_picture(story.fault, story.runs, story.cause, path)
     print(wrote(path, start))

@@ -6,10 +6,10 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
-UNKNOWN = 80  # columns of what goes to a file or a pipe
+UNKNOWN = 80  # columns of output to a file or a pipe
 LEAST = 40  # columns; a narrower terminal breaks lines itself
 
-# what a line may begin with, behind which its later lines begin: "1. ", "- ", "-> ", "  to do:   "
+# starts of lines whose continuation begins below the text after them: "1. ", "- ", "  to do:   "
 _START = re.compile(r" *(?:\d+\. |[-*] |-> |\w[\w ]*: {2,})")
 _CODE = re.compile(r" *code: ")
 _GAP = "  "
@@ -22,7 +22,7 @@ def width(unknown: int = UNKNOWN) -> int:
 
 
 def fitted(text: str, columns: int | None = None) -> str:
-    """Break long lines of ``text`` at blanks, and indent what follows.
+    """Break long lines of ``text`` at blanks, and indent their continuation.
 
     A word that is longer than a line, such as a path, stays whole. So does a line of code, which
     begins with "code: ".
@@ -32,11 +32,11 @@ def fitted(text: str, columns: int | None = None) -> str:
         columns: longest line in characters; None for ``width()``, 0 for no limit.
     """
     columns = width() if columns is None else columns
-    lines = text.split("\n")
     if not columns:
         return text
     return "\n".join(
-        line if _CODE.match(line) else _wrapped(line, columns, _indent(line, 4)) for line in lines
+        line if _CODE.match(line) else _wrapped(line, columns, _indent(line, 4))
+        for line in text.split("\n")
     )
 
 
@@ -47,7 +47,7 @@ def paragraph(text: str, columns: int | None = None) -> str:
 
 
 def _indent(line: str, more: int) -> int:
-    """Return the indent of lines after ``line``: behind its start, or ``more`` than its own."""
+    """Return the indent of a line's continuation: after its start, or ``more`` than its own."""
     start = _START.match(line)
     return start.end() if start else len(line) - len(line.lstrip()) + more
 

@@ -108,7 +108,7 @@ def _named_failures(watch: WatchedCopy) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unsaid_backend() -> Iterator[None]:
+def _without_backend_line() -> Iterator[None]:
     """Keep the backend of a copy, which is not that of the model, from the user's log."""
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -141,7 +141,7 @@ def run_copy(
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         twin = fp32_copy(model)
         runs.debug("%s", watch.title)
-        with _unsaid_backend():
+        with _without_backend_line():
             stack.callback(enable(twin, policy=policy, backend="eager").disable)
         stack.enter_context(_named_failures(watch))
         watch.begin(twin)

@@ -58,7 +58,7 @@ class MixedPrecision(EnabledPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Return the module itself; its setup has begun.
 
-        Fabric tells a plugin of models alone, so the strategy tells it of optimizers from now on.
+        Fabric passes only models to a plugin, so from now on the strategy passes it the optimizers.
         """
         strategy = _calling_fabric(sys._getframe(1)).strategy
         if not is_installed(strategy):
