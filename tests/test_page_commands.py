@@ -20,8 +20,8 @@ def commands(start: str) -> Iterator[tuple[str, list[str]]]:
     for path in PAGES:
         text = path.read_text()
         lines = [line for block in FENCED.findall(text) for line in block.splitlines()]
-        fenced_out = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-        quoted = [" ".join(found.split()) for found in QUOTED.findall(fenced_out)]
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+        quoted = [" ".join(found.split()) for found in QUOTED.findall(prose)]
         for line in (*lines, *quoted):
             for part in re.split(r" && | \| | > | < ", line):
                 if part.startswith(start):

@@ -62,10 +62,8 @@ def test_losses_that_are_known_have_a_panel() -> None:
     loss, scale, norm, _ = picture(history).axes
     drawn = list(loss.lines[0].get_ydata())
     assert (drawn[0], drawn[2]) == (3.0, 2.0) and math.isnan(drawn[1]) and math.isnan(drawn[3])
-    assert (
-        marks(loss) == {"x": [2]}
-        and loss.get_title(loc="left") == "\N{MULTIPLICATION SIGN} inf or NaN"
-    )
+    assert marks(loss) == {"x": [2]}
+    assert loss.get_title(loc="left") == "\N{MULTIPLICATION SIGN} inf or NaN"
     assert marks(scale) == marks(norm) == {}
     assert len(picture([StepRecord(2, "data", 2.0, None)]).axes) == 3
 
