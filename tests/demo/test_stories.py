@@ -167,6 +167,7 @@ def test_command_prints_the_story(capsys, caplog, tmp_path):
     rows = [line.split()[0] for line in printed.splitlines() if " %  " in line]
     assert rows == ["torch.amp", "tritonamp"]
     assert not caplog.records  # the story tells of its skips itself
+    assert logging.getLogger("tritonamp").level == logging.INFO  # as before
 
 
 def test_the_command_offers_every_story(capsys):

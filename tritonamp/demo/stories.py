@@ -153,8 +153,13 @@ def tell(name: str, setting: Setting, path: Path) -> None:
     start, tell_story = time.perf_counter(), STORIES[name]
     where = f"float16 on {describe(setting.device)}, seed {setting.seed}"
     print(fitted(f"{tell_story.__doc__}\n{where}; less than a minute on a CPU core\n"))
-    logging.getLogger("tritonamp").setLevel(logging.ERROR)  # the story itself tells of skips
-    story = tell_story(setting)
+    logger = logging.getLogger("tritonamp")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # the story itself tells of skips
+    try:
+        story = tell_story(setting)
+    finally:
+        logger.setLevel(level)
     print(shown(story))
     save_picture(story.fault, story.runs, story.cause, path)
     print(wrote(path, start))
