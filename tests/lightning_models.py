@@ -1,4 +1,4 @@
-"""The small model of clients under Lightning, and a quiet Trainer."""
+"""The small model of clients under Lightning, a quiet Trainer, and a Fabric with our plugin."""
 
 import os
 import warnings
@@ -14,8 +14,11 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("lightning")
 
+from lightning.fabric import Fabric
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule, Trainer
+
+from tritonamp.integrations.fabric import MixedPrecision
 
 IGNORED = [
     # Lightning's advice: more workers in the loader, a validation loop
@@ -79,6 +82,11 @@ def fitted(
     trainer = Trainer(plugins=[plugin], **{**QUIET, **settings})
     trainer.fit(model, loader(batches), ckpt_path=start)
     return trainer
+
+
+def fabric_of(**settings: Any) -> Any:
+    """Return a Fabric of one process whose plugin has these settings."""
+    return Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision(**settings))
 
 
 def on_this_rank() -> None:
