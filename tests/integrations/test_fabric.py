@@ -173,6 +173,25 @@ def test_files_of_plain_fabric(tmp_path: Path) -> None:
     assert_same(loaded.state_dict(), net.state_dict())
 
 
+def test_a_checkpoint_into_a_model_alone(tmp_path: Path) -> None:
+    run, path = Fabricated(level="O2"), tmp_path / "run.ckpt"
+    trained = run.walk(client_batches(2))
+    run.fabric.save(path, run.state)
+    fabric = fabric_of(level="O2")
+    model = fabric.setup(client_net())
+    rest = fabric.load(path, {"model": model})
+    assert_same(model.state_dict(), trained)
+    assert sorted(rest) == ["optimizer", "scheduler"]
+
+
+def test_an_optimizer_before_its_model() -> None:
+    fabric, net = fabric_of(level="O2"), client_net()
+    fabric.setup_optimizers(torch.optim.SGD(net.parameters()))
+    model = fabric.setup_module(net)
+    with pytest.raises(RuntimeError, match=r"no optimizer.*together with a model or after it"):
+        fabric.backward(model(client_batches(1)[0][0]).sum())
+
+
 def test_a_closure() -> None:
     run, data = Fabricated("SGD", level="O2"), client_batches(BATCHES, 3)
     for x, y in data:

@@ -118,8 +118,9 @@ class MixedPrecision(EnabledPrecision):
         """Run the backward of the scaled loss."""
         if not self._optimizers:
             raise RuntimeError(
-                "fabric.backward: no optimizer was set up, so no step could take the loss scale "
-                "off the gradients: call fabric.setup(model, optimizer), or "
+                "fabric.backward: no optimizer was set up together with a model or after it, so no "
+                "step could take the loss scale off the gradients: call fabric.setup(model, "
+                "optimizer), or fabric.setup_module(model) and then "
                 "fabric.setup_optimizers(optimizer), before it"
             )
         self._has_trained = True
@@ -178,7 +179,9 @@ class _EnablingStrategy(Strategy, Swapped):  # in this order: Python keeps the l
     ) -> dict[str, Any]:
         rest = super().load_checkpoint(path, state, *options, **named)
         if state:
-            self._plugin.load_state_dict(rest.pop(SAVED_AS, {}))
+            saved = rest.pop(SAVED_AS, {})
+            if self._plugin.amp is not None:  # None: a model alone, for inference
+                self._plugin.load_state_dict(saved)
         return rest
 
 
