@@ -1,6 +1,7 @@
 """``python -m tritonamp check``: what it prints, writes and returns."""
 
 import math
+import sys
 import textwrap
 from collections import Counter
 
@@ -190,6 +191,10 @@ def test_the_bars_of_the_picture():
             ["check_factories:clean", "--policy", "nowhere/policy.json"],
             "there is no folder nowhere",
         ),
+        (
+            ["check_factories:clean", "--policy", "."],
+            ".: expected the name of a file, got a folder",
+        ),
         (["check_factories:clean", "--level", "O9"], "invalid choice: 'O9'"),
     ],
 )
@@ -210,6 +215,7 @@ def test_usage(capsys, arguments, message):
         ("nowhere/train.py:make", "nowhere/train.py: there is no such file"),
         ("random.py:make", "random.py: 'random' is also the name of another module, "),
         ("check_faulty:make", "ModuleNotFoundError: No module named 'no_such' (check_faulty.py:1)"),
+        ("check_exits:make", "cannot import 'check_exits': SystemExit: 3 (check_exits.py:2)"),
         ("check_factories:raises", "raised KeyError: 'weights.pt' (check_factories.py:40)"),
         ("check_factories:arguments", "got arguments(config): missing a required argument: 'con"),
         (
@@ -227,6 +233,7 @@ def test_usage(capsys, arguments, message):
 def test_a_wrong_factory(capsys, factories, factory, message):
     (factories / "random.py").write_text("")
     (factories / "check_faulty.py").write_text("import no_such")
+    (factories / "check_exits.py").write_text("import sys\nsys.exit(3)")
     with pytest.raises(SystemExit) as raised:
         main(["check", factory])
     assert raised.value.code == 2
@@ -243,9 +250,16 @@ def test_a_file_in_another_folder_and_a_list(capsys, factories):
     assert run(capsys, "src/check_made.py:make")[0] == 0
 
 
-def test_nothing_is_left_on_the_path():
-    import sys
+def test_a_script_that_parses_the_command_line(capsys, factories, monkeypatch):
+    code = "import argparse\nfrom check_factories import clean\nargparse.ArgumentParser()"
+    (factories / "check_script.py").write_text(f"{code}.parse_args()\n")
+    command = ["tritonamp", "check", "check_script:clean"]
+    monkeypatch.setattr("sys.argv", list(command))
+    assert run(capsys, command[-1])[0] == 0
+    assert sys.argv == command
 
+
+def test_nothing_is_left_on_the_path():
     before = list(sys.path)
     main(["check", "check_factories:clean"])
     assert sys.path == before

@@ -60,6 +60,8 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
     for path in (args.policy, args.picture):
         if path is not None and not path.parent.is_dir():
             fail(f"{path}: there is no folder {path.parent}")
+        if path is not None and path.is_dir():
+            fail(f"{path}: expected the name of a file, got a folder")
     if args.picture is not None and (
         args.picture.suffix != ".png" or find_spec("matplotlib") is None
     ):

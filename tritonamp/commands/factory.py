@@ -24,9 +24,11 @@ RETURNS = (
 def made(factory: str) -> tuple[Any, ...]:
     """Call ``module:function`` or ``file.py:function``; return the arguments for a forecast.
 
+    A module that parses the command line finds no arguments there.
+
     Raises:
-        ValueError: file, module or function are missing, one of them raises, or the result is
-            something else than ``RETURNS``.
+        ValueError: file, module or function are missing, one of them raises or exits, or the result
+            is something else than ``RETURNS``.
     """
     place, _, name = factory.rpartition(":")
     if not place or not name or place.endswith(":"):
@@ -48,11 +50,13 @@ def made(factory: str) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def _on_path(folder: Path) -> Iterator[None]:
     """Find modules in ``folder`` and in the current one, as ``python train.py`` does."""
-    added = [str(folder.resolve()), str(Path.cwd())]
+    added, arguments = [str(folder.resolve()), str(Path.cwd())], sys.argv[1:]
     sys.path[:0] = added
+    sys.argv[1:] = []
     try:
         yield
     finally:
+        sys.argv[1:] = arguments
         for each in added:
             if each in sys.path:
                 sys.path.remove(each)
@@ -61,7 +65,7 @@ def _on_path(folder: Path) -> Iterator[None]:
 def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == name
         near = _near(name, [script.removesuffix(".py") for script in _scripts(Path())])
         said = near if is_missing else _at(error)
@@ -95,7 +99,7 @@ def _result(factory: str, module: ModuleType, name: str) -> Any:
         pass
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{factory} raised {type(error).__name__}: {error}{_at(error)}") from error
 
 
@@ -133,7 +137,7 @@ def _near(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _at(error: Exception) -> str:
+def _at(error: BaseException) -> str:
     """Return the innermost line of a traceback that is in the user's folders, or ""."""
     own = [
         frame
