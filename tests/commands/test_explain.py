@@ -117,6 +117,14 @@ def test_code_is_kept_and_text_is_filled() -> None:
     )
 
 
+def test_a_page_that_an_installed_package_lacks(tmp_path: Path) -> None:
+    page = tmp_path / "questions.md"
+    page.touch()
+    text = shown("[Bytes](../bench/README.md#bytes-of-a-step) and [this](questions.md)", page)
+    assert "- Bytes: bench/README.md of a checkout #bytes-of-a-step\n" in text
+    assert f"- this: {page}" in " ".join(text.split())
+
+
 def test_links_lead_to_files_and_sections(capsys: pytest.CaptureFixture[str]) -> None:
     pages, page = sections(), Path(tritonamp.__file__).parent / "diagnosis" / "errors.md"
     seen = []

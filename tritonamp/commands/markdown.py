@@ -47,7 +47,11 @@ def _place(target: str, page: Path, known: Mapping[str, str]) -> str:
     if not file and anchor in known:
         title = re.sub(r'["`$\\]', "", known[anchor])
         return f'python -m tritonamp explain "{title}"'
-    return f"{(page.parent / (file or page.name)).resolve()}{f' #{anchor}' if anchor else ''}"
+    path = (page.parent / (file or page.name)).resolve()
+    place = str(path)
+    if page.exists() and not path.exists():  # an installed package has no pages outside of it
+        place = f"{re.sub(r'^(?:[.][.]/)+', '', file)} of a checkout"
+    return f"{place}{f' #{anchor}' if anchor else ''}"
 
 
 def _anchor(title: str) -> str:
