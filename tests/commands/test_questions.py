@@ -61,6 +61,12 @@ ASKED = [
     ("frozen copy of the model", "How do I make a target network"),
     ("model.eval", "How do I evaluate"),
     ("validation accuracy", "How do I evaluate"),
+    ("fabric", "How do I use several GPUs, Lightning"),
+    ("training is slower than fp32", "Is it faster"),
+    ("hide warnings", "How do I see skipped steps"),
+    ("silence the skip message", "How do I see skipped steps"),
+    ("turn off logging", "How do I see skipped steps"),
+    ("disable mixed precision", "How do I run a notebook cell"),
 ]
 
 
