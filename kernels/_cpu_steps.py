@@ -14,7 +14,7 @@ from torch import Tensor
 from tritonamp.kernels._blocks import Scratch, block_size, cut, may_overflow, overflows, reused
 from tritonamp.kernels._transfer import all_in_main_memory, in_main_memory
 from tritonamp.kernels._update_lists import UpdateLists
-from tritonamp.kernels._wide import wide_dtype
+from tritonamp.kernels.device import wide_dtype
 
 _MOST_WAITING = 1 << 20  # bytes of results that wait in memory of their own
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.kernels._loss_scale import ScaleState
-from tritonamp.kernels._wide import wide_dtype, widened
-from tritonamp.kernels.device import is_capturing, tl, triton
+from tritonamp.kernels.device import is_capturing, tl, triton, wide_dtype, widened
 
 CLEAN, OVERFLOW, FAULT, OUTLIER, VETO, HUGE = range(6)
 """Outcomes of a decision: clean, a scale overflow, a forward fault, an outlier, a veto, or finite

@@ -38,8 +38,7 @@ from tritonamp.kernels._loss_scale import (
 from tritonamp.kernels._sample import ListSample
 from tritonamp.kernels._shipped import Shipped
 from tritonamp.kernels._squares import LARGEST_SQUARE, NO_SQUARES, Squares
-from tritonamp.kernels._wide import widened
-from tritonamp.kernels.device import tl, triton
+from tritonamp.kernels.device import tl, triton, widened
 
 _BLOCK = 1024
 

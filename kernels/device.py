@@ -278,6 +278,28 @@ def takes_bfloat16(device: torch.device) -> bool:
     return found is None or found >= MIN_BF16_CAPABILITY
 
 
+_wide_dtypes: dict[torch.device, torch.dtype] = {}
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the widest floating dtype of a device, for numbers that FP32 would round too early.
+
+    This is float64, or float32 if the device lacks or may lack it, such as Apple's GPUs.
+    """
+    dtype = _wide_dtypes.get(device)
+    if dtype is None:
+        has_it = device.type in ("cpu", "cuda", "meta")
+        if device.type == "xpu":
+            has_it = torch.xpu.get_device_properties(device).has_fp64
+        dtype = _wide_dtypes[device] = torch.float64 if has_it else torch.float32
+    return dtype
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in the ``wide_dtype`` of its device."""
+    return x.to(wide_dtype(x.device))
+
+
 def is_distributed() -> bool:
     """Tell whether this process belongs to a process group of ``torch.distributed``."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -14,7 +14,13 @@ import tritonamp
 X = torch.linspace(-1, 1, 16).view(4, 4)
 
 
-messages = warnings_with("")
+warned = warnings_with("")
+
+
+@pytest.fixture
+def messages(warned: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    """Our warnings so far, without the one about a first scale that is too high."""
+    return lambda: [text for text in warned() if ": scale overflow: " not in text]
 
 
 def net() -> nn.Module:

@@ -14,7 +14,7 @@ from tritonamp.kernels._dynamo import between_graphs
 from tritonamp.kernels._inference import leaves_inference_mode
 from tritonamp.kernels._memory_order import memory_strides
 from tritonamp.kernels._multi_tensor import Memory
-from tritonamp.kernels._wide import widened
+from tritonamp.kernels.device import widened
 from tritonamp.policy import HALF_DTYPES, MASTERS, STATES, packs_masters
 from tritonamp.step.fused import FusedStep
 from tritonamp.step.fused_rule import FusedRule, scalar

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tritonamp.checkpoint import content
-from tritonamp.kernels import _launch, _multi_tensor, _wide, device
+from tritonamp.kernels import _launch, _multi_tensor, device
 from tritonamp.watched import ops
 
 
@@ -124,6 +124,6 @@ def without_float64(gpu: FakeCuda) -> Iterator[None]:
         mock.patch.object(gpu, "has_float64", False),
         mock.patch.object(device, "capability", return_value=None),
         mock.patch.dict(device._answers, clear=True),
-        mock.patch.dict(_wide._known, {CUDA: torch.float32}),
+        mock.patch.dict(device._wide_dtypes, {CUDA: torch.float32}),
     ):
         yield

@@ -13,7 +13,7 @@ from runs import FORMS, LEVELS, OPTIMIZERS, Training
 from torch import Tensor, nn
 
 import tritonamp
-from tritonamp.kernels import _wide
+from tritonamp.kernels import device as hardware
 from tritonamp.kernels._cpu_steps import corrected_rates
 from tritonamp.kernels._decision import unscaling
 from tritonamp.kernels._optimizers import FUSED, keeping
@@ -90,7 +90,7 @@ def test_bias_corrections(beta: float, kind: Callable[[float], Any]) -> None:
     for count in (1, 2, 10, 1000, 10**6, 2**24):
         step = torch.tensor(float(count))
         exact = corrected_rates(rule, step, torch.float32)
-        with mock.patch.dict(_wide._known, NARROW):
+        with mock.patch.dict(hardware._wide_dtypes, NARROW):
             found = corrected_rates(rule, step, torch.float32)
         torch.testing.assert_close(found, exact, rtol=4 * EPS, atol=0.0)
 
@@ -101,7 +101,7 @@ def test_norms(parts: int, size: float) -> None:
     """The sum of squares may leave FP32, and an inf of FP32 stays inf."""
     squares, scale = (1 + torch.rand(parts)) * size, torch.tensor(3.0)
     exact = unscaling(squares, scale)
-    with mock.patch.dict(_wide._known, NARROW):
+    with mock.patch.dict(hardware._wide_dtypes, NARROW):
         found = unscaling(squares, scale)
     torch.testing.assert_close(found, exact, rtol=4 * EPS, atol=0.0, equal_nan=True)
 

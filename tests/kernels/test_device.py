@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import tritonamp
 from tritonamp.commands import doctor
-from tritonamp.kernels import _wide
 from tritonamp.kernels import device as hardware
 
 GPU, MPS = torch.device("cuda", 0), torch.device("mps", 0)
@@ -118,8 +117,8 @@ def test_the_widest_dtype(
 ) -> None:
     properties = SimpleNamespace(has_fp64=has_fp64)
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(_wide, "_known", {})
-    assert _wide.wide_dtype(torch.device(name)) is expected
+    monkeypatch.setattr(hardware, "_wide_dtypes", {})
+    assert hardware.wide_dtype(torch.device(name)) is expected
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

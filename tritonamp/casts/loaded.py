@@ -14,8 +14,7 @@ from tritonamp.casts.model_dtypes import Castable, castable_tensors, is_quantise
 from tritonamp.casts.norm_layers import is_norm
 from tritonamp.casts.selection import own_policies
 from tritonamp.kernels._shards import is_sharded, to_local
-from tritonamp.kernels._wide import widened
-from tritonamp.kernels.device import takes_bfloat16
+from tritonamp.kernels.device import takes_bfloat16, widened
 from tritonamp.policy import HALF_DTYPES, Policy
 
 logger = logging.getLogger("tritonamp")

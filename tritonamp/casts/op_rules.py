@@ -11,7 +11,7 @@ from torch._C import DispatchKey, DispatchKeySet
 
 from tritonamp.casts.active import ActivePolicy, thread
 from tritonamp.functional.inputs import is_under_transforms
-from tritonamp.kernels._wide import widened
+from tritonamp.kernels.device import widened
 from tritonamp.nested import leaves
 from tritonamp.policy import HALF_DTYPES, Policy
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonamp.diagnosis.looks import Looks
 from tritonamp.diagnosis.scaled_gradients import ScaledGradients
-from tritonamp.kernels._wide import widened
+from tritonamp.kernels.device import widened
 from tritonamp.watched.frames import Role, role_of
 
 logger = logging.getLogger("tritonamp")

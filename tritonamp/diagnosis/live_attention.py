@@ -11,8 +11,7 @@ from tritonamp.diagnosis.attention_calls import calls
 from tritonamp.diagnosis.range_hooks import RangeHook, Running, readable
 from tritonamp.diagnosis.records import ATTENTION, RangeRecord
 from tritonamp.kernels._dynamo import never_alone
-from tritonamp.kernels._wide import widened
-from tritonamp.kernels.device import is_capturing
+from tritonamp.kernels.device import is_capturing, widened
 
 HEADS = 128  # of one module; the heads of a module with more count as one
 

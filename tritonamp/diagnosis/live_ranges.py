@@ -16,8 +16,7 @@ from tritonamp.diagnosis.range_hooks import EnterHook, RangeHook
 from tritonamp.diagnosis.records import ATTENTION, DIRECTIONS, RangeRecord
 from tritonamp.diagnosis.replay.model_names import ModelNames
 from tritonamp.diagnosis.trends import POINTS, steps_left
-from tritonamp.kernels._wide import wide_dtype, widened
-from tritonamp.kernels.device import is_capturing
+from tritonamp.kernels.device import is_capturing, wide_dtype, widened
 from tritonamp.kernels.ranges import AMAX, ELEMENTS, FORMAT, FORMATS, ROW, SUBNORMALS, ZEROS
 from tritonamp.names import short
 from tritonamp.readback import Readback

@@ -11,8 +11,7 @@ from tritonamp.diagnosis.history import MOST
 from tritonamp.diagnosis.records import MismatchRecord
 from tritonamp.functional import Mismatch
 from tritonamp.kernels._shards import is_sharded
-from tritonamp.kernels._wide import widened
-from tritonamp.kernels.device import is_capturing
+from tritonamp.kernels.device import is_capturing, widened
 from tritonamp.readback import Readback
 
 MOST_UNDER_WAY = 16

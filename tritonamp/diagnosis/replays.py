@@ -22,8 +22,7 @@ from tritonamp.diagnosis.replay import FaultReport, Remedy
 from tritonamp.diagnosis.replay.faults import BY_FUNCTION, NOT_REPRODUCED
 from tritonamp.diagnosis.skips import Cause
 from tritonamp.distributed.replay_ranks import ReplayRanks
-from tritonamp.kernels._wide import widened
-from tritonamp.kernels.device import rank
+from tritonamp.kernels.device import rank, widened
 from tritonamp.names import prefixes
 from tritonamp.policy import Policy
 from tritonamp.step.forwards import Forwards

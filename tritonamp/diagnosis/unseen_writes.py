@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tritonamp.diagnosis.looks import Looks
-from tritonamp.kernels._wide import wide_dtype
+from tritonamp.kernels.device import wide_dtype
 
 logger = logging.getLogger("tritonamp")
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonamp.kernels._wide import widened
+from tritonamp.kernels.device import widened
 from tritonamp.readback import Readback
 
 logger = logging.getLogger("tritonamp")

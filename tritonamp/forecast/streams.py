@@ -19,7 +19,7 @@ from tritonamp.forecast.predictions import predictions
 from tritonamp.forecast.recording import MARKED, TensorRecord
 from tritonamp.forecast.running import Batch, LossFn
 from tritonamp.forecast.unrounded import values_of
-from tritonamp.kernels._wide import widened
+from tritonamp.kernels.device import widened
 from tritonamp.policy import Policy
 
 ADDS = ("add", "add_")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritonamp.kernels._wide import widened
+from tritonamp.kernels.device import widened
 from tritonamp.policy import HALF_DTYPES
 from tritonamp.watched.places import Place
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from tritonamp.kernels._decision import AMAX, COUNTS, LOSS, RECORD, Record
 from tritonamp.kernels._transfer import upload
-from tritonamp.kernels._wide import wide_dtype
-from tritonamp.kernels.device import is_capturing, refuse_capture
+from tritonamp.kernels.device import is_capturing, refuse_capture, wide_dtype
 from tritonamp.readback import Readback, Reading
 from tritonamp.step.outcome import Outcome
 

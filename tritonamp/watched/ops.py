@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tritonamp.kernels._wide import wide_dtype
+from tritonamp.kernels.device import wide_dtype
 
 TORCH_CLASSES = {Tensor, nn.Parameter, nn.Buffer}
 READ_NO_VALUES = frozenset(

@@ -14,7 +14,7 @@ from tritonamp.diagnosis.replay.backward import Backward
 from tritonamp.diagnosis.replay.model_names import ModelNames
 from tritonamp.diagnosis.replay.python_state import python_state
 from tritonamp.diagnosis.replay.untouched import same_bits, untouched
-from tritonamp.kernels._wide import wide_dtype
+from tritonamp.kernels.device import wide_dtype
 from tritonamp.nested import leaves
 from tritonamp.step.snapshots import Snapshot
 from tritonamp.watched.bits import bit_sum
