@@ -243,7 +243,7 @@ def check_max_norm(max_norm: Any, *others: Any) -> None:
         got += f" and {len(others)} more" * bool(others)
         raise ValueError(
             f"max_norm: expected a number of 0 or more, got {got}: amp.clip_grad_norm_(1.0) clips "
-            "the gradients of the optimizers that the last losses feed, which are not to be given"
+            "the gradients of the optimizers that the last losses feed, so it takes no parameters"
         )
 
 
