@@ -3,6 +3,7 @@
 import io
 import logging
 import os
+import struct
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     found = Terminal()
-    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=found))
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=found, stdout=found))
     monkeypatch.setenv("COLUMNS", "60")
     return found
 
@@ -39,6 +40,17 @@ def test_a_text_replaces_the_one_before(terminal: Terminal) -> None:
     assert terminal.getvalue() == (
         f"\ra longer text\rshort        \r     \rwhat stays\n\r{'x' * 59}\r{' ' * 59}\r"
     )
+
+
+def test_a_line_fits_the_terminal_of_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl, pty, termios = map(pytest.importorskip, ("fcntl", "pty", "termios"))
+    ours, theirs = pty.openpty()
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with os.fdopen(theirs, "w") as stderr, os.fdopen(ours, "rb") as shown:
+        fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+        monkeypatch.setattr(progress.sys, "stderr", stderr)
+        Line().show("x" * 70)
+        assert shown.read1() == b"\r" + b"x" * 39
 
 
 def test_elsewhere_only_what_stays_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ class Line:
     def show(self, text: str) -> None:
         """Replace the text of the line; "" clears it."""
         if sys.stderr.isatty():
-            text = text[: width() - 1]
+            text = text[: _columns() - 1]
             padded = text.ljust(len(self._shown))
             print(f"\r{padded}", end="\r" if not text else "", file=sys.stderr, flush=True)
             self._shown = text
@@ -32,6 +33,16 @@ class Line:
         """Print a text that stays, above the line."""
         self.show("")
         print(fitted(text), file=sys.stderr, flush=True)
+
+
+def _columns() -> int:
+    """Return the columns of the terminal that shows stderr, also if stdout goes elsewhere."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return width()
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or width()
+    except OSError:
+        return width()
 
 
 class _Runs(logging.Handler):
