@@ -1,6 +1,7 @@
 """``python -m tritonamp``: ``check``, ``demo``, ``doctor``, ``explain`` and ``migrate``."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -54,7 +55,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def until_reader_leaves() -> int:
-    """Run ``main``; end quietly with status 1 if the reader of the output has gone."""
+    """Run ``main``; end quietly with status 1 if the reader of the output has gone.
+
+    Characters that the output cannot encode become escapes.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = main()
         sys.stdout.flush()
