@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -191,6 +192,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
         {},
         "got generator: give the optimizer that was built from model.parameters",
     ),
+    "array": (lambda m: np.ones((2, 3)), {}, "got ndarray$"),
     "level for an optimizer": (
         lambda m: "O2",
         {},
@@ -595,6 +597,8 @@ def test_arguments_by_habit(run: Any) -> None:
     # as torch.cuda.amp.GradScaler takes it
     with pytest.raises(ValueError, match=r"device: .*, got 65536\.0: write init_scale=65536\.0$"):
         tritonamp.GradScaler(65536.0)
+    with pytest.raises(ValueError, match=r"device: .*: write init_scale=np\.float32\(8\.0\)$"):
+        tritonamp.GradScaler(np.float32(8))
 
 
 def test_assign_would_cut_the_optimizer_off(run: Any) -> None:

@@ -4,6 +4,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -108,7 +109,7 @@ class GradScaler(torch.amp.GradScaler):
         backoff_on_fault: bool = False,
         process_group: Any = None,
     ) -> None:
-        if isinstance(device, (int, float)):
+        if isinstance(device, Real):  # NumPy's scalars, too
             raise ValueError(
                 f"device: expected the name of a device, such as 'cuda', got {device!r}: write "
                 f"init_scale={device!r}"

@@ -64,7 +64,7 @@ def _place_of_optimizer(value: Any) -> str:
         return f"{_ORDER}, and several models are a list, tritonamp.enable([model, criterion], ...)"
     if isinstance(value, LRScheduler):
         return "give its optimizer, and step the scheduler by amp.step_schedulers(scheduler)"
-    if isinstance(value, Policy) or value in tuple(LEVELS):
+    if isinstance(value, Policy) or (isinstance(value, str) and value in LEVELS):
         return f"{_ORDER}, or tritonamp.enable(model, level='O2') for inference"
     if isinstance(value, torch.dtype):
         return f"write dtype={value}"
