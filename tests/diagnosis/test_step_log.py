@@ -189,8 +189,9 @@ def test_the_first_skip_of_a_kind_is_shown(
         for outcome in (OVERFLOW, CLEAN, VETO, CLEAN, OVERFLOW, CLEAN, VETO):
             noted.decide(outcome)
     ending = (
-        " Later skips of this kind are INFO lines: logging.basicConfig(level='INFO') shows them, "
-        "logging.getLogger('tritonamp').setLevel('ERROR') hides this one."
+        " Later skips of this kind are INFO lines: logging.basicConfig(); "
+        "logging.getLogger('tritonamp').setLevel('INFO') shows them, and 'ERROR' hides this one, "
+        "too."
     )
     shown = tells_first and of_rank == 0
     assert [text.endswith(ending) for text in caplog.messages] == [shown, shown, False, False]

@@ -146,7 +146,11 @@ class WeightSizes:
         if not found:
             return 1.0, (0.0, 0.0), ""
         grown, before, after = zip(*found, strict=True)
-        return max(grown), (min(before), max(after)), max(now, key=lambda name: now[name])
+        return (
+            max(grown),
+            (min(before), max(after)),
+            max(now, key=lambda name: now[name], default=""),
+        )
 
 
 def _read(sizes: Mapping[str, Tensor]) -> dict[str, float]:

@@ -11,7 +11,8 @@ def no_backward(with_grad: int) -> str:
     """Return the text for a step on ``with_grad`` gradients that no scaled loss has left."""
     return (
         f"optimizer.step(): {with_grad} parameter(s) have gradients, but no amp.backward(loss) fed "
-        "this optimizer since its last step. This level scales the loss, so gradients of a plain "
+        "this optimizer since its last step: amp.backward(loss, other) feeds the named one alone. "
+        "This level scales the loss, so gradients of a plain "
         "loss.backward() are wrong: clear them, optimizer.zero_grad(), and call "
         "amp.backward(loss), or scaled.backward() in `with amp.scale_loss(loss, optimizer) as "
         "scaled:`, or amp.scaler.scale(loss).backward(); call step() once per backward. Replays of "

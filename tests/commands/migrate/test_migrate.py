@@ -85,7 +85,7 @@ def test_a_loop_is_listed_and_not_written(
     assert (
         capsys.readouterr().out
         == """
-train.py: needs a hand, and stays as it is; its lines have these numbers, so begin with the last
+train.py: to change by hand, and left as it is; its lines have these numbers, so begin with the last
   train.py:1: insert after this line (the handle comes from there)
     + import tritonamp
   train.py:2: take out (moves below line 4, where its model and optimizer exist)
@@ -95,7 +95,7 @@ the optimizer)
     + amp = tritonamp.enable(model, optimizer, level="O1")
     + scaler = amp.scaler
 
-1 file: 0 converted, 1 left as it is and in need of a hand
+1 file: 0 converted, 1 left as it is, to change by hand
 """
     )
 
@@ -124,8 +124,8 @@ def test_a_folder_is_read_without_what_is_installed_in_it(
     (tmp_path / "h.py").write_text("x = 1\n")
     assert main(["migrate", str(tmp_path), "--write"]) == 1
     shown = capsys.readouterr().out
-    assert f"{tmp_path}/g.py: needs a hand, and stays as it is; " in shown
-    assert shown.endswith("4 files: 2 converted, 1 left as it is and in need of a hand\n")
+    assert f"{tmp_path}/g.py: to change by hand, and left as it is; " in shown
+    assert shown.endswith("4 files: 2 converted, 1 left as it is, to change by hand\n")
     changed = sorted(p.name for p in tmp_path.rglob("*") if p.is_file() and p.read_text() == AFTER)
     assert changed == ["a.py", "c.py"]
     assert (tmp_path / "g.py").read_text() == LOOP
@@ -227,3 +227,21 @@ def test_a_fault_in_one_file_does_not_end_a_folder(
         capsys.readouterr().out
     )
     assert (tmp_path / "a.py").read_text() == NAMES and (tmp_path / "b.py").read_text() == AFTER
+
+
+def test_a_gradient_penalty_of_scaled_scores_is_noted(tmp_path: Path, capsys) -> None:
+    """The scale of ``amp.scaler`` is in the loss alone: scaled scores overflow at each step."""
+    script = tmp_path / "gan.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.Adam(model.parameters())\n"
+        "scaler = torch.amp.GradScaler()\n"
+        "for x in range(3):\n"
+        "    scores = scaler.scale(model(x).sum())\n"
+        "    (grad,) = torch.autograd.grad(scaler.scale(model(x).sum()), x, create_graph=True)\n"
+    )
+    assert main(["migrate", str(script)]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{script}:7: `torch.autograd.grad` of a scaled tensor overflows" in printed
+    assert "without `scaler.scale`, and do not divide its result by the scale" in printed

@@ -18,7 +18,7 @@ from tritonamp.diagnosis.terminal import fitted
 
 CONVERTED, BY_HAND, NOTHING = 0, 1, 3
 _SKIPPED = {"build", "dist", "node_modules", "site-packages", "venv", "__pycache__"}
-_LIST = "needs a hand, and stays as it is; its lines have these numbers, so begin with the last"
+_LIST = "to change by hand, and left as it is; its lines have these numbers, so begin with the last"
 
 
 _PLAIN = (
@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Rewrite imports of NVIDIA apex and deprecated names of torch.amp, with a reason for each "
         "change. For a training loop, list the lines to change, with what to write there."
     )
-    parser.epilog = "Exit status: 0 converted, 1 a file needs a hand, 2 an error, 3 nothing to do."
+    parser.epilog = (
+        "Exit status: 0 converted, 1 a file is to be changed by hand, 2 an error, 3 nothing to do."
+    )
     what = "a script, or a folder with all .py files in it"
     parser.add_argument("paths", metavar="FILE|FOLDER", nargs="+", type=Path, help=what)
     what = "enable: all of that; apex: change imports of apex alone (default: %(default)s)"
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace, fail: Callable[[str], Any]) -> int:
         return NOTHING
     verb = "converted" if args.write else "can be converted (--write does it)"
     kept = "as it is" if left == 1 else "as they are"
-    rest = f"{left} left {kept}{' and in need of a hand' * bool(left)}"
+    rest = f"{left} left {kept}{', to change by hand' * bool(left)}"
     print(fitted(f"{counted}: {done} {verb}, {rest}"))
     return BY_HAND if left else CONVERTED
 

@@ -26,6 +26,11 @@ _BY_HAND = (
     "exist here, write `scaler = amp.scaler` below them instead, and hand the scaler on"
 )
 
+_UNSCALED = (
+    "give it the tensor without `scaler.scale`, and do not divide its result by the scale: "
+    "the scale of amp.scaler is in the loss alone"
+)
+
 
 def edit(script: Script) -> None:
     """Edit the lines that make scalers; without any, add a line for autocasts in bfloat16."""
@@ -40,6 +45,10 @@ def edit(script: Script) -> None:
     for scope in dict.fromkeys(map(script.scope, makers)):
         own = [call for call in makers if script.scope(call) is scope]
         _Loop(script, scope, sorted(own, key=script.start)).edit(dtype, bool(scalers))
+    for call in calls if scalers else ():
+        is_grad = script.qualified(call.func) == "torch.autograd.grad"
+        if is_grad and any(getattr(n, "attr", "") == "scale" for n in ast.walk(call)):
+            script.note(call, "`torch.autograd.grad` of a scaled tensor overflows", _UNSCALED)
 
 
 def _makes_optimizer(node: ast.AST) -> bool:
