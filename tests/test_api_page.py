@@ -1,6 +1,7 @@
 """The page of the public names holds all of them, as signatures and docstrings say today."""
 
 import re
+from pathlib import Path
 
 import api_page
 import pytest
@@ -66,3 +67,17 @@ def test_an_entry_of_several_attributes_has_a_line() -> None:
 def test_dir_shows_public_names_alone(module) -> None:
     assert dir(module) == sorted(module.__all__)
     assert all(hasattr(module, name) for name in dir(module))
+
+
+def test_integrations_are_on_the_page() -> None:
+    """By name, because their libraries may not be installed."""
+    folder = Path(tritonamp.__file__).parent / "integrations"
+    definition = re.compile(r"^(?:def|class) (enable|MixedPrecision)\b", re.MULTILINE)
+    found = [
+        f"{p.stem}.{name}"
+        for p in folder.glob("*.py")
+        for name in definition.findall(p.read_text())
+    ]
+    assert len(found) >= 4
+    page = api_page.PAGE.read_text()
+    assert [name for name in found if f"`tritonamp.integrations.{name}`" not in page] == []

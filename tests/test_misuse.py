@@ -657,4 +657,4 @@ def test_users_without_logging_see_the_first_skips(
     overflow, veto = capsys.readouterr().err.splitlines()
     assert overflow.startswith("step 1 skipped (1 of 1): scale overflow: the loss was finite, ")
     assert "That is normal in the first steps. Later skips of this kind are INFO" in overflow
-    assert "veto: amp.veto was called with True" in veto and "'ERROR' hides" in veto
+    assert "veto: amp.veto was called with True" in veto and "'ERROR' hides all" in veto

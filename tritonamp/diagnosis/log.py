@@ -42,7 +42,7 @@ _LONG_RUN = 8  # skips in a row that are worth a warning
 _NORMAL = " That is normal in the first steps."
 _ONCE = (
     " Later skips of this kind are INFO lines: logging.basicConfig(); "
-    "logging.getLogger('tritonamp').setLevel('INFO') shows them, and 'ERROR' hides this one, too."
+    "logging.getLogger('tritonamp').setLevel('INFO') shows them, 'ERROR' hides all warnings."
 )
 
 
