@@ -200,3 +200,14 @@ def test_a_failure_half_way_says_what_was_loaded(tmp_path: Path) -> None:
     assert log == ["a"]
     with pytest.raises(RuntimeError, match=r"Before it was loaded: nothing"):
         tritonamp.load(tmp_path / "x.pt", b=objects["b"], a=None, c=None, model=None)
+
+
+@pytest.mark.parametrize("compiled", ["saved", "loaded"])
+def test_keys_of_a_compiled_model_are_named(tmp_path: Path, compiled: str) -> None:
+    plain, wrapped = torch.nn.Linear(2, 2), torch.compile(torch.nn.Linear(2, 2))
+    first, second = (wrapped, plain) if compiled == "saved" else (plain, wrapped)
+    tritonamp.save(tmp_path / "run.pt", model=first)
+    with pytest.raises(ValueError, match=r"save and load the model that was compiled"):
+        tritonamp.load(tmp_path / "run.pt", model=second)
+    tritonamp.save(tmp_path / "run.pt", model=wrapped)
+    tritonamp.load(tmp_path / "run.pt", model=torch.compile(plain))

@@ -105,6 +105,9 @@ def _in_place(saved: Tensor, own: Tensor | None) -> Tensor:
     return own.detach() if own is not None and same else _fresh(saved, own)
 
 
+_COMPILED = "_orig_mod."
+
+
 def check_module(name: str, tree: dict[str, Any], own: dict[str, Any]) -> None:
     """Raise ValueError unless ``tree`` has the keys and shapes of the module's ``own`` state."""
     shapes = {key: value.shape for key, value in own.items() if isinstance(value, Tensor)}
@@ -121,6 +124,12 @@ def check_module(name: str, tree: dict[str, Any], own: dict[str, Any]) -> None:
             key for key, value in own.items() if isinstance(value, Tensor) and value.is_meta
         ],
     }  # fmt: skip
+    wrapped = {any(key.startswith(_COMPILED) for key in keys) for keys in (tree, own)}
+    if len(wrapped) == 2:
+        raise ValueError(
+            f"{name}: one of the checkpoint and the module is the result of torch.compile(model), "
+            f"whose keys begin with {_COMPILED!r}: save and load the model that was compiled"
+        )
     if found := [f"{what}: {', '.join(keys)}" for what, keys in faults.items() if keys]:
         raise ValueError(f"{name} is not what was saved; {'; '.join(found)}")
 
