@@ -642,7 +642,8 @@ def test_a_good_batch_is_said_to_be_good(device: torch.device) -> None:
     run.x = None  # the batch is not kept for it
     assert run.amp.explain(replay=True) == (
         "No step was skipped.\n"
-        "The last batch is gone, so it was not searched for overflows that vanish on the way."
+        "The last batch is gone, so it was not searched for overflows that vanish on the way: call "
+        "this right after a step."
     )
     run.amp.disable()
 

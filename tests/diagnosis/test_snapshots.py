@@ -331,7 +331,7 @@ def bundle(
     snapshot = recorded(model, *args)
     output = model(*args)
     fault = find_fault(model, snapshot.run)
-    write_bundle(folder, fault, snapshot, amp.policy, model.state_dict())
+    write_bundle(folder, fault, snapshot, amp.policy, model.state_dict(), "step 3 skipped", 8.0)
     amp.disable()
     return fault, output
 
@@ -341,7 +341,7 @@ def test_bundle(tmp_path: Path, device: torch.device, monkeypatch: pytest.Monkey
         return nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8)).to(device)
 
     fault, output = bundle(tmp_path, make(), (batch(device) * 1e6,))
-    assert (tmp_path / "report.txt").read_text() == f"{fault}\n"
+    assert (tmp_path / "report.txt").read_text() == f"step 3 skipped\n{fault}\n"
     assert fault.kind == "cast_overflow"
     model = make()
     model.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
@@ -397,7 +397,9 @@ def test_the_generator_of_another_gpu(tmp_path: Path, cuda: torch.device) -> Non
     if torch.cuda.device_count() > 1:
         pytest.skip("the other GPUs are here")
     model = nn.Linear(8, 8).cuda()
-    write = functools.partial(write_bundle, tmp_path, None, policy=tritonamp.O2, state={})
+    write = functools.partial(
+        write_bundle, tmp_path, None, policy=tritonamp.O2, state={}, skip="", scale=1.0
+    )
     snapshot = recorded(model, batch(torch.device("cuda")))
     states = snapshot.ambient.generators.cuda
     for gpus in ({2}, {1, 2}, {0, 2}):
@@ -412,7 +414,9 @@ def test_the_generator_of_another_gpu(tmp_path: Path, cuda: torch.device) -> Non
 def test_bundle_of_nothing(tmp_path: Path, device: torch.device) -> None:
     fault, output = bundle(tmp_path, nn.Linear(8, 8).to(device), (batch(device),))
     assert fault is None
-    assert NOT_REPRODUCED in (tmp_path / "report.txt").read_text()
+    report, script = ((tmp_path / name).read_text() for name in ("report.txt", "replay.py"))
+    assert report.startswith("step 3 skipped\n") and NOT_REPRODUCED in report
+    assert "\nSCALE = 8.0  #" in script  # of the step, although nothing was found
     assert torch.isfinite(output).all()
 
 
@@ -421,4 +425,4 @@ def test_bundle_holds_plain_values_only(
 ) -> None:
     snapshot = recorded(model, batch(device), object())
     with pytest.raises(ValueError, match=r"expected .* tensors and plain values, got object"):
-        write_bundle(tmp_path, None, snapshot, tritonamp.O2, {})
+        write_bundle(tmp_path, None, snapshot, tritonamp.O2, {}, "", 1.0)

@@ -34,7 +34,10 @@ Rerun = tuple[Callable[[], Any], dict[str, Any]]
 """A function to run, and known facts of its run as keywords of ``find_fault``."""
 
 _NOT_ALONE = "Not replayed: a batch would run again on each rank by itself, which takes {why}."
-_NO_SEARCH = "The last batch is gone, so it was not searched for overflows that vanish on the way."
+_NO_SEARCH = (
+    "The last batch is gone, so it was not searched for overflows that vanish on the way: call "
+    "this right after a step."
+)
 _NOTHING_TO_RUN = (
     "Not replayed: no forward of the enabled model is known. It was compiled, or only parts of the "
     f"model were called. {BY_FUNCTION} runs a function."
@@ -290,7 +293,9 @@ class Replays:
         error = None
         if rank() == writer:
             try:
-                write_bundle(folder, fault, batches[-1], self._policy, state)
+                skip = "" if last is None else last.text
+                scale = self._log.scale()
+                write_bundle(folder, fault, batches[-1], self._policy, state, skip, scale)
             except Exception as raised:  # the others wait to be told
                 error = raised
         told = self._ranks.gather(None if error is None else str(error))[writer]

@@ -61,6 +61,8 @@ def write_bundle(
     snapshot: Snapshot,
     policy: Policy,
     state: Mapping[str, Any],
+    skip: str,
+    scale: float,
 ) -> None:
     """Write a folder from which a forward can run again elsewhere.
 
@@ -74,6 +76,8 @@ def write_bundle(
         snapshot: forward to write.
         policy: policy that the model was enabled with.
         state: ``state_dict`` of the model.
+        skip: report of the skipped step.
+        scale: loss scale of that step.
 
     Raises:
         BatchGoneError: the batch no longer exists.
@@ -95,8 +99,8 @@ def write_bundle(
     torch.save({k: _plain(v) for k, v in state.items()}, folder / "weights.pt")
     texts = {
         "policy.json": policy.to_json(),
-        "report.txt": f"{NOT_REPRODUCED if fault is None else fault}\n",
-        "replay.py": _SCRIPT.format(scale=1.0 if fault is None else fault.scale),
+        "report.txt": f"{skip}\n{NOT_REPRODUCED if fault is None else fault}\n",
+        "replay.py": _SCRIPT.format(scale=scale if fault is None else fault.scale),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, "utf-8")

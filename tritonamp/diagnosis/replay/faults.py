@@ -296,7 +296,8 @@ class FaultReport:
 
 
 NOT_REPRODUCED = (
-    "not reproduced: run again, nothing is inf or NaN (was it another batch, or micro-batch?)"
+    "not reproduced: run again, nothing is inf or NaN (was it another batch, or micro-batch, or "
+    "the half sum of micro-batches, which grad_dtype=torch.float32 makes FP32?)"
 )
 NO_PRECISION_HELPS = "FP32 does not help, nor does bfloat16: both were tried on this batch."
 _NONE_HELPS = "No remedy that was tried helps: look where its inputs come from."
