@@ -68,10 +68,10 @@ OTHERS = """\
 | | |
 |---|---|
 | `tritonamp.apex` | what `from apex import amp` gives: [apex](apex/README.md) |
-| `tritonamp.integrations.lightning.MixedPrecision` | Lightning's Trainer: [there](integrations/README.md) |
-| `tritonamp.integrations.fabric.MixedPrecision` | Lightning Fabric: [there](integrations/README.md) |
-| `tritonamp.integrations.accelerate.enable` | Accelerate: [there](integrations/README.md) |
-| `tritonamp.integrations.transformers.enable` | Trainer: [there](integrations/README.md) |
+| `tritonamp.integrations.lightning.MixedPrecision` | [Lightning](integrations/README.md) |
+| `tritonamp.integrations.fabric.MixedPrecision` | [Fabric](integrations/README.md) |
+| `tritonamp.integrations.accelerate.enable` | [Accelerate](integrations/README.md) |
+| `tritonamp.integrations.transformers.enable` | [Trainer](integrations/README.md) |
 | `python -m tritonamp` | `doctor`, `check`, `explain`...: [commands](commands/README.md) |
 """
 
