@@ -428,3 +428,14 @@ def test_an_optimizer_that_has_fp32_values(
         model(X).square().mean().backward()
         later.step()
     assert [m for m in caplog.messages if ".step()" in m] == []
+
+
+def test_a_disabled_model_is_clipped_in_silence_while_another_one_is_enabled(
+    start: Any, warned: Callable[[], list[str]]
+) -> None:
+    other, run = start(level="O2"), start(level="O2")
+    run.step()
+    run.amp.disable()
+    run.model(X).sum().backward()
+    norm = imported_before(run.model.parameters(), 1.0)
+    assert warned() == [] and norm > 1.0 and other.amp.stats()["steps"] == 0

@@ -154,6 +154,10 @@ class _Watched:
                 cell.cell_contents = _warning_first(cell.cell_contents, self.gradients)
         self._undo.callback(register_optimizer_step_pre_hook(before_step).remove)
 
+    def forget(self, gradients: ScaledGradients) -> None:
+        """Warn no more of the gradients of a model that is disabled, while others are enabled."""
+        self.gradients.discard(gradients)
+
     def release(self) -> None:
         """Undo one ``acquire``. The last call restores torch."""
         self.owners -= 1
@@ -209,4 +213,4 @@ def _is_scalers_step() -> bool:
 
 of_plain_steps.add(before_step)
 _watched = _Watched()
-acquire, release = _watched.acquire, _watched.release
+acquire, forget, release = _watched.acquire, _watched.forget, _watched.release

@@ -1061,6 +1061,7 @@ class Amp:
             settle_state(optimizer, fp32_values)
         if changed:
             self._parts.ranks.rebuild()
+        scaled_gradients.forget(self._parts.scaled_gradients)
         self._release()
         self._enabled = False
         self._parts.context.handle = None
