@@ -77,7 +77,12 @@ def plant(run: Shared, net: Flipping, rank: int, steps: int = STEPS, micro: int 
                 with contextlib.nullcontext() if last else run.no_sync():
                     run.backward(run.loss(x))
             run.finish()
-    return list(texts)
+    return without_first_veto(texts)
+
+
+def without_first_veto(texts: list[str]) -> list[str]:
+    """Leave out the line by which rank 0 alone shows the first skip of a kind."""
+    return [text for text in texts if "skipped (1 of " not in text]
 
 
 @on_ranks
@@ -140,7 +145,7 @@ def apart(rank: int, of_state: bool) -> Any:
                     part.view(-1).view(torch.int32)[3] ^= 1
             run.backward(run.loss(x))
             run.finish()
-    return [list(texts), run.causes, run.amp.stats()["audits"]]
+    return [without_first_veto(texts), run.causes, run.amp.stats()["audits"]]
 
 
 @pytest.mark.parametrize("of_state", [False, True])
