@@ -80,6 +80,7 @@ class Tracked(Training):
     ) -> None:
         fields = {"track_changes": True, "loss_scale": "dynamic", "init_scale": 8.0, **fields}
         fields = {"model": Mixed, **fields}
+        self.replaced: list[Tensor] = []
         super().__init__(optimizer=optimizer, level=level, device=device, **fields)
         self.fields = {"level": level, **{k: v for k, v in fields.items() if k not in OWN_FIELDS}}
         self.sampler, self.before = self.values(), self.values()
@@ -350,6 +351,8 @@ def written(run: Tracked) -> None:
 def replaced(run: Tracked) -> None:
     values = run.model.first.weight.detach().clone()
     values[3, 2:4] += 1
+    # kept: a second replacement in its memory would look as if nothing had been replaced
+    run.replaced.append(run.model.first.weight.data)
     run.model.first.weight.data = values
 
 
