@@ -655,6 +655,14 @@ def test_users_without_logging_see_the_first_skips(
         stats = amp.stats()
     assert stats["scale_overflows"] > 1 and stats["vetoes"] == 2
     overflow, veto = capsys.readouterr().err.splitlines()
+    advised = overflow.partition("INFO lines: ")[2].partition(" shows them")[0]
+    logger = logging.getLogger("tritonamp")
+    before = logger.level
+    try:
+        exec(advised, {"logging": logging})  # as it is printed
+        assert logger.level == logging.INFO and logging.getLogger().handlers
+    finally:
+        logger.setLevel(before)
     assert overflow.startswith("step 1 skipped (1 of 1): scale overflow: the loss was finite, ")
     assert "That is normal in the first steps. Later skips of this kind are INFO" in overflow
     assert "veto: amp.veto was called with True" in veto and "'ERROR' hides all" in veto

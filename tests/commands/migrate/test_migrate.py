@@ -240,8 +240,10 @@ def test_a_gradient_penalty_of_scaled_scores_is_noted(tmp_path: Path, capsys) ->
         "for x in range(3):\n"
         "    scores = scaler.scale(model(x).sum())\n"
         "    (grad,) = torch.autograd.grad(scaler.scale(model(x).sum()), x, create_graph=True)\n"
+        "    (same,) = torch.autograd.grad(model.scale(x).sum(), x)  # no loss scale\n"
     )
     assert main(["migrate", str(script)]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert f"{script}:7: `torch.autograd.grad` of a scaled tensor overflows" in printed
+    assert f"{script}:8:" not in printed
     assert "without `scaler.scale`, and do not divide its result by the scale" in printed

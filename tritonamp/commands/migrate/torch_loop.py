@@ -47,8 +47,14 @@ def edit(script: Script) -> None:
         _Loop(script, scope, sorted(own, key=script.start)).edit(dtype, bool(scalers))
     for call in calls if scalers else ():
         is_grad = script.qualified(call.func) == "torch.autograd.grad"
-        if is_grad and any(getattr(n, "attr", "") == "scale" for n in ast.walk(call)):
+        if is_grad and any(map(_scales, ast.walk(call))):
             script.note(call, "`torch.autograd.grad` of a scaled tensor overflows", _UNSCALED)
+
+
+def _scales(node: ast.AST) -> bool:
+    """Return whether a node is the method ``scale`` of what is called a scaler."""
+    is_scale = isinstance(node, ast.Attribute) and node.attr == "scale"
+    return is_scale and "scaler" in ast.unparse(node.value).lower()
 
 
 def _makes_optimizer(node: ast.AST) -> bool:
