@@ -1,5 +1,6 @@
 """The hint for a half layer that is called by itself, at the end of a program or of a block."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tritonamp
+from tritonamp.casts import past_errors
 
 PROGRAM = """
 import sys, torch, tritonamp
@@ -89,3 +91,12 @@ def test_a_program_that_ends_so(how: str, tmp_path: Path) -> None:
         assert last.startswith("Sequential.1 was called outside the forward of the enabled model")
     else:
         assert last.startswith("RuntimeError: mat1 and mat2 must have the same dtype")
+
+
+def test_a_handle_that_is_dropped_leaves_nothing_behind() -> None:
+    before = len(past_errors._looking)
+    amp = tritonamp.enable(torch.nn.Linear(2, 2), level="O2")
+    assert len(past_errors._looking) == before + 1
+    del amp
+    gc.collect()
+    assert len(past_errors._looking) == before

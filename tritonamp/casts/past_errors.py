@@ -25,6 +25,16 @@ logger = logging.getLogger("tritonamp")
 _OF_DTYPES = re.compile(r"\b(Half|BFloat16|(same|mixed) (d|data )?type)\b", re.IGNORECASE)
 
 
+_looking: weakref.WeakSet["PastErrors"] = weakref.WeakSet()
+
+
+@atexit.register
+def _look() -> None:
+    """Look at the error by which the process ends."""
+    for errors in list(_looking):
+        errors.look()
+
+
 class PastErrors:
     """Looks at the error by which the process or the block of the ``Amp`` ends, until ``remove``.
 
@@ -37,11 +47,11 @@ class PastErrors:
         self._models = [weakref.ref(model) for model in models]
         self._policy = policy
         if policy.cast_model or policy.half_parameters:
-            atexit.register(self.look)
+            _looking.add(self)
 
     def remove(self) -> None:
         """Stop looking at errors."""
-        atexit.unregister(self.look)
+        _looking.discard(self)
 
     def look(self, error: BaseException | None = None) -> None:
         """Log a hint if half weights outside of a forward caused an error.
