@@ -53,8 +53,9 @@ def edit(script: Script) -> None:
 
 def _scales(node: ast.AST) -> bool:
     """Return whether a node is the method ``scale`` of what is called a scaler."""
-    is_scale = isinstance(node, ast.Attribute) and node.attr == "scale"
-    return is_scale and "scaler" in ast.unparse(node.value).lower()
+    if not isinstance(node, ast.Attribute) or node.attr != "scale":
+        return False
+    return "scaler" in ast.unparse(node.value).lower()
 
 
 def _makes_optimizer(node: ast.AST) -> bool:
