@@ -81,6 +81,9 @@ class GradScaler(torch.amp.GradScaler):
             the group.
 
     Attributes:
+        has_gradient_in_loss: whether autograd has made a graph of the gradient of a scaled tensor,
+            as in scripts that scale the outputs of a gradient penalty. Non-finite losses lower the
+            scale from then on, as with ``backoff_on_fault``, because that gradient is in them.
         is_replayed: whether a CUDA graph has captured ``scale`` without ``update``. Its replays
             scale losses unseen by the host.
 
@@ -157,6 +160,7 @@ class GradScaler(torch.amp.GradScaler):
         self._largest: Tensor | None = None  # unscaled gradient seen since the last update()
         self._loss_nonfinite: Tensor | None = None  # of the losses scaled since the last update()
         self._scaled = False  # was any loss?
+        self.has_gradient_in_loss = False
         self.is_replayed = False
         self._memories = _memories_of_gradients()
         self._users: list[weakref.ref[ScaleUser]] = []
@@ -207,6 +211,8 @@ class GradScaler(torch.amp.GradScaler):
             self.before_backward(outputs)
         scale = self.scale_tensor(outputs.device)
         scaled = widened(outputs) * transfer(scale, outputs.device)
+        if scaled.requires_grad and not self.has_gradient_in_loss:
+            scaled.register_hook(self._note_graph)
         nonfinite = transfer(nonfinite_flag(outputs.detach()), scale.device)
         assert self._loss_nonfinite is not None
         # in place: replays of a CUDA graph do it again
@@ -214,6 +220,15 @@ class GradScaler(torch.amp.GradScaler):
         self._scaled = True
         self.is_replayed |= is_capturing(nonfinite.device)
         return scaled
+
+    def _note_graph(self, _: Tensor) -> None:
+        # autograd enables gradients in a backward with ``create_graph``
+        self.has_gradient_in_loss |= torch.is_grad_enabled()
+
+    @property
+    def lowers_on_fault(self) -> bool:
+        """Whether a non-finite loss lowers the scale."""
+        return self.backoff_on_fault or self.has_gradient_in_loss
 
     def scale_tensor(self, device: torch.device) -> Tensor:
         """Return the current scale, 0-d float32; the first call makes it on ``device``."""
@@ -527,7 +542,7 @@ class GradScaler(torch.amp.GradScaler):
         rule, nothing, floor = self.rule, found_inf.new_zeros(0), None
         if largest is None:  # unknown: no room
             rule = rule._replace(headroom=0.0)
-        if self.backoff_on_fault:
+        if self.lowers_on_fault:
             scale, *_ = self.scale_state
             floor = torch.where(loss_nonfinite != 0, scale.clamp(max=FAULT_FLOOR), 0.0)
             loss_nonfinite = torch.where(loss_nonfinite >= OUTLYING, loss_nonfinite, 0.0)

@@ -190,6 +190,7 @@ class StepLog:
             outlier=tuple(values[LIMITS:RECORD]),
             row=row,
             hysteresis=rule.hysteresis,
+            has_gradient_in_loss=outcome.has_gradient_in_loss,
         )
         found = self._find_cause(skip, outcome.forwards)
         if found.cause is Cause.VETO and outcome.veto_reason:

@@ -246,10 +246,10 @@ class Decision:
         eager = not DECIDE.uses_triton(self._backend, self.scale)
         if self.moves_scale:
             self.scaler.before_move(by=self)
-        # With ``backoff_on_fault`` a fault moves the scale as an overflow does, while the record
+        # With ``lowers_on_fault`` a fault moves the scale as an overflow does, while the record
         # tells faults from overflows. So the scale moves by a second call, which ignores a fault's
         # flag.
-        apart = self.moves_scale and self.scaler.backoff_on_fault
+        apart = self.moves_scale and self.scaler.lowers_on_fault
         state = self.scaler.scale_state if self.moves_scale and not apart else None
         if undoable or (eager and not ranks.several):
             others = [self.scaler.scale_memory] if apart else []

@@ -22,12 +22,14 @@ class Outcome(NamedTuple):
         forwards: recorded forwards that led to the decision.
         untouched: whether only the last step has written to the parameters since it.
         veto_reason: why the library has vetoed it; "" if it has not.
+        has_gradient_in_loss: ``GradScaler.has_gradient_in_loss``.
     """
 
     rule: ScaleRule
     forwards: Sequence[Snapshot] = ()
     untouched: bool = False
     veto_reason: str = ""
+    has_gradient_in_loss: bool = False
 
 
 class Observer(Protocol):

@@ -300,9 +300,9 @@ class PendingDecisions:
                 # it.
                 others = [w.parameters() for w in self.weights.values() if w not in waiting]
             forwards = self._forwards.pop_all(others)
-            self._log.note(
-                Outcome(decision.rule, forwards, untouched, decision.veto_reason), looked
-            )
+            in_loss = decision.scaler.has_gradient_in_loss
+            why = decision.veto_reason, in_loss
+            self._log.note(Outcome(decision.rule, forwards, untouched, *why), looked)
         except BaseException:
             # The log has noted nothing, so only the decision is undone. Several ranks keep the
             # decision, because ranks that have not failed would not decide again.
