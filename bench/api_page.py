@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +62,23 @@ NOT_CALLED = {"Amp", "EMA", "LiveRanges", "Comparison", "Forecast", "Mismatch"}
 INTERNAL = {"captured", "memory", "after_decision", "is_replayed", "fused_rule"}
 """Attributes that other packages of tritonamp use, without a use in a training loop."""
 
+LIBRARIES = {
+    "lightning": "MixedPrecision",
+    "fabric": "MixedPrecision",
+    "accelerate": "enable",
+    "transformers": "enable",
+}
+"""The public name of each module of ``tritonamp.integrations``."""
+
 OTHERS = """\
 ## In other libraries
 
-| | |
-|---|---|
-| `tritonamp.apex` | what `from apex import amp` gives: [apex](apex/README.md) |
-| `tritonamp.integrations.lightning.MixedPrecision` | [Lightning](integrations/README.md) |
-| `tritonamp.integrations.fabric.MixedPrecision` | [Fabric](integrations/README.md) |
-| `tritonamp.integrations.accelerate.enable` | [Accelerate](integrations/README.md) |
-| `tritonamp.integrations.transformers.enable` | [Trainer](integrations/README.md) |
-| `python -m tritonamp` | `doctor`, `check`, `explain`...: [commands](commands/README.md) |
+- `tritonamp.apex`: what `from apex import amp` gives ([apex](apex/README.md)).
+- `python -m tritonamp`: `doctor`, `check`, `explain`... ([commands](commands/README.md)).
+
+Of `tritonamp.integrations`, with programs in [integrations](integrations/README.md). `settings` are
+keywords of `tritonamp.enable`:
+
 """
 
 
@@ -81,7 +87,20 @@ def page() -> str:
     lines = [HEAD]
     for title, names in SECTIONS.items():
         lines += ["", f"## {title}", "", *(line for name in names for line in lines_of(name)), ""]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join([*lines, OTHERS]))
+    return re.sub(r"\n{3,}", "\n\n", "\n".join([*lines, OTHERS])) + (
+        "".join(f"{line_of_integration(*each)}\n" for each in LIBRARIES.items())
+    )
+
+
+def line_of_integration(library: str, name: str) -> str:
+    """Return the line of a name, by its source alone, because the library may not be installed."""
+    tree = ast.parse((PAGE.parent / "integrations" / f"{library}.py").read_text())
+    found: Any = next(node for node in tree.body if getattr(node, "name", "") == name)
+    text = markdown(str(ast.get_docstring(found)).partition("\n\n")[0])
+    call = next((n for n in ast.walk(found) if getattr(n, "name", "") == "__init__"), found)
+    made = arguments_of(call.args, lambda default, _: ast.unparse(default))
+    result = f" -> {without_quotes(found.returns)}" if call is found else ""
+    return entry(f"{library}.{name}", f"{made}{result}", text)
 
 
 def lines_of(dotted: str) -> Iterator[str]:
@@ -169,7 +188,17 @@ def signature(function: Any) -> str:
 
 def arguments(function: Any) -> str:
     """Return the arguments in parentheses, without ``self``, as the source has them."""
-    args = source_of(function).args
+    values = inspect.signature(function).parameters
+
+    def default(node: ast.expr, name: str) -> str:
+        is_name = isinstance(node, ast.Subscript)  # of a constant of ours
+        return repr(values[name].default) if is_name else ast.unparse(node)
+
+    return arguments_of(source_of(function).args, default)
+
+
+def arguments_of(args: ast.arguments, text_of: Callable[[ast.expr, str], str]) -> str:
+    """Return arguments in parentheses, without ``self``; ``text_of`` shows a default."""
     plain = [(arg, None) for arg in args.args]
     if args.defaults:
         plain[-len(args.defaults) :] = zip(
@@ -177,14 +206,12 @@ def arguments(function: Any) -> str:
         )
     if plain and plain[0][0].arg in ("self", "cls"):
         del plain[0]
-    values = inspect.signature(function).parameters
 
     def shown(arg: ast.arg, default: ast.expr | None = None) -> str:
         kind = f": {without_quotes(arg.annotation)}" if arg.annotation else ""
         if default is None:
             return arg.arg + kind
-        is_name = isinstance(default, ast.Subscript)  # of a constant of ours
-        text = repr(values[arg.arg].default) if is_name else ast.unparse(default)
+        text = text_of(default, arg.arg)
         return f"{arg.arg}{kind} = {text}" if kind else f"{arg.arg}={text}"
 
     parts = [shown(*each) for each in plain]
