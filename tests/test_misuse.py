@@ -576,9 +576,8 @@ def test_states_of_another_kind(run: Any) -> None:
         assert amp.state_dict() == dynamic
     model = net()
     fixed = tritonamp.enable(model, adamw(model), level="O2", dtype=torch.bfloat16)
-    text = r"expected loss_scale=1.0, which this policy fixes, got a state with 'dynamic'"
-    with pytest.raises(ValueError, match=text):
-        fixed.load_state_dict(dynamic)
+    fixed.load_state_dict(dynamic)
+    assert fixed.stats()["scale"] == 1.0
     amp.load_state_dict(fixed.state_dict())  # no reason to begin at 1
     assert amp.stats()["scale"] == 128.0
     fixed.disable()

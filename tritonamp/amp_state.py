@@ -65,8 +65,8 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
         scaler: scaler whose settings fill in the numbers that apex does not save.
 
     Raises:
-        ValueError: the state has other keys (listed), numbers that no scaler has, windows of
-            outliers of another length, or a loss scale that the policy does not have.
+        ValueError: the state has other keys (listed), numbers that no scaler has, or windows of
+            outliers of another length.
     """
     state = _parse(state_dict, loss_scale, scaler)
     for loss_id, scaler_state in (state.scalers or {}).items():
@@ -82,15 +82,8 @@ def parse_state(state_dict: Any, loss_scale: str | float, scaler: GradScaler) ->
                 f"amp.load_state_dict: expected {WINDOW} numbers in a window of outliers, got "
                 f"{got} for loss_id {of_loss}: leave 'outliers' out, and they are counted again"
             )
-    if state.loss_scale == loss_scale:
-        return state
-    if loss_scale != "dynamic":
-        raise ValueError(
-            f"amp.load_state_dict: expected loss_scale={loss_scale!r}, which this policy fixes, "
-            f"got a state with {state.loss_scale!r}: enable with loss_scale={state.loss_scale!r}, "
-            "or leave this state out"
-        )
-    return state._replace(scalers=None)  # a dynamic scale does not begin at a fixed one
+    # a fixed scale stays, and a dynamic one does not begin at a fixed one
+    return state if state.loss_scale == loss_scale else state._replace(scalers=None)
 
 
 def _parse(state_dict: Any, loss_scale: str | float, scaler: GradScaler) -> ResumeState:

@@ -964,9 +964,11 @@ class Amp:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of ``Amp``, of a GradScaler (torch's, too), or of ``apex.amp``.
 
+        A loss scale that this policy fixes stays, and none begins at another policy's fixed one.
+
         Raises:
-            ValueError: the state has other keys (listed), a loss scale that this policy does not
-                have, or a healed module that the model does not have; nothing was changed then.
+            ValueError: the state has other keys (listed), or a healed module that the model does
+                not have; nothing was changed then.
         """
         state = parse_state(state_dict, self.policy.loss_scale, self.scaler.clone())
         # the last call that may raise, because the code after it only assigns
