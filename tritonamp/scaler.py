@@ -46,7 +46,8 @@ class GradScaler(torch.amp.GradScaler):
         scaled loss = loss.float() * scale
         gradients non-finite, loss finite  -> the scale is too high: skip, back off,
                                               never below min_scale
-        loss itself non-finite             -> a fault of the forward: skip, the scale stays
+        loss itself non-finite             -> a fault of the forward: skip, the scale stays;
+                                              but see ``has_gradient_in_loss``
         squares of gradients beyond FP32   -> skip if the optimizer squares, the scale stays
         growth_interval steps in a row     -> grow, never above max_scale
 
@@ -81,9 +82,10 @@ class GradScaler(torch.amp.GradScaler):
             the group.
 
     Attributes:
-        has_gradient_in_loss: whether autograd has made a graph of the gradient of a scaled tensor,
-            as in scripts that scale the outputs of a gradient penalty. Non-finite losses lower the
-            scale from then on, as with ``backoff_on_fault``, because that gradient is in them.
+        has_gradient_in_loss: whether the next losses contain the gradient of a scaled tensor, as
+            where a script scales the outputs of a gradient penalty: autograd has made a graph of
+            such a gradient since the last decision, or a tensor without gradients was scaled. They
+            may be inf or NaN because of the scale, so these losses count as finite.
         is_replayed: whether a CUDA graph has captured ``scale`` without ``update``. Its replays
             scale losses unseen by the host.
 
@@ -93,6 +95,7 @@ class GradScaler(torch.amp.GradScaler):
 
     on_loss: Callable[[Tensor, "GradScaler"], None] | None = None  # gets each unscaled loss
     before_backward: Callable[[Tensor], None] | None = None  # gets it after ``on_loss``
+    has_gradient_in_loss = False
     _rule: ScaleRule | None = None  # the last result of ``rule``
     _rule_settings: tuple[Any, ...] = ()  # settings that can change, as they were then
 
@@ -160,7 +163,6 @@ class GradScaler(torch.amp.GradScaler):
         self._largest: Tensor | None = None  # unscaled gradient seen since the last update()
         self._loss_nonfinite: Tensor | None = None  # of the losses scaled since the last update()
         self._scaled = False  # was any loss?
-        self.has_gradient_in_loss = False
         self.is_replayed = False
         self._memories = _memories_of_gradients()
         self._users: list[weakref.ref[ScaleUser]] = []
@@ -211,24 +213,22 @@ class GradScaler(torch.amp.GradScaler):
             self.before_backward(outputs)
         scale = self.scale_tensor(outputs.device)
         scaled = widened(outputs) * transfer(scale, outputs.device)
-        if scaled.requires_grad and not self.has_gradient_in_loss:
-            scaled.register_hook(self._note_graph)
         nonfinite = transfer(nonfinite_flag(outputs.detach()), scale.device)
         assert self._loss_nonfinite is not None
-        # in place: replays of a CUDA graph do it again
-        torch.maximum(self._loss_nonfinite, nonfinite, out=self._loss_nonfinite)
+        if not self.has_gradient_in_loss:
+            # in place: replays of a CUDA graph do it again
+            torch.maximum(self._loss_nonfinite, nonfinite, out=self._loss_nonfinite)
+            if scaled.grad_fn is not None:
+                scaled.grad_fn.register_prehook(self._note_graph)
+            elif torch.is_grad_enabled() and not scaled.requires_grad:
+                self.has_gradient_in_loss = True  # a factor of gradients
         self._scaled = True
         self.is_replayed |= is_capturing(nonfinite.device)
         return scaled
 
-    def _note_graph(self, _: Tensor) -> None:
+    def _note_graph(self, _: Any) -> None:
         # autograd enables gradients in a backward with ``create_graph``
         self.has_gradient_in_loss |= torch.is_grad_enabled()
-
-    @property
-    def lowers_on_fault(self) -> bool:
-        """Whether a non-finite loss lowers the scale."""
-        return self.backoff_on_fault or self.has_gradient_in_loss
 
     def scale_tensor(self, device: torch.device) -> Tensor:
         """Return the current scale, 0-d float32; the first call makes it on ``device``."""
@@ -311,6 +311,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._loss_nonfinite is not None:
             self._loss_nonfinite.zero_()
         self._scaled = self.is_replayed
+        self.has_gradient_in_loss = False
 
     @property
     def scale_state(self) -> ScaleState:
@@ -542,7 +543,7 @@ class GradScaler(torch.amp.GradScaler):
         rule, nothing, floor = self.rule, found_inf.new_zeros(0), None
         if largest is None:  # unknown: no room
             rule = rule._replace(headroom=0.0)
-        if self.lowers_on_fault:
+        if self.backoff_on_fault:
             scale, *_ = self.scale_state
             floor = torch.where(loss_nonfinite != 0, scale.clamp(max=FAULT_FLOOR), 0.0)
             loss_nonfinite = torch.where(loss_nonfinite >= OUTLYING, loss_nonfinite, 0.0)

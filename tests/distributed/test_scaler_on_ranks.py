@@ -179,5 +179,45 @@ def test_a_scaler_with_a_group_can_be_copied(pair: Pair) -> None:
     assert copies(pair) == [[True, True]] * 2
 
 
+@on_ranks
+def with_a_penalty(enabled: bool) -> dict[str, Any]:
+    """Rank 1 alone scales the outputs of a gradient penalty, which overflows at first."""
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    if enabled:
+        by = {"level": "O2", "dtype": torch.float16}
+        loss_scale = tritonamp.enable(critic, optimizer, **by).scaler
+    else:
+        loss_scale = tritonamp.GradScaler("cpu", process_group=dist.group.WORLD)
+    model = DistributedDataParallel(critic)
+    scales = []
+    for step in range(STEPS):
+        x = share(batch(step, 6, 4)).requires_grad_()
+        loss = model(x).float().square().mean()
+        if dist.get_rank() == 1:
+            scores = critic(x).float().sum()
+            (grad,) = torch.autograd.grad(loss_scale.scale(scores), x, create_graph=True)
+            grad = grad / loss_scale.get_scale()
+            loss = loss + grad.norm()
+            if not enabled and step == 0:  # FP32 does not overflow by itself
+                loss = loss * math.nan
+        loss_scale.scale(loss).backward()
+        loss_scale.step(optimizer)
+        loss_scale.update()
+        optimizer.zero_grad()
+        scales.append(loss_scale.get_scale())
+    if enabled:
+        tritonamp.handle(critic).disable()
+    return {"scales": scales, "values": [p.tolist() for p in critic.parameters()]}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaled_penalty_on_one_rank_moves_all_scales(pair: Pair, enabled: bool) -> None:
+    first, second = with_a_penalty(pair, enabled=enabled)
+    assert first == second
+    assert first["scales"][0] == 2.0**15
+
+
 if __name__ == "__main__":
     serve(*sys.argv[1:])

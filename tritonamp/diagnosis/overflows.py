@@ -23,6 +23,8 @@ def cause_of_overflow(skip: Skip, names: Sequence[str]) -> Cause:
     """
     if skip.scale <= skip.lowest and not (skip.fixed and skip.scale <= 1.0):
         return Cause.EXHAUSTED
+    if skip.has_gradient_in_loss and not skip.fixed:
+        return Cause.SCALE  # the loss may depend on the scale
     if skip.scale <= 1.0:
         return Cause.BACKWARD  # nothing was scaled up
     return Cause.BACKWARD if _is_sudden(skip, names) or _is_stuck(skip) else Cause.SCALE
@@ -72,9 +74,11 @@ def why_overflow(skip: Skip, names: Sequence[str], cause: Cause) -> str:
     else:
         pairs = zip(names, kinds, strict=True)
         were = f"{count} were not: {listed([f'{name} ({kind})' for name, kind in pairs])}"
+    loss = "the loss was finite, but "
+    if skip.has_gradient_in_loss:
+        loss = "the loss contains the gradient of a scaled tensor, and "
     return (
-        f"the loss was finite, but at loss scale {skip.scale:g} the gradients of {were}. "
-        + _about_scale(skip, cause)
+        f"{loss}at loss scale {skip.scale:g} the gradients of {were}. {_about_scale(skip, cause)}"
     )
 
 

@@ -46,8 +46,6 @@ class Cause(enum.Enum):
 
     def advice_of(self, skip: "Skip") -> str:
         """Return ``advice`` for the format that the step was in."""
-        if self is Cause.FORWARD and skip.has_gradient_in_loss and not skip.fixed:
-            return f"{_LOWERED} {_WITHOUT_HALF[self]}"
         return self.advice if skip.in_float16 else _WITHOUT_HALF.get(self, self.advice)
 
     @property
@@ -67,13 +65,6 @@ _WITHOUT_HALF = {
     ),
 }
 """Advice where nothing is in float16."""
-
-_LOWERED = (
-    "It contains the gradient of a scaled loss, which may have overflowed by itself, so the scale "
-    "is lowered, but not below 1. Take the gradient without the scale, "
-    "torch.autograd.grad(loss, x, create_graph=True), and leave out the division by it: then the "
-    "scale can stay. If skips go on at a low scale, the cause is another."
-)
 
 _ADVICE = {
     Cause.DATA: "Clean the data, or drop these samples.",
@@ -201,7 +192,7 @@ class Skip(NamedTuple):
     outlier: tuple[float, ...] = ()
     row: Sequence[Overflow] = ()  # overflows directly before this one, the oldest first
     hysteresis: int = 1  # number of overflows without a step between that lower the scale once
-    has_gradient_in_loss: bool = False  # see ``GradScaler``
+    has_gradient_in_loss: bool = False  # the loss contains the gradient of a scaled tensor
 
     @property
     def in_float16(self) -> bool:

@@ -79,10 +79,12 @@ class Decision:
         max_norm: 2-norm to which the gradients are clipped; None: they are not clipped.
         rule: rule of the loss scale; set by ``judge``.
         veto_reason: why the library has vetoed it; "" if it has not.
+        has_gradient_in_loss: ``GradScaler.has_gradient_in_loss``, of any of its losses.
     """
 
     rule: ScaleRule
     veto_reason = ""
+    has_gradient_in_loss = False
 
     def __init__(
         self,
@@ -146,10 +148,14 @@ class Decision:
         """
         alone = self.loss is None and self.loss_nonfinite is None
         device = self.scale.device
-        if alone and not at_once and loss.device == device and _is_number(loss):
+        depends = self.scaler.has_gradient_in_loss
+        if alone and not (at_once or depends) and loss.device == device and _is_number(loss):
             self.loss = loss
             return
         nonfinite = transfer(nonfinite_flag(loss), device)
+        if depends:  # on the scale, which may be too high
+            self.has_gradient_in_loss = True
+            nonfinite = torch.zeros_like(nonfinite)
         # each loss by itself, because a sum of finite ones may be inf
         self.loss_nonfinite = nonfinite if alone else torch.maximum(self._flag_of_loss(), nonfinite)
         loss = transfer(loss, device)
@@ -246,10 +252,10 @@ class Decision:
         eager = not DECIDE.uses_triton(self._backend, self.scale)
         if self.moves_scale:
             self.scaler.before_move(by=self)
-        # With ``lowers_on_fault`` a fault moves the scale as an overflow does, while the record
+        # With ``backoff_on_fault`` a fault moves the scale as an overflow does, while the record
         # tells faults from overflows. So the scale moves by a second call, which ignores a fault's
         # flag.
-        apart = self.moves_scale and self.scaler.lowers_on_fault
+        apart = self.moves_scale and self.scaler.backoff_on_fault
         state = self.scaler.scale_state if self.moves_scale and not apart else None
         if undoable or (eager and not ranks.several):
             others = [self.scaler.scale_memory] if apart else []
@@ -268,6 +274,8 @@ class Decision:
         if apart:
             self.scaler.note_amax(amax)
             self.scaler.move_scale(self.found_inf, self._verdict.flag)
+        if self.moves_scale:
+            self.scaler.has_gradient_in_loss = False
         # the user's ``scaler.update`` moves the scale, by flags and magnitudes of all optimizers
         if not self.moves_scale:
             self.scaler.note_flag(self._verdict.flag)

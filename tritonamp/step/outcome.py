@@ -22,7 +22,7 @@ class Outcome(NamedTuple):
         forwards: recorded forwards that led to the decision.
         untouched: whether only the last step has written to the parameters since it.
         veto_reason: why the library has vetoed it; "" if it has not.
-        has_gradient_in_loss: ``GradScaler.has_gradient_in_loss``.
+        has_gradient_in_loss: as of the ``Decision``.
     """
 
     rule: ScaleRule

@@ -300,8 +300,7 @@ class PendingDecisions:
                 # it.
                 others = [w.parameters() for w in self.weights.values() if w not in waiting]
             forwards = self._forwards.pop_all(others)
-            in_loss = decision.scaler.has_gradient_in_loss
-            why = decision.veto_reason, in_loss
+            why = decision.veto_reason, decision.has_gradient_in_loss
             self._log.note(Outcome(decision.rule, forwards, untouched, *why), looked)
         except BaseException:
             # The log has noted nothing, so only the decision is undone. Several ranks keep the
@@ -424,6 +423,7 @@ class PendingDecisions:
         """Open a decision for gradients that did not come through ``open_decision``."""
         # not None if the user has called ``scaler.scale`` since the last ``update``
         by_hand = self._scaler.loss_nonfinite
+        has_gradient_in_loss = self._scaler.has_gradient_in_loss
         if by_hand is None and self._policy.scales_loss and not self._may_lack_loss(w):
             raise RuntimeError(no_backward(w.with_gradient()))
         device = next((p.device for p in w.parameters()), torch.device("cpu"))
@@ -438,6 +438,7 @@ class PendingDecisions:
             waiting += self._others_with_gradients(w)
         moves_scale |= by_hand is None
         decision = self._new_decision(self._scaler, device, flag, waiting, moves_scale)
+        decision.has_gradient_in_loss = has_gradient_in_loss
         self._decisions.append(decision)
         for waits in waiting:
             waits.begin_scaled(decision)

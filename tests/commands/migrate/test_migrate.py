@@ -246,4 +246,4 @@ def test_a_gradient_penalty_of_scaled_scores_is_noted(tmp_path: Path, capsys) ->
     printed = " ".join(capsys.readouterr().out.split())
     assert f"{script}:7: `torch.autograd.grad` of a scaled tensor keeps the scale low" in printed
     assert f"{script}:8:" not in printed
-    assert "without `scaler.scale`, and do not divide its result by the scale" in printed
+    assert "leave out `scaler.scale`, and the division by the scale" in printed

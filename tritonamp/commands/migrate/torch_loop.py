@@ -27,8 +27,8 @@ _BY_HAND = (
 )
 
 _UNSCALED = (
-    "it works as before, until its gradient overflows and the scale falls: better give it the "
-    "tensor without `scaler.scale`, and do not divide its result by the scale"
+    "it works as before: where its gradient overflows, the scale falls. The gradient of a sum over "
+    "samples needs no scale: leave out `scaler.scale`, and the division by the scale"
 )
 
 
@@ -48,7 +48,9 @@ def edit(script: Script) -> None:
     for call in calls if scalers else ():
         is_grad = script.qualified(call.func) == "torch.autograd.grad"
         if is_grad and any(map(_scales, ast.walk(call))):
-            script.note(call, "`torch.autograd.grad` of a scaled tensor keeps the scale low", _UNSCALED)
+            script.note(
+                call, "`torch.autograd.grad` of a scaled tensor keeps the scale low", _UNSCALED
+            )
 
 
 def _scales(node: ast.AST) -> bool:
