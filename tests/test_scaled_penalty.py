@@ -15,9 +15,9 @@ import tritonamp
 SCALED, UNSCALED, BACKWARD = "scaled", "unscaled", " and amp.backward"
 
 
-def critic_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+def critic_and_optimizer(device: Any = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    critic = nn.Sequential(nn.Linear(16, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
+    critic = nn.Sequential(nn.Linear(16, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1)).to(device)
     return critic, torch.optim.Adam(critic.parameters(), 1e-3)
 
 
@@ -35,7 +35,7 @@ def losses_of(
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        x = torch.randn(8, 16, requires_grad=True)
+        x = torch.randn(8, 16).to(next(critic.parameters()).device).requires_grad_()
         with casts():
             scores = critic(x).float()
         if form.startswith(UNSCALED):
@@ -61,10 +61,12 @@ def losses_of(
     return losses
 
 
-def run(level: str, form: str, **settings: Any) -> tuple[tritonamp.Amp, list[float]]:
+def run(
+    level: str, form: str, device: Any = "cpu", **settings: Any
+) -> tuple[tritonamp.Amp, list[float]]:
     """Return the handle, still enabled, and the losses."""
     steps = {name: settings.pop(name) for name in ("steps", "fault") if name in settings}
-    critic, optimizer = critic_and_optimizer()
+    critic, optimizer = critic_and_optimizer(device)
     amp = tritonamp.enable(critic, optimizer, level=level, dtype=torch.float16, **settings)
     return amp, losses_of(critic, optimizer, amp.scaler, form, **steps)
 
@@ -79,8 +81,10 @@ FORMS = [SCALED, "factor", SCALED + BACKWARD]
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_scale_falls_to_where_the_inner_gradient_fits(level: str, form: str) -> None:
-    amp, losses = run(level, form)
+def test_the_scale_falls_to_where_the_inner_gradient_fits(
+    device: torch.device, level: str, form: str
+) -> None:
+    amp, losses = run(level, form, device)
     causes = [record.cause for record in amp.history]
     assert causes[0] == "scale overflow"  # 65536 is too much for the inner gradient
     assert causes[-12:] == [None] * 12
@@ -162,9 +166,9 @@ def test_a_fixed_scale_stays() -> None:
 
 
 @pytest.mark.parametrize("form", [*FORMS[:2], UNSCALED])
-def test_a_scaler_without_enable(form: str) -> None:
-    critic, optimizer = critic_and_optimizer()
-    scaler = tritonamp.GradScaler("cpu", init_scale=16.0)
+def test_a_scaler_without_enable(device: torch.device, form: str) -> None:
+    critic, optimizer = critic_and_optimizer(device)
+    scaler = tritonamp.GradScaler(device.type, init_scale=16.0)
     losses_of(critic, optimizer, scaler, form, fault=math.nan, steps=3)
     assert scaler.get_scale() == (16.0 if form == UNSCALED else 2.0)
     state = vars(pickle.loads(pickle.dumps(scaler)))
