@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch._dynamo  # here, and not in the first enable: see pytest_collection_finish
+import torch.distributed as dist
 from gpuless.fake_cuda import FakeCuda, in_software, interpreted
 from gpuless.interpreter import prepared_once
 from gpuless.real_cuda import AnyCuda, in_a_stream
@@ -228,14 +229,24 @@ def fake_cuda(request: pytest.FixtureRequest) -> Iterator[FakeCuda]:
         yield gpu
 
 
+def _set_for_ranks() -> set[str]:
+    """Return which variables of a launcher are set, such as torchrun's."""
+    return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & os.environ.keys()
+
+
 @pytest.fixture(autouse=True)
 def _seeds_and_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     for name in {*GPU_FIXTURES, "fake_cuda"} & set(request.fixturenames):
         request.getfixturevalue(name)  # first: what other fixtures hold on it ends before it does
-    registered_before = dispatch.is_registered()
+    registered_before, of_ranks_before = dispatch.is_registered(), _set_for_ranks()
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(torch.float32)
+    # later tests would train as a rank
+    assert _set_for_ranks() == of_ranks_before, "this test left variables of a launcher behind"
+    assert not (dist.is_available() and dist.is_initialized()), (
+        "this test left a process group behind: call dist.destroy_process_group()"
+    )
     if (
         dispatch.is_registered() and not registered_before
     ):  # only the test that leaked fails, not all after it

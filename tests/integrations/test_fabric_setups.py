@@ -1,7 +1,9 @@
 """Which models and optimizers of Lightning Fabric our plugin enables, and when."""
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -138,16 +140,16 @@ class Stepped(LightningModule):
 
 
 @pytest.fixture
-def ddp_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def ddp_alone() -> Iterator[Any]:
     """A Fabric with DDP of one process."""
-    for name in ("MASTER_ADDR", "MASTER_PORT"):  # Lightning sets them
-        monkeypatch.delenv(name, raising=False)
-    strategy = DDPStrategy(process_group_backend="gloo")
-    plugin = MixedPrecision(level="O2")
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, plugins=plugin)
-    fabric.launch()
-    yield fabric
-    torch.distributed.destroy_process_group()
+    # Lightning sets ranks and addresses, by which Accelerate would later start a group of its own
+    with mock.patch.dict(os.environ):
+        strategy = DDPStrategy(process_group_backend="gloo")
+        plugin = MixedPrecision(level="O2")
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, plugins=plugin)
+        fabric.launch()
+        yield fabric
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
