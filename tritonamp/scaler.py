@@ -82,10 +82,9 @@ class GradScaler(torch.amp.GradScaler):
             the group.
 
     Attributes:
-        has_gradient_in_loss: whether the next losses contain the gradient of a scaled tensor, as
-            where a script scales the outputs of a gradient penalty: autograd has made a graph of
-            such a gradient since the last decision, or a tensor without gradients was scaled. They
-            may be inf or NaN because of the scale, so these losses count as finite.
+        has_gradient_in_loss: whether a loss scaled since the last ``update`` contains the gradient
+            of a scaled tensor, as scripts for torch.amp write a gradient penalty. It may be inf or
+            NaN because of the scale, so it counts as finite, and its gradients decide.
         is_replayed: whether a CUDA graph has captured ``scale`` without ``update``. Its replays
             scale losses unseen by the host.
 
@@ -96,6 +95,7 @@ class GradScaler(torch.amp.GradScaler):
     on_loss: Callable[[Tensor, "GradScaler"], None] | None = None  # gets each unscaled loss
     before_backward: Callable[[Tensor], None] | None = None  # gets it after ``on_loss``
     has_gradient_in_loss = False
+    _made_graph = False  # has autograd made a graph of a scaled gradient since the last loss?
     _rule: ScaleRule | None = None  # the last result of ``rule``
     _rule_settings: tuple[Any, ...] = ()  # settings that can change, as they were then
 
@@ -215,20 +215,25 @@ class GradScaler(torch.amp.GradScaler):
         scaled = widened(outputs) * transfer(scale, outputs.device)
         nonfinite = transfer(nonfinite_flag(outputs.detach()), scale.device)
         assert self._loss_nonfinite is not None
-        if not self.has_gradient_in_loss:
+        if self.take_graph():
+            self.has_gradient_in_loss = True
+        else:
             # in place: replays of a CUDA graph do it again
             torch.maximum(self._loss_nonfinite, nonfinite, out=self._loss_nonfinite)
-            if scaled.grad_fn is not None:
-                scaled.grad_fn.register_prehook(self._note_graph)
-            elif torch.is_grad_enabled() and not scaled.requires_grad:
-                self.has_gradient_in_loss = True  # a factor of gradients
+        if scaled.grad_fn is not None and self._max_scale > 1.0:  # no loss depends on a scale of 1
+            # weak, because a node keeps its hooks
+            scaled.grad_fn.register_prehook(functools.partial(_note_graph, weakref.ref(self)))
         self._scaled = True
         self.is_replayed |= is_capturing(nonfinite.device)
         return scaled
 
-    def _note_graph(self, _: Any) -> None:
-        # autograd enables gradients in a backward with ``create_graph``
-        self.has_gradient_in_loss |= torch.is_grad_enabled()
+    def take_graph(self) -> bool:
+        """Return whether the loss at hand contains the gradient of a scaled tensor.
+
+        That is so if autograd has made a graph of such a gradient since the loss before it.
+        """
+        made, self._made_graph = self._made_graph, False
+        return made
 
     def scale_tensor(self, device: torch.device) -> Tensor:
         """Return the current scale, 0-d float32; the first call makes it on ``device``."""
@@ -311,7 +316,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._loss_nonfinite is not None:
             self._loss_nonfinite.zero_()
         self._scaled = self.is_replayed
-        self.has_gradient_in_loss = False
+        self.has_gradient_in_loss = self._made_graph = False
 
     @property
     def scale_state(self) -> ScaleState:
@@ -585,7 +590,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._scaled = self.is_replayed = False
+        self._scaled = self.is_replayed = self.has_gradient_in_loss = self._made_graph = False
         self._memories = _memories_of_gradients()
         self._users = []
 
@@ -609,6 +614,13 @@ class GradScaler(torch.amp.GradScaler):
             scale.fill_(self._init_scale)
             tracker.fill_(self._init_hysteresis_tracker)
             ceiling.fill_(self._init_ceiling)
+
+
+def _note_graph(scaler: "weakref.ref[GradScaler]", _: Any) -> None:
+    """Note a backward of a scaled tensor if autograd makes a graph of it."""
+    known = scaler()
+    if known is not None and torch.is_grad_enabled():  # by ``create_graph``
+        known._made_graph = True
 
 
 def _memories_of_gradients() -> "weakref.WeakKeyDictionary[Optimizer, Memory]":

@@ -148,14 +148,14 @@ class Decision:
         """
         alone = self.loss is None and self.loss_nonfinite is None
         device = self.scale.device
-        depends = self.scaler.has_gradient_in_loss
+        depends = self.scaler.take_graph()
         if alone and not (at_once or depends) and loss.device == device and _is_number(loss):
             self.loss = loss
             return
         nonfinite = transfer(nonfinite_flag(loss), device)
-        if depends:  # on the scale, which may be too high
+        if depends:  # on the scale, which may be too high: what was scaled is judged instead
             self.has_gradient_in_loss = True
-            nonfinite = torch.zeros_like(nonfinite)
+            nonfinite = transfer(self.scaler.take_loss_nonfinite(), device)
         # each loss by itself, because a sum of finite ones may be inf
         self.loss_nonfinite = nonfinite if alone else torch.maximum(self._flag_of_loss(), nonfinite)
         loss = transfer(loss, device)
@@ -274,8 +274,6 @@ class Decision:
         if apart:
             self.scaler.note_amax(amax)
             self.scaler.move_scale(self.found_inf, self._verdict.flag)
-        if self.moves_scale:
-            self.scaler.has_gradient_in_loss = False
         # the user's ``scaler.update`` moves the scale, by flags and magnitudes of all optimizers
         if not self.moves_scale:
             self.scaler.note_flag(self._verdict.flag)

@@ -241,9 +241,14 @@ def test_a_gradient_penalty_of_scaled_scores_is_noted(tmp_path: Path, capsys) ->
         "    scores = scaler.scale(model(x).sum())\n"
         "    (grad,) = torch.autograd.grad(scaler.scale(model(x).sum()), x, create_graph=True)\n"
         "    (same,) = torch.autograd.grad(model.scale(x).sum(), x)  # no loss scale\n"
+        "    ones = torch.ones(3)\n"
+        "    torch.autograd.grad(model(x), x, scaler.scale(ones), create_graph=True)\n"
+        "    torch.autograd.grad(model(x), x, grad_outputs=scaler.scale(ones), create_graph=True)\n"
     )
     assert main(["migrate", str(script)]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert f"{script}:7: `torch.autograd.grad` of a scaled tensor keeps the scale low" in printed
     assert f"{script}:8:" not in printed
+    for line in (10, 11):
+        assert f"{script}:{line}: `grad_outputs` of `torch.autograd.grad` have the scale" in printed
     assert "leave out `scaler.scale`, and the division by the scale" in printed

@@ -26,9 +26,17 @@ _BY_HAND = (
     "exist here, write `scaler = amp.scaler` below them instead, and hand the scaler on"
 )
 
-_UNSCALED = (
-    "it works as before: where its gradient overflows, the scale falls. The gradient of a sum over "
-    "samples needs no scale: leave out `scaler.scale`, and the division by the scale"
+_NO_SCALE = (
+    "The gradient of a sum over samples needs no scale: leave out `scaler.scale`, and the division "
+    "by the scale"
+)
+_SCALED_OUTPUTS = (
+    "`torch.autograd.grad` of a scaled tensor keeps the scale low",
+    f"it works as before: where its gradient overflows, the scale falls. {_NO_SCALE}",
+)
+_SCALED_FACTORS = (
+    "`grad_outputs` of `torch.autograd.grad` have the scale",
+    f"the scale does not fall where these gradients overflow. {_NO_SCALE}",
 )
 
 
@@ -46,18 +54,25 @@ def edit(script: Script) -> None:
         own = [call for call in makers if script.scope(call) is scope]
         _Loop(script, scope, sorted(own, key=script.start)).edit(dtype, bool(scalers))
     for call in calls if scalers else ():
-        is_grad = script.qualified(call.func) == "torch.autograd.grad"
-        if is_grad and any(map(_scales, ast.walk(call))):
-            script.note(
-                call, "`torch.autograd.grad` of a scaled tensor keeps the scale low", _UNSCALED
+        if script.qualified(call.func) == "torch.autograd.grad":
+            named = {keyword.arg: keyword.value for keyword in call.keywords}
+            given = named | dict(
+                zip(("outputs", "inputs", "grad_outputs"), call.args, strict=False)
             )
+            if _is_scaled(given.get("outputs")):
+                script.note(call, *_SCALED_OUTPUTS)
+            elif _is_scaled(given.get("grad_outputs")):
+                script.note(call, *_SCALED_FACTORS)
 
 
-def _scales(node: ast.AST) -> bool:
-    """Return whether a node is the method ``scale`` of what is called a scaler."""
-    if not isinstance(node, ast.Attribute) or node.attr != "scale":
-        return False
-    return "scaler" in ast.unparse(node.value).lower()
+def _is_scaled(value: ast.expr | None) -> bool:
+    """Return whether an expression has the method ``scale`` of what is called a scaler."""
+    return value is not None and any(
+        isinstance(node, ast.Attribute)
+        and node.attr == "scale"
+        and "scaler" in ast.unparse(node.value).lower()
+        for node in ast.walk(value)
+    )
 
 
 def _makes_optimizer(node: ast.AST) -> bool:
