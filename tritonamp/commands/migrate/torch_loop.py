@@ -55,13 +55,11 @@ def edit(script: Script) -> None:
         _Loop(script, scope, sorted(own, key=script.start)).edit(dtype, bool(scalers))
     for call in calls if scalers else ():
         if script.qualified(call.func) == "torch.autograd.grad":
-            named = {keyword.arg: keyword.value for keyword in call.keywords}
-            given = named | dict(
-                zip(("outputs", "inputs", "grad_outputs"), call.args, strict=False)
-            )
-            if _is_scaled(given.get("outputs")):
+            args = dict(zip(("outputs", "inputs", "grad_outputs"), call.args, strict=False))
+            args |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+            if _is_scaled(args.get("outputs")):
                 script.note(call, *_SCALED_OUTPUTS)
-            elif _is_scaled(given.get("grad_outputs")):
+            elif _is_scaled(args.get("grad_outputs")):
                 script.note(call, *_SCALED_FACTORS)
 
 
