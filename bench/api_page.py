@@ -59,7 +59,14 @@ SECTIONS = {
 NOT_CALLED = {"Amp", "EMA", "LiveRanges", "Comparison", "Forecast", "Mismatch"}
 """Classes whose objects tritonamp makes."""
 
-INTERNAL = {"captured", "memory", "after_decision", "is_replayed", "fused_rule"}
+INTERNAL = {
+    "captured",
+    "memory",
+    "after_decision",
+    "is_replayed",
+    "fused_rule",
+    "has_gradient_in_loss",
+}
 """Attributes that other packages of tritonamp use, without a use in a training loop."""
 
 LIBRARIES = {

@@ -229,24 +229,24 @@ def fake_cuda(request: pytest.FixtureRequest) -> Iterator[FakeCuda]:
         yield gpu
 
 
-def _set_for_ranks() -> set[str]:
-    """Return which variables of a launcher are set, such as torchrun's."""
-    return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & os.environ.keys()
+def _made_for_ranks() -> set[str]:
+    """Return the variables of a launcher, such as torchrun's, and whether there is a group."""
+    found = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & os.environ.keys()
+    if dist.is_available() and dist.is_initialized():
+        found.add("a process group")
+    return found
 
 
 @pytest.fixture(autouse=True)
 def _seeds_and_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     for name in {*GPU_FIXTURES, "fake_cuda"} & set(request.fixturenames):
         request.getfixturevalue(name)  # first: what other fixtures hold on it ends before it does
-    registered_before, of_ranks_before = dispatch.is_registered(), _set_for_ranks()
+    registered_before, for_ranks_before = dispatch.is_registered(), _made_for_ranks()
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(torch.float32)
-    # later tests would train as a rank
-    assert _set_for_ranks() == of_ranks_before, "this test left variables of a launcher behind"
-    assert not (dist.is_available() and dist.is_initialized()), (
-        "this test left a process group behind: call dist.destroy_process_group()"
-    )
+    left = _made_for_ranks() - for_ranks_before
+    assert not left, f"this test left {sorted(left)} behind: later ones would train as a rank"
     if (
         dispatch.is_registered() and not registered_before
     ):  # only the test that leaked fails, not all after it

@@ -578,6 +578,8 @@ def test_states_of_another_kind(run: Any) -> None:
     fixed = tritonamp.enable(model, adamw(model), level="O2", dtype=torch.bfloat16)
     fixed.load_state_dict(dynamic)
     assert fixed.stats()["scale"] == 1.0
+    fixed.load_state_dict({**dynamic, "loss_scale": 1024.0})  # another fixed one
+    assert fixed.stats()["scale"] == 1.0
     amp.load_state_dict(fixed.state_dict())  # no reason to begin at 1
     assert amp.stats()["scale"] == 128.0
     fixed.disable()

@@ -1,6 +1,7 @@
 """Gradient penalties that differentiate a scaled tensor, as scripts for torch.amp do."""
 
 import contextlib
+import copy
 import gc
 import math
 import pickle
@@ -238,6 +239,33 @@ def test_scores_that_are_nan_are_a_fault(by: str) -> None:
     assert amp.scaler.get_scale() == 2.0**16
     assert amp.stats()["forward_faults"] == 2
     amp.disable()
+
+
+def test_a_step_without_update_is_one_of_the_scale() -> None:
+    critic, optimizer = critic_and_optimizer()
+    amp = tritonamp.enable(critic, optimizer, level="O2", dtype=torch.float16)
+    for _ in range(2):
+        x = torch.randn(8, 16, requires_grad=True)
+        scores = critic(x).float()
+        (grad,) = torch.autograd.grad(amp.scaler.scale(scores.sum()), x, create_graph=True)
+        amp.scaler.scale(scores.mean() + grad.float().norm()).backward()
+        optimizer.step()  # and no ``scaler.update``
+        optimizer.zero_grad()
+    assert amp.scaler.get_scale() == 2.0**14
+    assert amp.explain().count("the loss contains the gradient of a scaled tensor") == 1
+    amp.disable()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_a_copy_knows_no_graph(copied: Callable[[Any], Any]) -> None:
+    scaler = tritonamp.GradScaler("cpu")
+    x = torch.ones((), requires_grad=True)
+    torch.autograd.grad(scaler.scale(x.square()), x, create_graph=True)
+    other = copied(scaler)
+    other.scale(x)
+    assert not other.has_gradient_in_loss
+    scaler.scale(x)
+    assert scaler.has_gradient_in_loss and not copied(scaler).has_gradient_in_loss
 
 
 def test_a_node_does_not_keep_the_scaler() -> None:

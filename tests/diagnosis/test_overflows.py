@@ -64,6 +64,26 @@ def test_nan_at_three_scales(fields: dict[str, Any], cause: Cause) -> None:
     assert find_cause(USUAL._replace(**fields), [], {}).cause is cause
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"row": (), "before": 0.01},  # sudden
+        {"row": (), "scale": 1.0},
+        {"row": (), "scale": 0.5, "amax": {"a": INF}},
+    ],
+    ids=str,
+)
+def test_the_scale_may_be_the_cause_of_a_nan_in_the_loss(fields: dict[str, Any]) -> None:
+    """The loss contains the gradient of a scaled tensor, so it is not known to be finite."""
+    skip = USUAL._replace(loss=None, **fields)
+    assert find_cause(skip, [], {}).cause is Cause.BACKWARD
+    found = find_cause(skip._replace(has_gradient_in_loss=True), [], {})
+    assert found.cause is Cause.SCALE and "the loss was finite" not in found.reason
+    at_minimum = skip._replace(has_gradient_in_loss=True, scale=2.0**-24)
+    assert find_cause(at_minimum, [], {}).cause is Cause.EXHAUSTED
+
+
 def test_what_was_tried_stands_in_the_text() -> None:
     text = find_cause(USUAL, [], {}).reason
     assert text.startswith(
