@@ -109,8 +109,9 @@ def test_scale_and_losses_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"on_nonfinite": "raise"}, {"on_nonfinite": "heal"}])
-def test_a_skip_is_one_of_the_scale(settings: dict[str, Any], caplog) -> None:
-    amp, _ = run("O2", SCALED, steps=1, **settings)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_skip_is_one_of_the_scale(form: str, settings: dict[str, Any], caplog) -> None:
+    amp, _ = run("O2", form, steps=1, **settings)
     said = str(amp.explain())
     assert caplog.messages[0].startswith(said)
     assert said == (
